@@ -1,0 +1,29 @@
+"""How a pure algorithm sums over ranks that it does not know of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Reduce(Protocol):
+    """Sums over the ranks that hold other samples (data parallel) or other tokens of the same
+    samples (context parallel). Backends implement it over their process groups."""
+
+    def over_data(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over data- and context-parallel ranks, without gradient. Any shape."""
+
+    def over_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over context-parallel ranks, with gradient (each rank gets its own share's)."""
+
+
+class Identity:
+    """One rank holds everything: sums are what they are."""
+
+    def over_data(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def over_sequence(self, x: torch.Tensor) -> torch.Tensor:
+        return x

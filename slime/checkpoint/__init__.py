@@ -1,0 +1,1 @@
+"""One atomic snapshot of the whole run."""

@@ -1,0 +1,1 @@
+"""Ray: placement, train group, rollout manager, deadlines, fault handling."""

@@ -1,0 +1,46 @@
+"""Every wait has a name, a deadline and a report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+Report = Callable[[], str]
+
+
+class WaitExpired(TimeoutError):
+    """A wait outran its deadline; the message says who waited for what, since when, and who is alive."""
+
+
+def wait_for(
+    what: str,
+    done: Callable[[], Any],
+    deadline: float,
+    *,
+    poll: float = 0.1,
+    report: Report | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Any:
+    """Call ``done`` until it returns something true, and return that.
+
+    Args:
+        what: names the wait in the error, e.g. ``"engine 0 (pid 123) to become healthy"``.
+        done: polled every ``poll`` seconds; an exception of its own ends the wait and propagates.
+        deadline: seconds from now.
+        report: what to add to the error: living processes, last log lines.
+
+    Raises:
+        WaitExpired: nothing came in ``deadline`` seconds.
+    """
+    start = clock()
+    while True:
+        result = done()
+        if result:
+            return result
+        waited = clock() - start
+        if waited >= deadline:
+            detail = f"\n{report()}" if report else ""
+            raise WaitExpired(f"waited {waited:.0f} s (deadline {deadline:.0f} s) for {what}{detail}")
+        sleep(min(poll, max(deadline - waited, 0.0)))

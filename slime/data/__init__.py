@@ -1,0 +1,1 @@
+"""Samples, data sets, the data source with its buffer, batches and their schedule."""

@@ -1,0 +1,1 @@
+"""Start, route to, watch and talk to inference servers."""

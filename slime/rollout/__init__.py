@@ -1,0 +1,1 @@
+"""Rollout functions, rewards and filters."""
