@@ -1,0 +1,98 @@
+"""Which GPU (or, on a CPU machine, which process slot) each actor gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.cluster.session import ClusterError, check_resources, cluster_report
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+PLACEMENT_DEADLINE_SECONDS = 300.0
+TRAINER_SHARE = 0.4  # of a bundle; the critic takes as much again
+ENGINE_SHARE = 0.2
+CPU_SLOT = 0.01  # Ray's CPUs are logical: two cores must never leave a placement group pending
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Counts and offsets of the bundles in one placement group."""
+
+    train: int
+    rollout: int
+    rollout_offset: int
+
+    @property
+    def total(self) -> int:
+        return max(self.train, self.rollout_offset + self.rollout)
+
+
+def plan_slots(args: Args) -> Slots:
+    """Colocated runs share bundles; otherwise engines come after the trainers (contract/flow 4.1)."""
+    train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    external = bool(args.rollout_external_engine_addrs)
+    rollout = 0 if args.debug_train_only or external else int(args.rollout_num_gpus or 0)
+    return Slots(train, rollout, 0 if args.colocate else train)
+
+
+class Placement:
+    """A placement group with its bundles in order of node and GPU."""
+
+    def __init__(self, args: Args) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+
+        self.slots = plan_slots(args)
+        self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
+        check_resources(args, self.slots.total if self.on_gpu else 0)
+        bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": CPU_SLOT * 3}
+        self.group = placement_group([bundle] * max(self.slots.total, 1), strategy="PACK")
+        if not self.group.wait(timeout_seconds=PLACEMENT_DEADLINE_SECONDS):
+            raise ClusterError(
+                f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; {cluster_report()}"
+            )
+        self.order = _sorted_bundles(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
+
+    def options(self, slot: int, share: float) -> dict[str, Any]:
+        """Ray actor options for one slot."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        index = self.order[slot] if self.order else slot
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
+        if self.on_gpu:
+            return {"num_gpus": share, "num_cpus": share, "scheduling_strategy": strategy}
+        return {"num_gpus": 0, "num_cpus": CPU_SLOT, "scheduling_strategy": strategy}
+
+    def train_options(self, rank: int) -> dict[str, Any]:
+        return self.options(rank, TRAINER_SHARE)
+
+    def engine_options(self, slot: int) -> dict[str, Any]:
+        return self.options(self.slots.rollout_offset + slot, ENGINE_SHARE)
+
+    def remove(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self.group)
+
+
+def _sorted_bundles(group: Any, count: int) -> list[int]:
+    """Bundle indices by (node address, GPU id), so that neighbouring ranks share a node."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    @ray.remote(num_gpus=1, num_cpus=1)
+    def where() -> tuple[tuple[int, ...], int]:
+        address = ray.util.get_node_ip_address()
+        parts = tuple(int(part) for part in address.split(".")) if address.count(".") == 3 else (0,)
+        return parts, int(ray.get_gpu_ids()[0])
+
+    refs = [
+        where.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=i)
+        ).remote()
+        for i in range(count)
+    ]
+    places = ray.get(refs, timeout=PLACEMENT_DEADLINE_SECONDS)
+    return sorted(range(count), key=lambda i: places[i])

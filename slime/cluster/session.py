@@ -1,0 +1,84 @@
+"""Connect to Ray, or start a private one for this run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+QUIET_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray would otherwise hide a GPU machine's devices from actors that ask for none of them.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_open_telemetry": "0",
+}
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot do what the flags ask for; the message says what to change."""
+
+
+def connect(args: Args) -> None:
+    """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), else start one here.
+
+    A private cluster listens on the loopback interface only and ends with this process.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address=os.environ["RAY_ADDRESS"], **common)
+        return
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        num_cpus=max(os.cpu_count() or 1, 4),
+        object_store_memory=_object_store_bytes(),
+        runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+        **common,
+    )
+
+
+def _object_store_bytes() -> int:
+    """A tenth of the memory that is free, at most 8 GiB: enough for batches, no strain on a laptop."""
+    import psutil
+
+    return int(min(max(psutil.virtual_memory().available // 10, 256 * 2**20), 8 * 2**30))
+
+
+def _python_path() -> str:
+    """Actors find what the driver finds: hooks beside the user's script, and this package."""
+    here = str(Path(__file__).resolve().parents[2])
+    known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return os.pathsep.join(dict.fromkeys([*known, os.getcwd(), here]))
+
+
+def check_resources(args: Args, gpus_needed: int) -> None:
+    """Raise :class:`ClusterError` in one line when the cluster can never hold the run."""
+    import ray
+
+    have = int(ray.cluster_resources().get("GPU", 0))
+    if gpus_needed > have > 0:
+        raise ClusterError(
+            f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
+            f"{args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}, "
+            f"{'colocated' if args.colocate else 'not colocated'}) and the cluster has {have}: lower them, add nodes or pass --colocate"
+        )
+
+
+def cluster_report() -> str:
+    """One paragraph on what Ray has and what is in use, for errors."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    total, free = ray.cluster_resources(), ray.available_resources()
+    parts = [f"{name} {free.get(name, 0):g} of {total[name]:g} free" for name in ("CPU", "GPU") if name in total]
+    return f"Ray: {len(alive)} node(s) alive; {', '.join(parts)}"

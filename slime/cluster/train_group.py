@@ -1,0 +1,186 @@
+"""Training ranks: one Ray actor each, driven together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime.cluster.rollout_manager import thread_environment
+
+if TYPE_CHECKING:
+    from slime.cluster.placement import Placement
+    from slime.cluster.waiting import Waiter
+    from slime.config.args import Args
+
+Role = Literal["actor", "critic"]
+START_DEADLINE_SECONDS = 900.0
+
+
+class TrainActor:
+    """One rank. All calls but :meth:`status` run on one thread, in the order they came."""
+
+    def __init__(self, args: Args, role: Role, rank: int, world_size: int, log_dir: str) -> None:
+        from slime.cluster.logs import redirect_output
+
+        redirect_output(Path(log_dir), f"train-{role}-{rank}")
+        self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
+        self.backend: Any = None
+        self.transport: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 will listen for the process group."""
+        import ray
+
+        from slime.engines.process import free_port
+
+        host = str(ray.util.get_node_ip_address())
+        return host, free_port(host)
+
+    def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
+        """Join the process group, build the model, and read a snapshot if there is one."""
+        import ray
+
+        from slime.backends.create import create_backend
+        from slime.observability import progress
+
+        progress.report(f"load {self.role}")
+        local_rank = 0 if ray.get_gpu_ids() else self.rank
+        self.backend = create_backend(
+            self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank
+        )
+        if load_path is not None:
+            self.backend.load(Path(load_path))
+
+    def train(self, rollout_id: int, batch_ref: Any, values_ref: Any = None) -> dict[str, Any]:
+        """Train on this rank's part of a rollout.
+
+        Returns ``metrics`` and ``timings`` (equal on all ranks for metrics), and for a critic
+        ``values``: a reference to its values from before the update.
+        """
+        import ray
+
+        from slime.backends.train_loop import train_on_rollout
+        from slime.data.wire import to_rank_batch
+
+        batch = to_rank_batch(ray.get(batch_ref[0]))
+        if values_ref is not None:
+            batch["values"] = ray.get(values_ref[0])
+        metrics, timings = train_on_rollout(self.backend, self.args, batch)
+        values = [ray.put(batch["values"])] if self.role == "critic" else None
+        return {"metrics": metrics, "timings": timings, "values": values}
+
+    def update_weights(self, engine_urls: Sequence[str], version: str, same_host: bool) -> dict[str, Any] | None:
+        """Send this group's weights to the engines; rank 0 returns the report as a dict."""
+        import dataclasses
+
+        from slime.engines.http_handle import HttpEngineHandle
+        from slime.observability import progress
+        from slime.weights.sync import sync_weights
+        from slime.weights.transports import create_transport
+
+        progress.report("update weights")
+        sender = self.rank == 0
+        if sender and self.transport is None:
+            self.transport = create_transport(self.args, colocated_host=same_host)
+        engines = [HttpEngineHandle(url) for url in engine_urls] if sender else []
+        report = sync_weights(
+            self.args, self.backend.named_weights(), engines, self.transport, version, is_sender=sender
+        )
+        return dataclasses.asdict(report) if report is not None else None
+
+    def copy_weights(self, source: str, target: str) -> None:
+        self.backend.copy_weights(source, target)
+
+    def save(self, directory: str) -> None:
+        self.backend.save(Path(directory))
+
+    def save_hf(self, directory: str) -> None:
+        self.backend.save_hf(Path(directory))
+
+    def sleep(self) -> None:
+        self.backend.sleep()
+
+    def wake(self) -> None:
+        self.backend.wake()
+
+    def status(self) -> dict[str, Any]:
+        from slime.observability import progress
+
+        return progress.latest()
+
+
+class TrainGroup:
+    """All ranks of one role, as the driver sees them."""
+
+    def __init__(
+        self, args: Args, role: Role, placement: Placement, waiter: Waiter, log_dir: Path, load_path: Path | None
+    ) -> None:
+        import ray
+
+        self.args, self.role, self.waiter = args, role, waiter
+        world_size = placement.slots.train
+        actor_class = ray.remote(concurrency_groups={"status": 1})(_with_status_group(TrainActor))
+        environment = {"env_vars": {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}}
+        self.ranks = [
+            actor_class.options(**placement.train_options(rank), runtime_env=environment).remote(
+                args, role, rank, world_size, str(log_dir)
+            )
+            for rank in range(world_size)
+        ]
+        self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
+        host, port = self._call([self.ranks[0].address.remote()], "to start", START_DEADLINE_SECONDS)[0]
+        # Each rank reads its own shards, and those of others when their number changed.
+        path = str(load_path) if load_path else None
+        self.starting = [rank.init.remote(host, port, path) for rank in self.ranks]
+
+    def wait_started(self) -> None:
+        self._call(self.starting, "to load the model", START_DEADLINE_SECONDS)
+
+    def train(self, rollout_id: int, batch_refs: Sequence[Any], values: Sequence[Any] | None = None) -> dict[str, Any]:
+        """Train every rank on its part; the step is never cut short by a signal.
+
+        Returns rank 0's ``metrics`` and ``timings``, and ``values`` of all ranks.
+        """
+        per_rank = len(self.ranks) // len(batch_refs)
+        refs = [
+            rank.train.remote(rollout_id, [batch_refs[i // per_rank]], values[i] if values else None)
+            for i, rank in enumerate(self.ranks)
+        ]
+        results = self._call(refs, f"to train on rollout {rollout_id}", self.args.phase_timeout, interruptible=False)
+        return {**results[0], "values": [result["values"] for result in results]}
+
+    def update_weights(self, engine_urls: Sequence[str], version: str, same_host: bool) -> dict[str, Any]:
+        refs = [rank.update_weights.remote(list(engine_urls), version, same_host) for rank in self.ranks]
+        report = self._call(refs, f"to send weights {version}", self.args.phase_timeout)[0]
+        assert report is not None
+        return dict(report)
+
+    def save(self, directory: Path) -> None:
+        self._all("save", str(directory / self.role), interruptible=False)
+
+    def save_hf(self, directory: str) -> None:
+        self._all("save_hf", directory)
+
+    def copy_weights(self, source: str, target: str) -> None:
+        self._all("copy_weights", source, target)
+
+    def sleep(self) -> None:
+        self._all("sleep")
+
+    def wake(self) -> None:
+        self._all("wake")
+
+    def _all(self, method: str, *arguments: Any, interruptible: bool = True) -> None:
+        refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
+        self._call(refs, f"to {method}", self.args.phase_timeout, interruptible=interruptible)
+
+    def _call(self, refs: list[Any], what: str, deadline: float, interruptible: bool = True) -> list[Any]:
+        return self.waiter.get(refs, f"the {self.role} {what}", deadline, actors=self._named, interruptible=interruptible)
+
+
+def _with_status_group(cls: type) -> type:
+    """``status`` answers on a thread of its own, so that it does while a step runs."""
+    import ray
+
+    return type(cls.__name__, (cls,), {"status": ray.method(concurrency_group="status")(cls.status)})  # type: ignore[attr-defined]

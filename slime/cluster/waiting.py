@@ -1,0 +1,136 @@
+"""Wait for Ray work: with a name, a deadline, a live status, and an end as soon as one rank fails."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from slime.cluster.wait import WaitExpired
+
+
+class StopRequested(Exception):  # noqa: N818 - a wish of the user, not an error
+    """Ctrl-C or SIGTERM came; the run ends in order."""
+
+
+class StopSignals:
+    """Turn the first SIGINT or SIGTERM into a wish that waits look at; the second ends at once."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+
+    def check(self) -> None:
+        """Raise :class:`StopRequested` when a signal came."""
+        if self.requested is not None:
+            raise StopRequested(self.requested)
+
+
+class Waiter:
+    """``ray.get`` for the driver.
+
+    Args:
+        stop: looked at while waiting, unless a wait must not be cut short.
+        on_status: shown what the waited-for processes report, about twice a second.
+    """
+
+    def __init__(self, stop: StopSignals, on_status: Callable[[dict[str, Any]], None] | None = None) -> None:
+        self.stop = stop
+        self.on_status = on_status
+
+    def get(
+        self,
+        refs: Sequence[Any],
+        what: str,
+        deadline: float,
+        *,
+        actors: Mapping[str, Any] | None = None,
+        interruptible: bool = True,
+    ) -> list[Any]:
+        """Results of ``refs`` in order.
+
+        Args:
+            what: names the wait, e.g. ``"rollout 3 to be generated"``.
+            deadline: seconds from now.
+            actors: name -> actor with a ``status()`` method; asked while waiting and for the report.
+
+        Raises:
+            WaitExpired: with what each actor says it is doing.
+            StopRequested: the user asked to stop and the wait is ``interruptible``.
+            RayError: as soon as one of the refs failed, though others are still running.
+        """
+        import ray
+
+        start = time.monotonic()
+        status = _StatusPoll(actors or {})
+        pending = list(refs)
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1, timeout=0.25)
+            ray.get(ready)  # a failure of one rank ends the wait for all
+            status.poll()
+            if self.on_status and status.latest:
+                self.on_status(next(iter(status.latest.values())))
+            if interruptible:
+                self.stop.check()
+            waited = time.monotonic() - start
+            if pending and waited > deadline:
+                raise WaitExpired(
+                    f"waited {waited:.0f} s (deadline {deadline:.0f} s, --phase-timeout) for {what}\n{status.report()}"
+                )
+        return list(ray.get(list(refs)))
+
+
+class _StatusPoll:
+    """Ask actors what they are doing without ever waiting for the answer."""
+
+    def __init__(self, actors: Mapping[str, Any]) -> None:
+        self.actors = actors
+        self.latest: dict[str, dict[str, Any]] = {}
+        self._asked: dict[str, Any] = {}
+
+    def poll(self) -> None:
+        import ray
+
+        for name, actor in self.actors.items():
+            ref = self._asked.get(name)
+            if ref is None:
+                self._asked[name] = actor.status.remote()
+                continue
+            done, _ = ray.wait([ref], timeout=0)
+            if done:
+                del self._asked[name]
+                try:
+                    self.latest[name] = ray.get(done[0])
+                except ray.exceptions.RayError as error:
+                    self.latest[name] = {"phase": f"does not answer: {type(error).__name__}"}
+
+    def report(self) -> str:
+        lines = []
+        for name in self.actors:
+            said = self.latest.get(name)
+            if not said:
+                lines.append(f"  {name}: has not answered")
+                continue
+            age = time.time() - said.get("since", time.time())
+            lines.append(f"  {name}: {said.get('phase')} {said.get('done', '')}/{said.get('total', '')} for {age:.0f} s")
+        return "what the processes say:\n" + "\n".join(lines) if lines else ""
