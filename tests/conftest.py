@@ -1,0 +1,62 @@
+"""Fixtures that every room uses: the real model, the shared data sets, and quiet threads.
+
+The model is looked for in ``$SLIME_TEST_MODEL``, then in ``models/SmolLM2-135M-Instruct`` of the
+checkout; the data sets in ``$SLIME_DATASETS``, then in ``../shared/datasets``. A test that needs
+one of them is skipped, with what to do about it, where it is absent.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Before anything imports torch: spinning OpenMP threads bring busy cores to a standstill.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", os.environ["OMP_NUM_THREADS"])
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a hub
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+DATASETS = ("aime", "dapo", "gsm8k", "hotpotqa", "math500")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Folder of SmolLM2-135M-Instruct (Hugging Face format, bf16 safetensors)."""
+    asked = os.environ.get("SLIME_TEST_MODEL")
+    folder = Path(asked).expanduser() if asked else CHECKOUT / "models" / "SmolLM2-135M-Instruct"
+    missing = [name for name in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / name).is_file()]
+    if missing and asked:
+        pytest.fail(f"SLIME_TEST_MODEL={asked} lacks {', '.join(missing)}", pytrace=False)
+    if missing:
+        pytest.skip("SmolLM2-135M-Instruct is not here: run `slime fetch-model smollm2-135m-instruct` "
+                    "or set SLIME_TEST_MODEL to its folder")  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def datasets_dir() -> Path:
+    """Folder with the shared data sets (gsm8k, dapo, aime, math500, hotpotqa)."""
+    asked = os.environ.get("SLIME_DATASETS")
+    folder = Path(asked).expanduser() if asked else Path(__file__).parents[1].parent / "shared" / "datasets"
+    missing = [name for name in DATASETS if not (folder / name).is_dir()]
+    if missing and asked:
+        pytest.fail(f"SLIME_DATASETS={asked} lacks {', '.join(missing)}", pytrace=False)
+    if missing:
+        pytest.skip("the shared data sets are not here: set SLIME_DATASETS to the folder that holds them")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test."""
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        if "smollm2" in names:
+            item.add_marker(pytest.mark.needs_model)
+        if "datasets_dir" in names:
+            item.add_marker(pytest.mark.needs_datasets)
