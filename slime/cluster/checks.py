@@ -1,0 +1,22 @@
+"""Everything that can be known to be wrong before a process starts, reported together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+
+def parse_and_check(argv: Sequence[str] | None = None) -> Args:
+    """Flags, files, rows and labels; prints all problems and exits with 2 if there are any."""
+    from slime.config.parser import parse_args
+
+    return parse_args(list(argv) if argv is not None else None, extra_checks=(_check_data,))
+
+
+def _check_data(args: Args) -> list[str]:
+    from slime.data.validate import check_data
+
+    return check_data(args)

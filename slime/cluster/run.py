@@ -1,0 +1,333 @@
+"""A whole run as the driver sees it: start, the phases of one iteration, snapshot, end in order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from slime.cluster.waiting import StopRequested, StopSignals, Waiter
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+ENGINES_DEADLINE_SECONDS = 900.0
+
+
+class Run:
+    """Context manager around one training run.
+
+    The loops in ``train.py`` and ``train_async.py`` call one method per phase; each shows itself,
+    has the deadline ``--phase-timeout`` and adds its seconds to the metrics of the step.
+    """
+
+    def __init__(self, args: Args) -> None:
+        from slime.observability.display import Display
+        from slime.observability.metrics import MetricsLogger
+        from slime.observability.run_dir import RunDir
+
+        self.args = args
+        self.dir = RunDir(args)
+        self.display = Display(args)
+        self.metrics_log = MetricsLogger(args, self.dir)
+        self.stop = StopSignals()
+        self.waiter = Waiter(self.stop, self._show)
+        self.pending: dict[str, float] = {}  # metrics of the step under way
+        self.seconds_per_phase: dict[str, float] = {}
+        self.history: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.manager: Any = None
+        self.placement: Any = None
+        self.actor: Any = None
+        self.critic: Any = None
+        self.engine_urls: list[str] = []
+        self.first_rollout = 0
+        self.num_rollout = 0
+        self.attempt = 0
+        self.updates = 0
+        self.trained: int | None = None  # last rollout whose training is complete
+        self.saved: int | None = None
+        self._started = time.perf_counter()
+        self._progress: Any = None
+        self._step_started = self._started
+
+    # --- start and end -----------------------------------------------------------------------
+
+    def __enter__(self) -> Run:
+        self.stop.__enter__()
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def _start(self) -> None:
+        import ray
+
+        from slime.cluster.placement import Placement
+        from slime.cluster.rollout_manager import RolloutManager
+        from slime.cluster.session import connect
+
+        with self.phase("start"):
+            connect(self.args)
+            self.placement = Placement(self.args)
+            self.args.threads_per_process = self.args.threads_per_process or self._threads()
+            slots = self.placement.slots
+            self.manager = (
+                ray.remote(RolloutManager)
+                .options(num_cpus=0, max_concurrency=8)
+                .remote(self.args, str(self.dir.path), max(slots.train, 1))
+            )
+            starting = None if self.args.debug_train_only else self.manager.start_engines.remote(self.placement)
+            snapshot = self._snapshot()
+            if slots.train:
+                self._start_training(snapshot)
+            if starting is not None:
+                self.engine_urls = self.manager_call([starting], "the engines to start", ENGINES_DEADLINE_SECONDS)
+            for group in self.groups:
+                group.wait_started()
+            self._restore(snapshot)
+            self.num_rollout = self._resolve_num_rollout()
+
+    def _threads(self) -> int:
+        """CPU threads per process: phases of a synchronous run take turns, so each may use all cores."""
+        import os
+
+        slots = self.placement.slots
+        return max((os.cpu_count() or 1) // max(slots.train, slots.rollout, 1), 1)
+
+    def _start_training(self, snapshot: Any) -> None:
+        from slime.cluster.train_group import TrainGroup
+
+        make = lambda role: TrainGroup(  # noqa: E731 - two calls that differ in one word
+            self.args, role, self.placement, self.waiter, self.dir.path / "logs",
+            snapshot.path / role if snapshot else None,
+        )  # fmt: skip
+        self.actor = make("actor")
+        self.critic = make("critic") if self.args.use_critic else None
+
+    @property
+    def groups(self) -> list[Any]:
+        return [group for group in (self.actor, self.critic) if group is not None]
+
+    def _snapshot(self) -> Any:
+        """The snapshot to go on from, or None for a fresh start."""
+        from slime.checkpoint.snapshot import latest
+
+        return latest(Path(self.args.load)) if self.args.load else None
+
+    def _restore(self, snapshot: Any) -> None:
+        if snapshot is not None:
+            manifest = snapshot.manifest
+            self.trained = self.saved = int(manifest["rollout_id"])
+            self.attempt = int(manifest["attempt"]) + 1
+            state = self.manager.load_state.remote(self.trained, str(snapshot.path))
+            self.manager_call([state], "the data source to be restored")
+            self.first_rollout = self.trained + 1
+            self.display.note(f"resumed from {snapshot.path}: going on with rollout {self.first_rollout}")
+        if self.args.start_rollout_id is not None:
+            self.first_rollout = self.args.start_rollout_id
+
+    def _resolve_num_rollout(self) -> int:
+        if self.args.num_rollout is not None:
+            return int(self.args.num_rollout)
+        per_epoch = self.manager_call([self.manager.num_rollout_per_epoch.remote()], "the data source")
+        self.args.num_rollout = int(per_epoch * (self.args.num_epoch or 1))
+        return self.args.num_rollout
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        stopped = isinstance(error, StopRequested)
+        try:
+            if stopped:
+                self._snapshot_before_stop()
+            if kind is None:
+                self._finish()
+        finally:
+            self._shutdown(failed=kind is not None and not stopped)
+            self.stop.__exit__(None, None, None)
+        if stopped:
+            sys.exit(130 if str(error) == "SIGINT" else 143)
+        return False
+
+    def _snapshot_before_stop(self) -> None:
+        self.display.note(f"{self.stop.requested}: ending in order (once more ends at once)")
+        self.stop.requested = None
+        if self.args.save and self.trained is not None and self.trained != self.saved:
+            self.save(self.trained)
+            self.display.note(f"saved rollout {self.trained}; go on with --load {self.args.save}")
+
+    def _finish(self) -> None:
+        summary = {
+            "seconds_total": time.perf_counter() - self._started,
+            "seconds_per_phase": self.seconds_per_phase,
+            "reward_per_rollout": [m["rollout/raw_reward"] for m in self.history if "rollout/raw_reward" in m],
+            "evaluations": self.evaluations,
+            "seed": self.args.seed,
+        }
+        self.dir.write_json("summary.json", summary)
+        self.display.finish(summary)
+
+    def _shutdown(self, failed: bool) -> None:
+        """Leave no process behind; on a failure say first which engines were alive."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        if self.manager is not None:
+            with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+                if failed and self.engine_urls:
+                    self.display.note(ray.get(self.manager.engine_report.remote(), timeout=15))
+                ray.get(self.manager.shutdown.remote(), timeout=60)
+        if failed:
+            self.display.note(f"logs of all processes: {self.dir.path / 'logs'}")
+        self.metrics_log.close()
+        if self.placement is not None:
+            self.placement.remove()
+        ray.shutdown()
+
+    # --- phases ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show a phase while it runs and count its seconds."""
+        start = time.perf_counter()
+        with self.display.phase(name) as progress:
+            self._progress = progress
+            try:
+                yield
+            finally:
+                self._progress = None
+        seconds = time.perf_counter() - start
+        self.seconds_per_phase[name] = self.seconds_per_phase.get(name, 0.0) + seconds
+        self.pending[f"perf/{name}_time"] = self.pending.get(f"perf/{name}_time", 0.0) + seconds
+
+    def _show(self, status: dict[str, Any]) -> None:
+        if self._progress is not None:
+            self._progress.update(status)
+
+    def manager_call(self, refs: list[Any], what: str, deadline: float | None = None) -> Any:
+        """Wait for one answer of the rollout manager."""
+        named = {"rollout manager": self.manager}
+        return self.waiter.get(refs, what, deadline or self.args.phase_timeout, actors=named)[0]
+
+    def generate(self, rollout_id: int) -> dict[str, Any]:
+        """Prompts to rewarded samples, split over the data-parallel ranks."""
+        with self.phase("generate"):
+            batch = self.manager_call(
+                [self.manager.generate.remote(rollout_id)], f"rollout {rollout_id} to be generated"
+            )
+        self.pending.update(batch["metrics"])
+        return dict(batch)
+
+    def train(self, rollout_id: int, batch: dict[str, Any]) -> None:
+        """Critic first, whose values the actor's advantages need; then the actor."""
+        if not self.groups:
+            return
+        with self.phase("train"):
+            values = None
+            if self.critic is not None:
+                result = self.critic.train(rollout_id, batch["refs"])
+                values = result["values"]
+                self.pending.update(result["metrics"])
+            if rollout_id >= self.args.num_critic_only_steps or self.critic is None:
+                result = self.actor.train(rollout_id, batch["refs"], values)
+                self.pending.update(result["metrics"])
+                self.pending.update({f"perf/{name}_time": s for name, s in result["timings"].items()})
+            self._refresh_reference(rollout_id)
+        self.trained = rollout_id
+
+    def _refresh_reference(self, rollout_id: int) -> None:
+        interval = self.args.ref_update_interval
+        if interval and (rollout_id + 1) % interval == 0:
+            self.actor.copy_weights("actor", "ref")
+
+    def update_weights(self) -> None:
+        """Bring the actor's weights to every engine; the engines have their memory back afterwards."""
+        if self.actor is None or not self.engine_urls:
+            return
+        with self.phase("update_weights"):
+            self._onload(("weights",))
+            version = f"{self.attempt}.{self.updates}"
+            report = self.actor.update_weights(self.engine_urls, version, self._same_host())
+            self._onload(("kv_cache", "cuda_graph"))
+        self.updates += 1
+        self.pending["perf/update_weights_pause_time"] = report["pause_seconds"]
+        self.pending["perf/update_weights_wire_bytes"] = float(report["nbytes"])
+        self.pending["perf/update_weights_density"] = report["density"]
+        self.pending["perf/update_weights_audit_time"] = report["audit_seconds"]
+
+    def _same_host(self) -> bool:
+        return all(urlsplit(url).hostname == self.actor.host for url in self.engine_urls)
+
+    def offload_engines(self) -> None:
+        """Colocated: the engines' memory goes to the trainer."""
+        if self.args.offload_rollout and self.engine_urls:
+            with self.phase("offload"):
+                self.manager_call([self.manager.offload.remote()], "the engines to release memory")
+        if self.args.offload_train:
+            for group in self.groups:
+                group.wake()
+
+    def offload_training(self) -> None:
+        """Colocated: the trainer's memory goes back to the engines."""
+        if self.args.offload_train:
+            with self.phase("offload"):
+                for group in self.groups:
+                    group.sleep()
+
+    def _onload(self, tags: tuple[str, ...]) -> None:
+        if self.args.offload_rollout:
+            self.manager_call([self.manager.onload.remote(tags)], f"the engines to get {', '.join(tags)} back")
+
+    def evaluate(self, rollout_id: int) -> None:
+        """All evaluation sets with the engines' weights."""
+        with self.phase("eval"):
+            metrics = self.manager_call([self.manager.eval.remote(rollout_id)], "the evaluation")
+        self.pending.update(metrics)
+        self.evaluations.append({"rollout_id": rollout_id, **metrics})
+
+    def save(self, rollout_id: int) -> None:
+        """One atomic snapshot: all ranks write, one manifest commits."""
+        from slime.checkpoint import snapshot
+
+        with self.phase("save"):
+            temp = snapshot.begin(Path(self.args.save), rollout_id)
+            for group in self.groups:
+                group.save(temp)
+            self.manager_call([self.manager.save_state.remote(rollout_id, str(temp))], "the data source to be saved")
+            manifest = {"rollout_id": rollout_id, "attempt": self.attempt, "weight_version": self.updates}
+            snapshot.commit(temp, {**manifest, "world_size": self.placement.slots.train, "seed": self.args.seed})
+            if self.args.save_hf and self.actor is not None:
+                self.actor.save_hf(str(self.args.save_hf).format(rollout_id=rollout_id))
+        self.saved = rollout_id
+
+    # --- when --------------------------------------------------------------------------------
+
+    def is_due(self, rollout_id: int, interval: int | None) -> bool:
+        """Every ``interval`` rollouts, and after the last."""
+        return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout)
+
+    def end_step(self, rollout_id: int) -> None:
+        """Log the step's metrics and begin the next."""
+        now = time.perf_counter()
+        self.pending["perf/step_time"] = now - self._step_started
+        self._step_started = now
+        self.metrics_log.log(self.pending, rollout_id, "rollout/step")
+        self.display.step_line(rollout_id, self.num_rollout, self.pending)
+        self.history.append(self.pending)
+        self.pending = {}
+
+
+def describe_failure(error: BaseException) -> str:
+    """The user's line of a Ray task error: its cause, without Ray's frames."""
+    cause = getattr(error, "cause", None) or error
+    return json.dumps(str(cause))[1:-1]
