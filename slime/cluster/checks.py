@@ -9,11 +9,18 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
-def parse_and_check(argv: Sequence[str] | None = None) -> Args:
+def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = False) -> Args:
     """Flags, files, rows and labels; prints all problems and exits with 2 if there are any."""
     from slime.config.parser import parse_args
 
-    return parse_args(list(argv) if argv is not None else None, extra_checks=(_check_data,))
+    checks = (_check_data, _check_async) if asynchronous else (_check_data,)
+    return parse_args(list(argv) if argv is not None else None, extra_checks=checks)
+
+
+def _check_async(args: Args) -> list[str]:
+    if args.colocate:
+        return ["train_async.py needs GPUs of their own for the engines: drop --colocate, or use train.py"]
+    return []
 
 
 def _check_data(args: Args) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -292,8 +291,10 @@ class Run:
         """All evaluation sets with the engines' weights."""
         with self.phase("eval"):
             metrics = self.manager_call([self.manager.eval.remote(rollout_id)], "the evaluation")
-        self.pending.update(metrics)
-        self.evaluations.append({"rollout_id": rollout_id, **metrics})
+        step = 0 if self.trained is None else self.trained + 1
+        self.metrics_log.log(metrics, step, "eval/step")
+        self.display.evaluation(step, metrics)
+        self.evaluations.append({"step": step, **metrics})
 
     def save(self, rollout_id: int) -> None:
         """One atomic snapshot: all ranks write, one manifest commits."""
@@ -325,9 +326,3 @@ class Run:
         self.display.step_line(rollout_id, self.num_rollout, self.pending)
         self.history.append(self.pending)
         self.pending = {}
-
-
-def describe_failure(error: BaseException) -> str:
-    """The user's line of a Ray task error: its cause, without Ray's frames."""
-    cause = getattr(error, "cause", None) or error
-    return json.dumps(str(cause))[1:-1]

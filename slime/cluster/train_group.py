@@ -129,10 +129,10 @@ class TrainGroup:
             for rank in range(world_size)
         ]
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
-        host, port = self._call([self.ranks[0].address.remote()], "to start", START_DEADLINE_SECONDS)[0]
+        self.host, port = self._call([self.ranks[0].address.remote()], "to start", START_DEADLINE_SECONDS)[0]
         # Each rank reads its own shards, and those of others when their number changed.
         path = str(load_path) if load_path else None
-        self.starting = [rank.init.remote(host, port, path) for rank in self.ranks]
+        self.starting = [rank.init.remote(self.host, port, path) for rank in self.ranks]
 
     def wait_started(self) -> None:
         self._call(self.starting, "to load the model", START_DEADLINE_SECONDS)

@@ -1,0 +1,35 @@
+"""slime's asynchronous loop: generation runs on while training runs.
+
+    python train_async.py --async-buffer-size 4 --update-weights-interval 2 ...   (other flags as for train.py)
+
+``--async-buffer-size 1 --update-weights-interval 1`` is one-step off-policy.
+"""
+
+from __future__ import annotations
+
+from slime.cluster.checks import parse_and_check
+from slime.cluster.prefetch import Prefetcher
+from slime.cluster.run import Run
+from slime.config.args import Args
+
+
+def train(args: Args) -> None:
+    with Run(args) as run:
+        run.update_weights()
+        with Prefetcher(run) as rollouts:
+            for rollout_id in range(run.first_rollout, run.num_rollout):
+                batch = rollouts.next()
+                run.train(rollout_id, batch)
+                if run.is_due(rollout_id, args.save_interval):
+                    run.save(rollout_id)
+                if run.is_due(rollout_id, args.update_weights_interval):
+                    with rollouts.held():
+                        run.update_weights()
+                if run.is_due(rollout_id, args.eval_interval):
+                    with rollouts.held():
+                        run.evaluate(rollout_id)
+                run.end_step(rollout_id)
+
+
+if __name__ == "__main__":
+    train(parse_and_check(asynchronous=True))
