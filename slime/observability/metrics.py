@@ -1,0 +1,206 @@
+"""Numbers of a run: TensorBoard events, ``metrics.jsonl``, and W&B when asked for.
+
+One row of ``metrics.jsonl`` is ``{"<step key>": step, "time": wall seconds, "<name>": number, ...}``.
+Step keys are ``train/step``, ``rollout/step`` and ``eval/step``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slime.observability.run_dir import RunDir
+
+STEP_KEYS = ("train/step", "rollout/step", "eval/step")
+
+
+class MetricsError(ValueError):
+    """A metric is no number, or a sink that was asked for is not there."""
+
+
+def metric_step(args: Any, rollout_id: int) -> int:
+    """The x-axis value of a rollout: its id, or optimizer steps with ``--wandb-always-use-train-step``.
+
+    ``rollout_id · rollout_batch_size · n_samples_per_prompt // global_batch_size``
+    """
+    if not getattr(args, "wandb_always_use_train_step", False):
+        return rollout_id
+    return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+
+
+class MetricsLogger:
+    """Writes every number to all sinks at once. One per run, in the driver.
+
+    Args:
+        args: reads ``use_wandb``, ``wandb_*``, ``tb_*``, ``use_tensorboard``.
+        run_dir: where ``metrics.jsonl`` and ``tensorboard/`` are.
+        resume_from: first step that this run makes again; rows from it on, of the run that was
+            interrupted, move to ``metrics-rolled-back.jsonl``.
+
+    Raises:
+        MetricsError: W&B was asked for and is not installed.
+        OSError: a sink cannot be written; it is not caught, since a run whose numbers are lost is lost.
+    """
+
+    def __init__(self, args: Any, run_dir: RunDir, resume_from: int | None = None) -> None:
+        self._warned: set[str] = set()
+        self._steps_as_train_steps = bool(getattr(args, "wandb_always_use_train_step", False))
+        if resume_from is not None:
+            roll_back(run_dir.metrics, resume_from)
+        self._file = run_dir.metrics.open("a", encoding="utf-8")
+        self._tensorboard = _TensorBoard(_tensorboard_dir(args, run_dir), purge_step=resume_from)
+        self._wandb = _start_wandb(args, run_dir) if getattr(args, "use_wandb", False) else None
+
+    def log(self, metrics: Mapping[str, Any], step: int, step_key: str = "rollout/step") -> None:
+        """Write one row.
+
+        Args:
+            metrics: names to numbers (Python, NumPy or one-element tensors).
+            step: x-axis value, see :func:`metric_step`.
+            step_key: which axis this is.
+
+        Raises:
+            MetricsError: a value is no number, or the step key is unknown.
+        """
+        if step_key not in STEP_KEYS:
+            raise MetricsError(f"step key {step_key!r}: use one of {', '.join(STEP_KEYS)}")
+        if self._steps_as_train_steps:
+            step_key = "train/step"
+        numbers = {name: self._number(name, value) for name, value in metrics.items()}
+        now = time.time()
+        row = {step_key: step, "time": round(now, 3)}
+        row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        self._tensorboard.write(numbers, step, now)
+        if self._wandb is not None:
+            self._wandb.log({step_key: step, **numbers})
+
+    def _number(self, name: str, value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise MetricsError(f"metric {name!r} is no number: {value!r:.120}") from error
+        if not math.isfinite(number) and name not in self._warned:
+            self._warned.add(name)
+            print(f"metric {name} is {number} (null in metrics.jsonl; said once)", file=sys.stderr, flush=True)
+        return number
+
+    def close(self) -> None:
+        """Flush and close all sinks; safe to call twice."""
+        self._file.close()
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a ``metrics.jsonl``; a last line that was cut in the middle is left out."""
+    return [row for _, row in _rows(path)]
+
+
+def roll_back(path: Path, step: int) -> int:
+    """Move the rows of steps ``>= step`` out of ``metrics.jsonl``; returns how many there were.
+
+    The result of an interrupted and resumed run then reads as that of an uninterrupted one.
+    """
+    if not path.exists():
+        return 0
+    keep: list[str] = []
+    gone: list[str] = []
+    for line, row in _rows(path):
+        (gone if any(row.get(key, -1) >= step for key in STEP_KEYS) else keep).append(line)
+    if gone:
+        with path.with_name("metrics-rolled-back.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in gone)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("".join(line + "\n" for line in keep), encoding="utf-8")
+    temporary.replace(path)
+    return len(gone)
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    text = path.read_text(encoding="utf-8")
+    complete = text if text.endswith("\n") else text[: text.rfind("\n") + 1]
+    for number, line in enumerate(complete.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield line, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise MetricsError(f"{path}:{number}: not a JSON row ({error.msg})") from error
+
+
+def _tensorboard_dir(args: Any, run_dir: RunDir) -> Path:
+    """``outputs/<run>/tensorboard``; with ``--use-tensorboard`` and names, where the contract says."""
+    root = os.environ.get("TENSORBOARD_DIR")
+    if getattr(args, "use_tensorboard", False):
+        if root:
+            return Path(root)
+        project = getattr(args, "tb_project_name", None)
+        if project:
+            experiment = getattr(args, "tb_experiment_name", None) or run_dir.path.name
+            return Path("tensorboard_log") / project / experiment
+    return run_dir.tensorboard
+
+
+class _TensorBoard:
+    """Scalars as TensorBoard events, without importing torch."""
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writer = EventFileWriter(str(folder))
+        if purge_step is not None:  # the viewer forgets what the interrupted run wrote from here on
+            event = Event(wall_time=time.time(), step=purge_step, file_version="brain.Event:2")
+            self._writer.add_event(event)
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        self._writer.flush()
+
+    def write(self, numbers: Mapping[str, float], step: int, now: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.add_event(Event(wall_time=now, step=step, summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _start_wandb(args: Any, run_dir: RunDir) -> Any:
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise MetricsError("--use-wandb: the package is not installed; pip install 'slime[wandb]'") from error
+    if getattr(args, "wandb_host", None):
+        os.environ["WANDB_BASE_URL"] = args.wandb_host
+    if getattr(args, "wandb_key", None):
+        wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
+    run = wandb.init(
+        entity=getattr(args, "wandb_team", None),
+        project=getattr(args, "wandb_project", None) or "slime",
+        group=getattr(args, "wandb_group", None),
+        name=run_dir.path.name,
+        id=getattr(args, "wandb_run_id", None),
+        resume="allow" if getattr(args, "wandb_run_id", None) else None,
+        mode=getattr(args, "wandb_mode", None),
+        dir=getattr(args, "wandb_dir", None) or str(run_dir.path),
+        config={key: str(value) for key, value in vars(args).items() if key != "wandb_key"},
+    )
+    for key in STEP_KEYS:
+        wandb.define_metric(key)
+        wandb.define_metric(key.split("/")[0] + "/*", step_metric=key)
+    wandb.define_metric("perf/*", step_metric="rollout/step")
+    return run

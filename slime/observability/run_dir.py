@@ -1,0 +1,131 @@
+"""Where a run keeps what it says: ``<output-dir>/<run name>/`` and the link ``<output-dir>/latest``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class RunDirError(OSError):
+    """The folder of the run cannot be made; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """Paths of one run. Make it once in the driver with :meth:`create`; other processes take ``RunDir(path)``."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, args: Any, resume: bool = False) -> RunDir:
+        """Make the folder of a run and put its resolved config there.
+
+        The name is ``--run-name``, or the time; ``args.run_name`` is set to it. When the folder holds
+        an earlier run, that one moves aside to ``<name>.1``, ``.2``, … unless this run resumes it.
+
+        Raises:
+            RunDirError: the folder cannot be written.
+        """
+        root = Path(getattr(args, "output_dir", None) or "outputs").expanduser().resolve()
+        name = getattr(args, "run_name", None) or time.strftime("%Y%m%d-%H%M%S")
+        run = cls(root / name)
+        try:
+            if not resume:
+                _move_aside(run.path)
+            for folder in (run.tensorboard, run.samples, run.traces, run.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            args.run_name = name
+            run.write_config(args)
+            _link(root / "latest", name)
+        except OSError as error:
+            raise RunDirError(f"cannot write the run folder {run.path}: {error.strerror or error}; give another --output-dir") from error  # fmt: skip  # noqa: E501
+        return run
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def reward_curve(self) -> Path:
+        return self.path / "reward_curve.png"
+
+    def write_config(self, args: Any) -> None:
+        """Write the resolved arguments, one ``name: value`` a line, in alphabetical order."""
+        import yaml
+
+        values = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else {}
+        values = {**values, **vars(args)} if hasattr(args, "__dict__") else values
+        text = yaml.safe_dump({key: _plain(value) for key, value in values.items()}, sort_keys=True, allow_unicode=True)
+        _replace(self.config, text)
+
+
+def _plain(value: Any) -> Any:
+    """What YAML can hold; anything else as its text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+def _move_aside(path: Path) -> None:
+    if not (path / "config.yaml").exists():
+        return
+    number = 1
+    while path.with_name(f"{path.name}.{number}").exists():
+        number += 1
+    path.rename(path.with_name(f"{path.name}.{number}"))
+
+
+def _link(link: Path, target: str) -> None:
+    """Point ``latest`` at this run; a real folder of that name is left alone."""
+    if link.exists() and not link.is_symlink():
+        return
+    temporary = link.with_name(f".latest.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target, target_is_directory=True)
+    temporary.replace(link)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

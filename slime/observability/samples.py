@@ -1,0 +1,88 @@
+"""What the model wrote: the texts of every rollout as JSONL, and a few of them for the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def write_samples(run_dir: Path, rollout_id: int, samples: Iterable[Any], kind: str = "rollout") -> Path:
+    """Write ``<run>/samples/<kind>_<rollout_id>.jsonl``, one sample a line, replacing an older file.
+
+    Args:
+        run_dir: folder of the run.
+        samples: flat or nested as groups.
+        kind: ``rollout`` or ``eval-<data set>``.
+    """
+    folder = Path(run_dir) / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind.replace('/', '-')}_{rollout_id:06d}.jsonl"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        for sample in flatten(samples):
+            file.write(json.dumps(sample_record(sample, rollout_id), ensure_ascii=False, default=str) + "\n")
+    temporary.replace(path)
+    return path
+
+
+def sample_record(sample: Any, rollout_id: int) -> dict[str, Any]:
+    """The readable part of one sample: no token ids, no log-probs, no media."""
+    status = getattr(sample, "status", None)
+    return {
+        "rollout": rollout_id,
+        "group_index": sample.group_index,
+        "index": sample.index,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "reward": sample.reward,
+        "status": getattr(status, "value", status),
+        "response_length": sample.response_length,
+        "weight_versions": list(getattr(sample, "weight_versions", None) or []),
+        "metadata": getattr(sample, "metadata", None) or {},
+    }
+
+
+def preview(samples: Iterable[Any], count: int = 2, width: int = 160) -> list[str]:
+    """A few samples as one line each: the best and the worst reward first, so that both are seen."""
+    ranked = sorted(flatten(samples), key=lambda sample: _number(sample.reward), reverse=True)
+    chosen = ranked[: (count + 1) // 2] + ranked[len(ranked) - count // 2 :] if len(ranked) > count else ranked
+    return [
+        f"reward {_reward(sample.reward)} │ {_short(_last_user_text(sample.prompt), width // 2)} → "
+        f"{_short(sample.response, width // 2)} │ label {sample.label}"
+        for sample in chosen
+    ]
+
+
+def flatten(nested: Any) -> list[Any]:
+    """Samples out of groups, groups of fan-outs, or a flat list, in order."""
+    if isinstance(nested, Iterable):
+        return [leaf for item in nested for leaf in flatten(item)]
+    return [nested]
+
+
+def _number(reward: Any) -> float:
+    if isinstance(reward, dict):
+        numbers = [value for value in reward.values() if isinstance(value, int | float)]
+        return float(numbers[0]) if numbers else 0.0
+    return float(reward) if isinstance(reward, int | float) else 0.0
+
+
+def _reward(reward: Any) -> str:
+    return f"{reward:g}" if isinstance(reward, int | float) else str(reward)
+
+
+def _last_user_text(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    texts = [message.get("content") for message in prompt if message.get("role") == "user"]
+    return str(texts[-1]) if texts else ""
+
+
+def _short(text: str, width: int) -> str:
+    """One line; the tail is what matters of a rendered prompt, so cut in front."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else "…" + line[-(width - 1) :]

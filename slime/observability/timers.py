@@ -1,0 +1,60 @@
+"""Named timers of the phases of a run; they become ``perf/<name>_time``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Timers:
+    """Wall seconds by name. Thread-safe; a timer may run several times and adds up.
+
+    >>> timers = Timers()
+    >>> with timers("actor_train"):
+    ...     pass
+    >>> sorted(timers.pop())
+    ['perf/actor_train_time']
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since_pop: dict[str, float] = {}
+        self._total: dict[str, float] = {}
+        self._spans: list[dict[str, Any]] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time the block, also when it raises."""
+        wall, start = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - start, wall)
+
+    def add(self, name: str, seconds: float, started: float | None = None) -> None:
+        """Count seconds that something else measured; ``started`` is wall time."""
+        begun = time.time() - seconds if started is None else started
+        with self._lock:
+            self._since_pop[name] = self._since_pop.get(name, 0.0) + seconds
+            self._total[name] = self._total.get(name, 0.0) + seconds
+            self._spans.append({"name": name, "start": begun, "end": begun + seconds})
+
+    def pop(self) -> dict[str, float]:
+        """``{"perf/<name>_time": seconds}`` since the last call."""
+        with self._lock:
+            times, self._since_pop = self._since_pop, {}
+        return {f"perf/{name}_time": seconds for name, seconds in times.items()}
+
+    def pop_spans(self) -> list[dict[str, Any]]:
+        """``{"name", "start", "end"}`` since the last call, for the trace file."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+        return spans
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by name since the timers were made."""
+        with self._lock:
+            return dict(self._total)

@@ -1,0 +1,237 @@
+"""Where the time of each sample went: spans on the sample, a Chrome/Perfetto file per rollout.
+
+A sample carries its trace with it: ``sample.trace = {version, trace_id, events, sample_id, group_id,
+attempt}``. An event is a plain dict, so traces survive pickling, the buffer and a resume::
+
+    {"type": "span_start" | "span_end" | "event", "name", "ts", "span_id", "parent_id", "attempt", "attrs"}
+
+``ts`` is wall time in seconds (``time.time()``): spans of several processes share one axis.
+
+Nothing in here raises into the code that it watches: a fault is logged once per place and dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
+
+TRACE_VERSION = 1
+P = ParamSpec("P")
+R = TypeVar("R")
+Attrs = dict[str, Any]
+Getter = Callable[..., Any]
+
+_counter = itertools.count(1)
+_reported: set[str] = set()
+_bound: ContextVar[tuple[Any, ...]] = ContextVar("slime_trace_targets", default=())
+_parent: ContextVar[str | None] = ContextVar("slime_trace_parent", default=None)
+
+_META_FIELDS = (
+    "id", "prompt_tokens", "completion_tokens", "cached_tokens", "weight_version", "e2e_latency", "queue_time",
+    "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct",
+)  # fmt: skip
+
+
+class Span:
+    """An open span; :meth:`set` adds attributes that are only known at its end."""
+
+    def __init__(self, name: str, span_id: str) -> None:
+        self.name = name
+        self.span_id = span_id
+        self.attrs: Attrs = {}
+
+    def set(self, **attrs: Any) -> None:
+        self.attrs.update(attrs)
+
+
+def bind_trace(target: Any) -> dict[str, Any] | None:
+    """Make sure that a sample has a trace and return it; None when it cannot carry one."""
+    try:
+        trace = getattr(target, "trace", None)
+        if not isinstance(trace, dict):
+            trace = {
+                "version": TRACE_VERSION,
+                "trace_id": uuid.uuid4().hex,
+                "events": [],
+                "sample_id": getattr(target, "index", None),
+                "group_id": getattr(target, "group_index", None),
+                "attempt": 0,
+            }
+            target.trace = trace
+        return trace
+    except Exception as error:
+        _drop("bind_trace", error)
+        return None
+
+
+@contextmanager
+def trace_span(target: Any, name: str, attrs: Attrs | None = None) -> Iterator[Span]:
+    """Time a block on a sample, on each sample of a (nested) list, or (None) on the enclosing span's samples.
+
+    >>> with trace_span(sample, "sglang_generate", {"turn": 0}) as span:
+    ...     span.set(tokens=20)
+
+    An exception in the block ends the span with ``attrs["error"]`` and goes on.
+    """
+    targets = _targets(target)
+    span = Span(name, _span_id())
+    parent = _parent.get()
+    _record(targets, "span_start", name, span.span_id, parent, attrs)
+    tokens = (_bound.set(targets), _parent.set(span.span_id))
+    try:
+        yield span
+    except BaseException as error:
+        span.set(error=type(error).__name__)
+        raise
+    finally:
+        _reset(tokens)
+        _record(targets, "span_end", name, span.span_id, parent, span.attrs)
+
+
+def trace_event(target: Any, name: str, attrs: Attrs | None = None) -> None:
+    """Mark a moment on the same targets as :func:`trace_span` takes."""
+    _record(_targets(target), "event", name, _span_id(), _parent.get(), attrs)
+
+
+def trace_function(
+    name: str,
+    *,
+    target: str | None = None,
+    target_getter: Getter | None = None,
+    attrs_getter: Getter | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Wrap a function, sync or async, into a span.
+
+    Args:
+        name: of the span.
+        target: name of the parameter that holds the sample or the list of samples.
+        target_getter: called with the function's arguments instead; returns the target.
+        attrs_getter: called with the function's arguments; returns the span's attributes.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+
+        def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found, attrs = None, None
+            try:
+                if target_getter is not None:
+                    found = target_getter(*args, **kwargs)
+                elif target is not None:
+                    found = signature.bind(*args, **kwargs).arguments.get(target)
+                attrs = attrs_getter(*args, **kwargs) if attrs_getter is not None else None
+            except Exception as error:
+                _drop(f"trace_function({name!r})", error)
+            return trace_span(found, name, attrs)
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def traced_async(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with opened(args, kwargs):
+                    return await function(*args, **kwargs)
+
+            return traced_async  # type: ignore[return-value]
+
+        @functools.wraps(function)
+        def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+            with opened(args, kwargs):
+                return function(*args, **kwargs)
+
+        return traced
+
+    return decorate
+
+
+def export_trace(sample: Any) -> dict[str, Any] | None:
+    """A copy of the sample's trace, ready to pickle or to write as JSON; None when it has none."""
+    trace = getattr(sample, "trace", None)
+    return copy.deepcopy(trace) if isinstance(trace, dict) else None
+
+
+def import_trace(sample: Any, trace: dict[str, Any] | None) -> None:
+    """Give a sample the trace that :func:`export_trace` returned; None and foreign versions are left out."""
+    try:
+        if trace is None:
+            return
+        if trace.get("version") != TRACE_VERSION or not isinstance(trace.get("events"), list):
+            raise ValueError(f"not a trace of version {TRACE_VERSION}: {str(trace)[:80]}")
+        sample.trace = copy.deepcopy(trace)
+    except Exception as error:
+        _drop("import_trace", error)
+
+
+def trace_next_attempt(sample: Any) -> None:
+    """A sample is made again (partial rollout, retry): later events count to the next attempt."""
+    trace = bind_trace(sample)
+    if trace is not None:
+        trace["attempt"] = int(trace.get("attempt", 0)) + 1
+
+
+def build_sglang_meta_trace_attrs(meta_info: Any) -> Attrs:
+    """What an engine's ``meta_info`` says that belongs on a span: token counts, latencies, finish reason."""
+    try:
+        attrs = {key: meta_info[key] for key in _META_FIELDS if meta_info.get(key) is not None}
+        reason = meta_info.get("finish_reason")
+        if reason:
+            attrs["finish_reason"] = reason["type"] if isinstance(reason, dict) else str(reason)
+        return attrs
+    except Exception as error:
+        _drop("build_sglang_meta_trace_attrs", error)
+        return {}
+
+
+def _targets(target: Any) -> tuple[Any, ...]:
+    if target is None:
+        return _bound.get()
+    if isinstance(target, list | tuple):
+        return tuple(leaf for item in target for leaf in _targets(item))
+    return (target,)
+
+
+def _record(
+    targets: Iterable[Any], kind: str, name: str, span_id: str, parent: str | None, attrs: Attrs | None
+) -> None:
+    try:
+        now = time.time()
+        for sample in targets:
+            trace = bind_trace(sample)
+            if trace is None:
+                continue
+            event: dict[str, Any] = {"type": kind, "name": name, "ts": now, "span_id": span_id, "parent_id": parent}
+            event["attempt"] = trace.get("attempt", 0)
+            if attrs:
+                event["attrs"] = dict(attrs)
+            trace["events"].append(event)
+    except Exception as error:
+        _drop(f"{kind} {name!r}", error)
+
+
+def _reset(tokens: tuple[Any, Any]) -> None:
+    try:
+        _bound.reset(tokens[0])
+        _parent.reset(tokens[1])
+    except ValueError as error:  # a generator closed in another context
+        _drop("trace_span", error)
+
+
+def _span_id() -> str:
+    return f"{os.getpid():x}-{next(_counter):x}"
+
+
+def _drop(where: str, error: BaseException) -> None:
+    if where not in _reported:
+        _reported.add(where)
+        logger.warning("tracing: %s failed and is left out from here on: %s: %s", where, type(error).__name__, error)
