@@ -1,0 +1,183 @@
+"""Sample: alignment of everything per token, round trips, and the marks that other rooms read."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, groups_from_dicts, groups_to_dicts
+
+
+def encode(values: list[int]) -> str:
+    return base64.b64encode(np.asarray(values, np.int32).tobytes()).decode()
+
+
+def answer(kind: str, **more: object) -> dict[str, object]:
+    return {"finish_reason": {"type": kind}, **more}
+
+
+def test_documented_defaults() -> None:
+    sample = Sample()
+    assert sample.status is Sample.Status.PENDING
+    assert (sample.tokens, sample.response, sample.response_length, sample.loss_mask) == ([], "", 0, None)
+    assert sample.reward is None and not sample.reward_timed_out and not sample.remove_sample
+    assert [s.value for s in Sample.Status] == ["pending", "completed", "truncated", "aborted", "failed"]
+    sample.anything = 3  # type: ignore[attr-defined]  # further attributes are allowed
+
+
+def test_two_turns_with_a_tool_between() -> None:
+    sample = Sample(index=7, tokens=[1, 2])
+    sample.append_response_tokens(
+        tokens=[3, 4],
+        log_probs=[-0.1, -0.2],
+        text="ab",
+        meta_info=answer("stop", weight_version=5, cached_tokens=1, prompt_tokens=2),
+    )
+    sample.append_response_tokens(tokens=[9, 9, 9], log_probs=None, trainable=False, text="<tool>")
+    sample.append_response_tokens(
+        tokens=[6],
+        log_probs=[-0.3],
+        text="c",
+        meta_info=answer("length", weight_version="6", cached_tokens=6, prompt_tokens=7),
+    )
+    assert sample.tokens == [1, 2, 3, 4, 9, 9, 9, 6]
+    assert sample.response == "ab<tool>c" and sample.response_length == 6
+    assert sample.loss_mask == [1, 1, 0, 0, 0, 1] and sample.effective_response_length == 3
+    assert sample.rollout_log_probs == [-0.1, -0.2, 0.0, 0.0, 0.0, -0.3]
+    assert sample.weight_versions == ["5", "6"]
+    assert sample.status is Sample.Status.TRUNCATED and sample.truncated
+    assert sample.prefix_cache_info.hit_rate == 7 / 9
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=8))
+def test_everything_stays_aligned(turns: list[tuple[int, bool, bool]]) -> None:
+    sample = Sample(tokens=[1])
+    for count, trainable, with_nucleus in turns:
+        meta = None
+        if trainable and with_nucleus:
+            offsets = encode(list(range(0, 2 * count + 1, 2)))
+            meta = answer("stop", top_p_token_ids=encode([8, 9] * count), top_p_token_offsets=offsets)
+        sample.append_response_tokens(
+            tokens=[5] * count, log_probs=[-1.0] * count if trainable else None, trainable=trainable, meta_info=meta
+        )
+    total = sum(count for count, _, _ in turns)
+    assert len(sample.tokens) == 1 + total and sample.response_length == total
+    if turns:
+        assert sample.loss_mask is not None and sample.rollout_log_probs is not None
+        assert len(sample.loss_mask) == len(sample.rollout_log_probs) == total
+    nuclei = sample.rollout_top_p_token_offsets
+    if nuclei is not None:
+        assert sample.rollout_top_p_token_ids is not None
+        assert len(nuclei) == total + 1 and nuclei[-1] == len(sample.rollout_top_p_token_ids)
+        expected = [2 if trainable and nucleus else 0 for count, trainable, nucleus in turns for _ in range(count)]
+        assert np.diff(nuclei).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tokens": [1], "log_probs": None}, "need log_probs"),
+        ({"tokens": [1], "log_probs": [-1.0, -2.0]}, "1 tokens but 2 log_probs"),
+        ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "pass None"),
+        ({"tokens": [1], "log_probs": [-1.0], "meta_info": answer("exploded")}, "unknown finish reason 'exploded'"),
+    ],
+)
+def test_what_cannot_be_aligned_is_an_error(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sample(index=3).append_response_tokens(**kwargs)  # type: ignore[arg-type]
+
+
+def test_log_probs_cannot_start_in_the_middle() -> None:
+    sample = Sample(tokens=[1, 2, 3], response_length=2)  # a hook set tokens by hand
+    sample.append_response_tokens(tokens=[7], log_probs=None, trainable=False)
+    assert sample.rollout_log_probs is None and sample.loss_mask == [1, 1, 0]
+    with pytest.raises(ValueError, match="first 3 response tokens have no log_probs"):
+        sample.append_response_tokens(tokens=[8], log_probs=[-1.0])
+
+
+def test_parts_of_an_answer_count_once() -> None:
+    sample = Sample(tokens=[1])
+    meta = answer("stop", weight_version="2", prompt_tokens=1, cached_tokens=1)
+    sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info=meta, update_terminal_info=False)
+    assert sample.status is Sample.Status.PENDING and sample.weight_versions == []
+    sample.append_response_tokens(tokens=[3], log_probs=[-1.0], meta_info=meta)
+    assert sample.status is Sample.Status.COMPLETED and sample.weight_versions == ["2"]
+    assert sample.prefix_cache_info == PrefixCacheInfo(1, 1)
+
+
+def test_speculative_counters_only_when_asked() -> None:
+    meta = answer("stop", spec_accept_token_num=6, spec_draft_token_num=8, spec_verify_ct=2, completion_tokens=8)
+    sample = Sample()
+    sample.append_response_tokens(tokens=[1], log_probs=[0.0], meta_info=meta)
+    assert sample.spec_info == SpecInfo()
+    sample.append_response_tokens(
+        SimpleNamespace(sglang_speculative_algorithm="EAGLE"), tokens=[1], log_probs=[0.0], meta_info=meta
+    )
+    assert sample.spec_info.accept_rate == 0.75 and sample.spec_info.accept_length == 4.0
+
+
+def test_routed_experts_are_small_integers() -> None:
+    args = SimpleNamespace(num_layers=2, moe_router_topk=2)
+    sample = Sample(tokens=[1])
+    meta = answer("stop", routed_experts=encode(list(range(8))))
+    sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts.shape == (2, 2, 2) and sample.rollout_routed_experts.dtype == np.uint8
+    meta = answer("stop", routed_experts=encode([300] * 8))
+    sample.append_response_tokens(args, tokens=[], log_probs=[], meta_info=meta)
+    assert sample.rollout_routed_experts.dtype == np.int16
+
+
+def test_dict_round_trip_keeps_further_attributes() -> None:
+    sample = Sample(group_index=1, index=2, prompt=[{"role": "user", "content": "x"}], metadata={"a": 1})
+    meta = answer("abort", prompt_tokens=1, cached_tokens=0)
+    sample.append_response_tokens(tokens=[4], log_probs=[-1.0], meta_info=meta)
+    sample.mine = {"k": [1]}  # type: ignore[attr-defined]
+    data = sample.to_dict()
+    assert data["status"] == "aborted" and data["prefix_cache_info"] == {"cached_tokens": 0, "total_prompt_tokens": 1}
+    again = Sample.from_dict(data)
+    assert again == sample and again.mine == {"k": [1]}  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(sample)) == sample == copy.deepcopy(sample)
+
+
+def test_saved_groups_share_nothing_with_the_living_ones() -> None:
+    groups = [[Sample(index=0, tokens=[1]), [Sample(index=1), Sample(index=2)]]]
+    saved = groups_to_dicts(groups)
+    groups[0][0].tokens.append(2)  # type: ignore[union-attr]
+    restored = groups_from_dicts(saved)
+    assert restored[0][0].tokens == [1] and restored[0][1][1].index == 2
+
+
+def test_reward_key() -> None:
+    args = SimpleNamespace(reward_key="score")
+    assert Sample(reward=0.5).get_reward_value(SimpleNamespace(reward_key=None)) == 0.5
+    assert Sample(reward={"score": -1.0, "acc": 0}).get_reward_value(args) == -1.0
+    with pytest.raises(KeyError, match="acc"):
+        Sample(reward={"acc": 0}).get_reward_value(args)
+    with pytest.raises(TypeError, match="needs dict rewards"):
+        Sample(reward=1.0).get_reward_value(args)
+
+
+def test_truncated_may_be_assigned_as_older_hooks_do() -> None:
+    sample = Sample()
+    sample.truncated = False
+    assert sample.status is Sample.Status.COMPLETED
+    sample.truncated = True
+    assert sample.status is Sample.Status.TRUNCATED
+    aborted = Sample(status=Sample.Status.ABORTED)
+    aborted.truncated = False
+    assert aborted.status is Sample.Status.ABORTED
+
+
+def test_reset_keeps_the_prompt() -> None:
+    sample = Sample(group_index=1, index=2, prompt="p", label="l", metadata={"a": 1}, tokens=[1, 2], response_length=1)
+    sample.status, sample.reward = Sample.Status.ABORTED, 1.0
+    sample.reset_response()
+    assert sample == Sample(group_index=1, index=2, prompt="p", label="l", metadata={"a": 1})
