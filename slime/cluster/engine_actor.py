@@ -19,9 +19,7 @@ class EngineActor:
         from slime.engines.process import start_embedded_engine
 
         redirect_output(Path(log_dir), f"engine-actor-{index}")
-        self.process = start_embedded_engine(
-            args, index, host=_host(), log_path=Path(log_dir) / f"engine-{index}.log"
-        )
+        self.process = start_embedded_engine(args, index, host=_host(), log_path=Path(log_dir) / f"engine-{index}.log")
 
     def wait_ready(self) -> str:
         """Block until the server answers; returns its URL. Raises with the server's last log lines."""

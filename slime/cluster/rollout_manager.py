@@ -79,9 +79,7 @@ class RolloutManager:
             url = self.engine_urls[0]
             if len(self.engine_urls) > 1 or self.args.use_router:
                 host = urlsplit(url).hostname or "127.0.0.1"
-                self.router = start_router(
-                    self.args, self.engine_urls, host=host, log_path=self.log_dir / "router.log"
-                )
+                self.router = start_router(self.args, self.engine_urls, host=host, log_path=self.log_dir / "router.log")
                 url = self.router.url
             address = urlsplit(url)
             self.args.sglang_router_ip, self.args.sglang_router_port = address.hostname, address.port
@@ -240,4 +238,9 @@ def engine_environment(args: Args) -> dict[str, str]:
 
 def thread_environment(threads: int | None) -> dict[str, str]:
     count = str(threads or 1)
-    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }

@@ -16,6 +16,10 @@ QUIET_ENVIRONMENT = {
     "RAY_enable_open_telemetry": "0",
 }
 
+# Ray resolves a loopback address to the host's public one and listens on all interfaces, unless its
+# switch for desktop systems (whatever its name says, it works everywhere) keeps it to the loopback.
+LOOPBACK_ONLY = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
 
 class ClusterError(RuntimeError):
     """The cluster cannot do what the flags ask for; the message says what to change."""
@@ -26,12 +30,14 @@ def connect(args: Args) -> None:
 
     A private cluster listens on the loopback interface only and ends with this process.
     """
+    for name, value in QUIET_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not os.environ.get("RAY_ADDRESS"):
+        os.environ.setdefault(*LOOPBACK_ONLY)  # read when ray is imported
     import ray
 
     if ray.is_initialized():
         return
-    for name, value in QUIET_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address=os.environ["RAY_ADDRESS"], **common)
@@ -70,7 +76,8 @@ def check_resources(args: Args, gpus_needed: int) -> None:
         raise ClusterError(
             f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "
             f"{args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}, "
-            f"{'colocated' if args.colocate else 'not colocated'}) and the cluster has {have}: lower them, add nodes or pass --colocate"
+            f"{'colocated' if args.colocate else 'not colocated'}) and the cluster has {have}: "
+            "lower them, add nodes or pass --colocate"
         )
 
 

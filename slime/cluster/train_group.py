@@ -120,7 +120,7 @@ class TrainGroup:
 
         self.args, self.role, self.waiter = args, role, waiter
         world_size = placement.slots.train
-        actor_class = ray.remote(concurrency_groups={"status": 1})(_with_status_group(TrainActor))
+        actor_class = ray.remote(concurrency_groups={"status": 1})(with_status_group(TrainActor))
         environment = {"env_vars": {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}}
         self.ranks = [
             actor_class.options(**placement.train_options(rank), runtime_env=environment).remote(
@@ -176,10 +176,11 @@ class TrainGroup:
         self._call(refs, f"to {method}", self.args.phase_timeout, interruptible=interruptible)
 
     def _call(self, refs: list[Any], what: str, deadline: float, interruptible: bool = True) -> list[Any]:
-        return self.waiter.get(refs, f"the {self.role} {what}", deadline, actors=self._named, interruptible=interruptible)
+        what = f"the {self.role} {what}"
+        return self.waiter.get(refs, what, deadline, actors=self._named, interruptible=interruptible)
 
 
-def _with_status_group(cls: type) -> type:
+def with_status_group(cls: type) -> type:
     """``status`` answers on a thread of its own, so that it does while a step runs."""
     import ray
 

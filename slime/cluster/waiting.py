@@ -12,7 +12,7 @@ from typing import Any
 from slime.cluster.wait import WaitExpired
 
 
-class StopRequested(Exception):  # noqa: N818 - a wish of the user, not an error
+class StopRequested(Exception):
     """Ctrl-C or SIGTERM came; the run ends in order."""
 
 
@@ -87,8 +87,7 @@ class Waiter:
         while pending:
             ready, pending = ray.wait(pending, num_returns=1, timeout=0.25)
             ray.get(ready)  # a failure of one rank ends the wait for all
-            status.poll()
-            if self.on_status and status.latest:
+            if status.poll() and self.on_status:
                 self.on_status(next(iter(status.latest.values())))
             if interruptible:
                 self.stop.check()
@@ -108,9 +107,11 @@ class _StatusPoll:
         self.latest: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, Any] = {}
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
+        """Ask and collect; True when an answer came."""
         import ray
 
+        news = False
         for name, actor in self.actors.items():
             ref = self._asked.get(name)
             if ref is None:
@@ -118,11 +119,13 @@ class _StatusPoll:
                 continue
             done, _ = ray.wait([ref], timeout=0)
             if done:
+                news = True
                 del self._asked[name]
                 try:
                     self.latest[name] = ray.get(done[0])
                 except ray.exceptions.RayError as error:
                     self.latest[name] = {"phase": f"does not answer: {type(error).__name__}"}
+        return news
 
     def report(self) -> str:
         lines = []
@@ -132,5 +135,6 @@ class _StatusPoll:
                 lines.append(f"  {name}: has not answered")
                 continue
             age = time.time() - said.get("since", time.time())
-            lines.append(f"  {name}: {said.get('phase')} {said.get('done', '')}/{said.get('total', '')} for {age:.0f} s")
+            progress = f"{said.get('done', '')}/{said.get('total', '')}"
+            lines.append(f"  {name}: {said.get('phase')} {progress} for {age:.0f} s")
         return "what the processes say:\n" + "\n".join(lines) if lines else ""

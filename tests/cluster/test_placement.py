@@ -1,0 +1,58 @@
+from types import SimpleNamespace
+
+import pytest
+
+from slime.cluster.placement import Slots, plan_slots
+from slime.cluster.prefetch import staleness_bound
+
+
+def make_args(**changes: object) -> SimpleNamespace:
+    base = dict(
+        actor_num_nodes=1,
+        actor_num_gpus_per_node=4,
+        rollout_num_gpus=2,
+        colocate=False,
+        debug_rollout_only=False,
+        debug_train_only=False,
+        rollout_external_engine_addrs=None,
+    )
+    return SimpleNamespace(**{**base, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "total"),
+    [
+        ({}, Slots(4, 2, 4), 6),
+        ({"actor_num_nodes": 2}, Slots(8, 2, 8), 10),
+        ({"colocate": True, "rollout_num_gpus": 4}, Slots(4, 4, 0), 4),
+        ({"colocate": True, "rollout_num_gpus": 8}, Slots(4, 8, 0), 8),
+        ({"debug_train_only": True}, Slots(4, 0, 4), 4),
+        ({"debug_rollout_only": True}, Slots(0, 2, 0), 2),
+        ({"rollout_external_engine_addrs": ["h:1"]}, Slots(4, 0, 4), 4),
+    ],
+)
+def test_slots(changes: dict, expected: Slots, total: int) -> None:
+    slots = plan_slots(make_args(**changes))
+    assert slots == expected
+    assert slots.total == total
+
+
+@pytest.mark.parametrize(("buffer_size", "interval", "bound"), [(1, 1, 1), (4, 2, 5), (2, 1, 2)])
+def test_staleness_bound_holds_in_a_simulated_loop(buffer_size: int, interval: int, bound: int) -> None:
+    """Generation as early as the buffer allows, always finished before the next weight update."""
+    weights_of: dict[int, int] = {}
+    version, next_id = 0, 0
+    worst = 0
+    for step in range(50):
+        while next_id < step + buffer_size + (1 if step == 0 else 0) or next_id <= step:
+            weights_of[next_id] = version
+            next_id += 1
+        # next() pops rollout `step`; the freed place is filled at once, still with today's weights
+        while next_id <= step + buffer_size:
+            weights_of[next_id] = version
+            next_id += 1
+        worst = max(worst, step - weights_of[step])
+        if (step + 1) % interval == 0:
+            version = step + 1
+    assert staleness_bound(buffer_size, interval) == bound
+    assert worst <= bound

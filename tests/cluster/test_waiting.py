@@ -1,0 +1,100 @@
+"""Waits over a real local Ray: deadlines with a report, failures of one rank, signals."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from slime.cluster.wait import WaitExpired
+from slime.cluster.waiting import StopRequested, StopSignals, Waiter
+
+pytestmark = pytest.mark.real
+
+
+class Worker:
+    def work(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+    def die(self) -> None:
+        os._exit(1)
+
+    def fail(self) -> None:
+        raise ValueError("bad row 7")
+
+    def status(self) -> dict:
+        return {"phase": "multiply", "done": 3, "total": 8, "since": time.time() - 5}
+
+
+@pytest.fixture(scope="module")
+def worker_class() -> Iterator:
+    from slime.cluster.session import connect
+
+    connect(SimpleNamespace())
+    import ray
+
+    from slime.cluster.train_group import with_status_group
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import this file
+    yield ray.remote(concurrency_groups={"status": 1})(with_status_group(Worker)).options(num_cpus=0.01)
+    ray.shutdown()
+
+
+def test_the_private_cluster_listens_on_the_loopback_only(worker_class) -> None:
+    import ray
+
+    mine = psutil.Process().children(recursive=True)
+    names = {p.name() for p in mine}
+    assert {"raylet", "gcs_server"} <= names
+    for process in mine:
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                address = connection.laddr.ip.removeprefix("::ffff:")
+                assert address in ("127.0.0.1", "::1"), (process.name(), connection)
+    assert ray.util.get_node_ip_address() == "127.0.0.1"
+
+
+def test_results_in_order_with_status(worker_class) -> None:
+    workers = [worker_class.remote() for _ in range(2)]
+    seen: list[dict] = []
+    waiter = Waiter(StopSignals(), seen.append)
+    refs = [workers[0].work.remote(1.5), workers[1].work.remote(0.0)]
+    pids = waiter.get(refs, "work", 30, actors={"rank 0": workers[0]})
+    assert len(set(pids)) == 2
+    assert seen and seen[0]["phase"] == "multiply"
+
+
+def test_expiry_says_what_the_processes_do(worker_class) -> None:
+    worker = worker_class.remote()
+    waiter = Waiter(StopSignals())
+    waiter.get([worker.work.remote(0.0)], "warm up", 30)
+    with pytest.raises(WaitExpired, match=r"for rank 0 to work\n.*\n  rank 0: multiply 3/8 for 5 s"):
+        waiter.get([worker.work.remote(20)], "rank 0 to work", 1.5, actors={"rank 0": worker})
+
+
+@pytest.mark.parametrize("failure", ["die", "fail"])
+def test_one_failed_rank_ends_the_wait_for_all(worker_class, failure: str) -> None:
+    import ray
+
+    healthy, broken = worker_class.remote(), worker_class.remote()
+    start = time.monotonic()
+    with pytest.raises((ray.exceptions.ActorDiedError, ValueError)):
+        Waiter(StopSignals()).get([healthy.work.remote(60), getattr(broken, failure).remote()], "both", 60)
+    assert time.monotonic() - start < 30
+
+
+def test_a_signal_ends_an_interruptible_wait_and_spares_the_other(worker_class) -> None:
+    worker = worker_class.remote()
+    with StopSignals() as stop:
+        waiter = Waiter(stop)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        waiter.get([worker.work.remote(1.5)], "a training step", 30, interruptible=False)
+        assert stop.requested == "SIGTERM"
+        with pytest.raises(StopRequested):
+            waiter.get([worker.work.remote(30)], "generation", 60)
