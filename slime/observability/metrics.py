@@ -74,7 +74,7 @@ class MetricsLogger:
             step_key = "train/step"
         numbers = {name: self._number(name, value) for name, value in metrics.items()}
         now = time.time()
-        row = {step_key: step, "time": round(now, 3)}
+        row: dict[str, float | None] = {step_key: step, "time": round(now, 3)}
         row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+SECRETS = frozenset({"wandb_key"})  # never written to the config of a run
+
 
 class RunDirError(OSError):
     """The folder of the run cannot be made; the message names it."""
@@ -34,7 +36,7 @@ class RunDir:
         name = getattr(args, "run_name", None) or time.strftime("%Y%m%d-%H%M%S")
         run = cls(root / name)
         try:
-            if not resume:
+            if not resume and not _inside(getattr(args, "load", None), run.path):
                 _move_aside(run.path)
             for folder in (run.tensorboard, run.samples, run.traces, run.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +93,8 @@ class RunDir:
 
         values = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else {}
         values = {**values, **vars(args)} if hasattr(args, "__dict__") else values
-        text = yaml.safe_dump({key: _plain(value) for key, value in values.items()}, sort_keys=True, allow_unicode=True)
+        plain = {key: "***" if key in SECRETS and value else _plain(value) for key, value in values.items()}
+        text = yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
         _replace(self.config, text)
 
 
@@ -104,6 +107,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
     return str(value)
+
+
+def _inside(file: str | None, folder: Path) -> bool:
+    return bool(file) and Path(str(file)).expanduser().resolve().is_relative_to(folder)
 
 
 def _move_aside(path: Path) -> None:

@@ -1,0 +1,123 @@
+"""The reward curve, as a few lines of text and as a picture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+_PHASE_COLORS = ("#4C72B0", "#DD8452", "#55A868", "#8172B3", "#C9A227", "#9A9A9A", "#64B5CD", "#8C564B")
+
+
+def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_only: bool = False) -> list[str]:
+    """A bar per value on an axis from 0 (or the minimum, if negative) to the maximum (at least 1 for rewards).
+
+    More values than fit are averaged into ``width // 2`` bars.
+
+    >>> print("\\n".join(bar_chart([0.0, 0.5, 1.0], height=2)))
+     1.00 ┤    ██
+     0.00 ┤ ██ ██
+    """
+    if not values:
+        return []
+    bars = _rebin(list(values), max(width // 2, 1))
+    low = min(0.0, *bars)
+    high = max(bars) if max(bars) > 1.0 or max(bars) <= 0.0 else 1.0
+    span = (high - low) or 1.0
+    cell = max(min(width // len(bars), 4), 2) - 1  # columns of a bar; one more is the gap
+    lines = []
+    for row in reversed(range(height)):
+        text = "".join(_cell((value - low) / span * height - row, ascii_only) * cell + " " for value in bars)
+        edge = high if row == height - 1 else low if row == 0 else None
+        label = " " * 5 if edge is None else f"{edge:5.2f}"
+        axis = "|" if ascii_only else "│" if edge is None else "┤"
+        lines.append(f"{label} {axis} {text.rstrip()}".rstrip())
+    return lines
+
+
+def sparkline(values: Sequence[float], width: int = 12) -> str:
+    """The last ``width`` values as one line of blocks, scaled to 0..1 (or their own range beyond it)."""
+    recent = list(values)[-width:]
+    if not recent:
+        return ""
+    low, high = min(0.0, *recent), max(1.0, *recent)
+    return "".join(_EIGHTHS[1 + round((value - low) / (high - low) * 7)] for value in recent)
+
+
+def _cell(fill: float, ascii_only: bool) -> str:
+    if ascii_only:
+        return "#" if fill >= 0.5 else " "
+    return _EIGHTHS[max(0, min(8, round(fill * 8)))]
+
+
+def _rebin(values: list[float], count: int) -> list[float]:
+    if len(values) <= count:
+        return values
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+
+
+def reward_curve_png(path: Path, summary: Mapping[str, Any]) -> Path:
+    """Draw reward per rollout, the evaluations, and where the time went.
+
+    Args:
+        path: the PNG to write; its folder is made.
+        summary: what :func:`slime.observability.summary.summarize` returns.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is absent (``pip install 'slime[plots]'``).
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    phases = {name: seconds for name, seconds in summary["seconds_per_phase"].items() if seconds > 0}
+    rows = figure.subplots(2, 1, gridspec_kw={"height_ratios": [6, 1]}) if phases else [figure.subplots()]
+    _draw_rewards(rows[0], summary)
+    if phases:
+        _draw_phases(rows[1], phases)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.tmp.png")
+    figure.savefig(temporary, facecolor="white")
+    temporary.replace(path)
+    return path
+
+
+def _draw_rewards(axes: Any, summary: Mapping[str, Any]) -> None:
+    rewards = summary["reward_per_rollout"]
+    steps = [index + 1 for index in range(len(rewards))]
+    axes.plot(steps, rewards, color="#4C72B0", linewidth=2, marker="o", markersize=4, label="reward while training")
+    axes.fill_between(steps, rewards, color="#4C72B0", alpha=0.08)
+    for color, (name, series) in zip(("#C44E52", "#55A868", "#8172B3"), summary["eval"].items(), strict=False):
+        points = sorted(zip(series["steps"], series["values"], strict=True))
+        x, y = [point[0] for point in points], [point[1] for point in points]
+        label = f"evaluation: {name}"
+        axes.plot(x, y, color=color, linestyle="--", marker="D", markersize=8, linewidth=1.2, label=label)
+        for (step, value), shift in {points[0]: 12, points[-1]: -12}.items():
+            axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(shift, 6),
+                          ha="left" if shift > 0 else "right", color=color, fontweight="bold")  # fmt: skip
+    title = f"{summary['run']}: {summary['num_rollouts']} rollouts in {summary['seconds_total']:.0f} s"
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlabel("rollouts done")
+    axes.set_ylabel("mean reward")
+    values = [*rewards, *(value for series in summary["eval"].values() for value in series["values"])]
+    if values and min(values) >= 0 and max(values) <= 1:
+        axes.set_ylim(0, 1.05)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def _draw_phases(axes: Any, phases: Mapping[str, float]) -> None:
+    left = 0.0
+    total = sum(phases.values())
+    for index, (name, seconds) in enumerate(phases.items()):
+        color = _PHASE_COLORS[index % len(_PHASE_COLORS)]
+        axes.barh(0, seconds, left=left, color=color, label=f"{name.replace('_', ' ')} {seconds:.0f} s", height=0.8)
+        left += seconds
+    axes.set_xlim(0, total)
+    axes.set_axis_off()
+    axes.legend(ncols=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, 0.0), fontsize=8, handlelength=1)

@@ -1,0 +1,181 @@
+"""What a run achieved, read back from its folder: the table at the end, ``summary.json``, the picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from slime.observability.charts import bar_chart, reward_curve_png
+from slime.observability.metrics import MetricsError, read_metrics
+from slime.observability.run_dir import RunDir
+
+PHASES = ("rollout", "train", "update_weights", "eval", "save_model")
+REWARD_KEYS = ("rollout/raw_reward", "rollout/rewards")
+_EVAL_DETAIL = re.compile(r"-(truncated_ratio|pass@\d+)$")
+
+Summary = dict[str, Any]
+
+
+def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
+    """The figures of a run, from ``metrics.jsonl`` and ``config.yaml``.
+
+    Args:
+        run_dir: of the run.
+        seconds_total: wall time of the run; without it the one in ``summary.json``, else the time
+            between the first and the last row.
+
+    Returns:
+        ``run, seed, num_rollouts, accuracy_before, accuracy_after, reward_per_rollout, seconds_total,
+        seconds_per_phase, eval``; ``accuracy_*`` are the first and last value of the first
+        evaluation set (None without one), ``eval`` has ``steps`` and ``values`` of each.
+
+    Raises:
+        MetricsError: there is no ``metrics.jsonl``, or it has no rows.
+    """
+    if not run_dir.metrics.is_file():
+        raise MetricsError(f"{run_dir.path} is no run folder: it has no metrics.jsonl")
+    rows = read_metrics(run_dir.metrics)
+    if not rows:
+        raise MetricsError(f"{run_dir.metrics} has no rows: the run stopped before its first step")
+    evals = _evaluations(rows)
+    first = next(iter(evals.values()), None)
+    rewards = [reward for row in rows if (reward := _reward(row)) is not None]
+    total = seconds_total or _total_on_disk(run_dir) or rows[-1]["time"] - rows[0]["time"]
+    return {
+        "run": run_dir.path.name,
+        "seed": _config(run_dir).get("rollout_seed", _config(run_dir).get("seed")),
+        "num_rollouts": len(rewards),
+        "accuracy_before": first["values"][0] if first else None,
+        "accuracy_after": first["values"][-1] if first else None,
+        "reward_per_rollout": rewards,
+        "seconds_total": round(total, 2),
+        "seconds_per_phase": _phases(rows, total),
+        "eval": evals,
+    }
+
+
+def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:
+    """Write ``summary.json`` and the picture; returns what could not be made, as lines for the user."""
+    temporary = run_dir.summary.with_name(f".summary.{os.getpid()}")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_dir.summary)
+    try:
+        reward_curve_png(run_dir.reward_curve, summary)
+    except ModuleNotFoundError as error:
+        return [f"no picture of the reward curve: {error.name} is not installed (pip install 'slime[plots]')"]
+    return []
+
+
+def print_summary(run_dir: RunDir, summary: Summary, console: Console, hints: list[str] | None = None) -> None:
+    """The table at the end of a run: evaluation, reward curve, time per phase, what to try next."""
+    parts: list[Any] = []
+    if summary["eval"]:
+        parts.append(_eval_table(summary))
+    if summary["reward_per_rollout"]:
+        parts.append(_reward_chart(summary, console))
+    parts.append(_phase_table(summary))
+    parts.append(_hints(run_dir, hints))
+    spaced = [item for part in parts for item in (part, Text())][:-1]
+    panel = Panel(Group(*spaced), title=f"run {summary['run']}", title_align="left", padding=(1, 2), expand=False)
+    console.print(panel, soft_wrap=False)
+
+
+def _eval_table(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column("evaluation")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
+    for name, series in summary["eval"].items():
+        before, after = series["values"][0], series["values"][-1]
+        style = "green" if after > before else "red" if after < before else ""
+        change = Text(f"{after - before:+.3f}", style=style)
+        table.add_row(name, f"{before:.3f}", Text(f"{after:.3f}", style="bold"), change)
+    return table
+
+
+def _reward_chart(summary: Summary, console: Console) -> Group:
+    rewards = summary["reward_per_rollout"]
+    title = Text.assemble(("reward per rollout", "bold"), f"   {rewards[0]:.3f} → {rewards[-1]:.3f}")
+    plain = not console.encoding.lower().startswith("utf")
+    width = max(min(console.width - 18, 64), 16)
+    return Group(title, *(Text(line, style="cyan") for line in bar_chart(rewards, width=width, ascii_only=plain)))
+
+
+def _phase_table(summary: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    table.add_column("time per phase")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    total = max(summary["seconds_total"], 1e-9)
+    for name, seconds in summary["seconds_per_phase"].items():
+        table.add_row(name.replace("_", " "), f"{seconds:.1f}", f"{seconds / total:.0%}")
+    table.add_row(Text("total", style="bold"), Text(f"{total:.1f}", style="bold"), "")
+    return table
+
+
+def _hints(run_dir: RunDir, hints: list[str] | None) -> Group:
+    shown = _relative(run_dir.path)
+    lines = [
+        f"curves       tensorboard --logdir {_relative(run_dir.path.parent)}",
+        f"picture      {shown}/{run_dir.reward_curve.name}",
+        f"texts        {shown}/samples/",
+        *(hints or []),
+    ]
+    return Group(Text("what to try next", style="bold"), *(Text(line) for line in lines))
+
+
+def _relative(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _evaluations(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """Data set → its values over the run. The step of an evaluation before training is 0."""
+    series: dict[str, dict[str, list[Any]]] = {}
+    rollouts_done = 0
+    for row in rows:
+        if _reward(row) is not None:
+            rollouts_done += 1
+        for name, value in row.items():
+            short = name.removeprefix("eval/")
+            if short == name or "/" in short or short == "step" or _EVAL_DETAIL.search(short) or value is None:
+                continue
+            entry = series.setdefault(short, {"steps": [], "values": []})
+            entry["steps"].append(rollouts_done)
+            entry["values"].append(value)
+    return series
+
+
+def _reward(row: Mapping[str, Any]) -> float | None:
+    return next((row[key] for key in REWARD_KEYS if row.get(key) is not None), None)
+
+
+def _phases(rows: list[dict[str, Any]], total: float) -> dict[str, float]:
+    """Seconds by phase of the loop; what they leave of the total is start-up and the rest."""
+    sums = {name: sum(row.get(f"perf/{name}_time") or 0.0 for row in rows) for name in PHASES}
+    known = {name: round(seconds, 2) for name, seconds in sums.items() if seconds > 0}
+    rest = round(total - sum(known.values()), 2)
+    return {**known, "start_and_rest": rest} if rest > 0 else known
+
+
+def _config(run_dir: RunDir) -> dict[str, Any]:
+    import yaml
+
+    if not run_dir.config.is_file():
+        return {}
+    return yaml.safe_load(run_dir.config.read_text(encoding="utf-8")) or {}
+
+
+def _total_on_disk(run_dir: RunDir) -> float | None:
+    if not run_dir.summary.is_file():
+        return None
+    return json.loads(run_dir.summary.read_text(encoding="utf-8")).get("seconds_total")
