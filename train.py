@@ -15,8 +15,8 @@ from slime.config.args import Args
 def train(args: Args) -> None:
     with Run(args) as run:
         run.update_weights()
-        if args.eval_interval and run.first_rollout == 0 and not args.skip_eval_before_train:
-            run.evaluate(0)
+        if run.evaluates_at_start():
+            run.evaluate(run.first_rollout)
         for rollout_id in range(run.first_rollout, run.num_rollout):
             batch = run.generate(rollout_id)
             run.offload_engines()
@@ -26,7 +26,7 @@ def train(args: Args) -> None:
             run.offload_training()
             run.update_weights()
             if run.is_due(rollout_id, args.eval_interval):
-                run.evaluate(rollout_id)
+                run.evaluate(rollout_id + 1)
             run.end_step(rollout_id)
 
 

@@ -16,6 +16,8 @@ from slime.config.args import Args
 def train(args: Args) -> None:
     with Run(args) as run:
         run.update_weights()
+        if run.evaluates_at_start():
+            run.evaluate(run.first_rollout)
         with Prefetcher(run) as rollouts:
             for rollout_id in range(run.first_rollout, run.num_rollout):
                 batch = rollouts.next()
@@ -27,7 +29,7 @@ def train(args: Args) -> None:
                         run.update_weights()
                 if run.is_due(rollout_id, args.eval_interval):
                     with rollouts.held():
-                        run.evaluate(rollout_id)
+                        run.evaluate(rollout_id + 1)
                 run.end_step(rollout_id)
 
 

@@ -51,7 +51,8 @@ class Placement:
         self.group = placement_group([bundle] * max(self.slots.total, 1), strategy="PACK")
         if not self.group.wait(timeout_seconds=PLACEMENT_DEADLINE_SECONDS):
             raise ClusterError(
-                f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; {cluster_report()}"
+                f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; "
+                f"{cluster_report()}"
             )
         self.order = _sorted_bundles(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
 

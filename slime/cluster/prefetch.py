@@ -94,12 +94,12 @@ class Prefetcher:
             waited += POLL_SECONDS
 
     def next(self) -> dict[str, Any]:
-        """The oldest finished rollout; the seconds waited for it count as ``generate``."""
-        with self.run.phase("generate"), self.changed:
+        """The oldest finished rollout; the seconds waited for it count as ``rollout``."""
+        with self.run.phase("rollout"), self.changed:
             self._wait(lambda: self.finished, "a finished rollout")
             batch = self.finished.popleft()
             self.changed.notify_all()
-        self.run.pending.update(batch["metrics"])
+        self.run.take_rollout(batch)
         self.run.pending["rollout/buffered"] = float(len(self.finished))
         return batch
 

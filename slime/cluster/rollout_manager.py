@@ -130,14 +130,14 @@ class RolloutManager:
         seconds = time.perf_counter() - start
         if self.args.save_interval or self.args.save:
             self.states[rollout_id] = self.data_source.state_dict() if hasattr(self.data_source, "state_dict") else None
-        self._log(rollout_id, groups, metrics, seconds)
+        texts = self._log(rollout_id, groups, metrics, seconds)
         if self.args.debug_rollout_only:
-            return {"refs": [], "metrics": metrics}
+            return {"refs": [], "metrics": metrics, "texts": texts}
         train_data = samples_to_train_data(self.args, groups)
         parts = split_train_data(self.args, train_data, self.data_parallel_size)
         for part in parts:
             part["rollout_id"] = rollout_id
-        return {"refs": [ray.put(part) for part in parts], "metrics": metrics}
+        return {"refs": [ray.put(part) for part in parts], "metrics": metrics, "texts": texts}
 
     def _rollout(self, rollout_id: int) -> tuple[list[Any], dict[str, float]]:
         from slime.observability.debug_data import load_rollout, save_rollout
@@ -150,19 +150,18 @@ class RolloutManager:
             save_rollout(self.args, rollout_id, output.samples)
         return list(output.samples), dict(output.metrics or {})
 
-    def _log(self, rollout_id: int, groups: list[Any], metrics: dict[str, float], seconds: float) -> None:
-        """Add what the samples say to ``metrics``, and keep the texts."""
+    def _log(self, rollout_id: int, groups: list[Any], metrics: dict[str, float], seconds: float) -> list[str]:
+        """Add what the samples say to ``metrics``, keep the texts, and return a few to show."""
         from slime.config.hooks import load_function
-        from slime.observability.samples import write_samples
-        from slime.rollout.metrics import flatten, rollout_metrics
+        from slime.observability.samples import flatten, preview, write_samples
+        from slime.rollout.metrics import rollout_metrics
 
         samples = flatten(groups)
         write_samples(self.run_dir, rollout_id, samples)
         hook = self.args.custom_rollout_log_function_path
-        if hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds):
-            return
-        metrics.update(rollout_metrics(self.args, samples, seconds))
-        metrics["perf/rollout_time"] = seconds
+        if not (hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)):
+            metrics.update(rollout_metrics(self.args, samples, seconds))
+        return preview(samples)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate all data sets with the weights that the engines hold now."""

@@ -28,19 +28,16 @@ class Run:
 
     def __init__(self, args: Args) -> None:
         from slime.observability.display import Display
-        from slime.observability.metrics import MetricsLogger
         from slime.observability.run_dir import RunDir
 
         self.args = args
-        self.dir = RunDir(args)
-        self.display = Display(args)
-        self.metrics_log = MetricsLogger(args, self.dir)
+        self.snapshot = self._find_snapshot()
+        self.dir = RunDir.create(args, resume=self.snapshot is not None)
+        self.display = Display(args, self.dir)
         self.stop = StopSignals()
         self.waiter = Waiter(self.stop, self._show)
+        self.metrics_log: Any = None
         self.pending: dict[str, float] = {}  # metrics of the step under way
-        self.seconds_per_phase: dict[str, float] = {}
-        self.history: list[dict[str, float]] = []
-        self.evaluations: list[dict[str, float]] = []
         self.manager: Any = None
         self.placement: Any = None
         self.actor: Any = None
@@ -52,9 +49,8 @@ class Run:
         self.updates = 0
         self.trained: int | None = None  # last rollout whose training is complete
         self.saved: int | None = None
-        self._started = time.perf_counter()
         self._progress: Any = None
-        self._step_started = self._started
+        self._step_started = time.perf_counter()
 
     # --- start and end -----------------------------------------------------------------------
 
@@ -73,6 +69,7 @@ class Run:
         from slime.cluster.placement import Placement
         from slime.cluster.rollout_manager import RolloutManager
         from slime.cluster.session import connect
+        from slime.observability.metrics import MetricsLogger
 
         with self.phase("start"):
             connect(self.args)
@@ -85,15 +82,16 @@ class Run:
                 .remote(self.args, str(self.dir.path), max(slots.train, 1))
             )
             starting = None if self.args.debug_train_only else self.manager.start_engines.remote(self.placement)
-            snapshot = self._snapshot()
             if slots.train:
-                self._start_training(snapshot)
+                self._start_training()
             if starting is not None:
                 self.engine_urls = self.manager_call([starting], "the engines to start", ENGINES_DEADLINE_SECONDS)
             for group in self.groups:
                 group.wait_started()
-            self._restore(snapshot)
+            self._restore()
             self.num_rollout = self._resolve_num_rollout()
+            self.metrics_log = MetricsLogger(self.args, self.dir, self.first_rollout if self.snapshot else None)
+        self.display.pop_times()  # a step's own times begin with the step
 
     def _threads(self) -> int:
         """CPU threads per process: phases of a synchronous run take turns, so each may use all cores."""
@@ -102,12 +100,12 @@ class Run:
         slots = self.placement.slots
         return max((os.cpu_count() or 1) // max(slots.train, slots.rollout, 1), 1)
 
-    def _start_training(self, snapshot: Any) -> None:
+    def _start_training(self) -> None:
         from slime.cluster.train_group import TrainGroup
 
         make = lambda role: TrainGroup(  # noqa: E731 - two calls that differ in one word
             self.args, role, self.placement, self.waiter, self.dir.path / "logs",
-            snapshot.path / role if snapshot else None,
+            self.snapshot.path / role if self.snapshot else None,
         )  # fmt: skip
         self.actor = make("actor")
         self.critic = make("critic") if self.args.use_critic else None
@@ -116,21 +114,21 @@ class Run:
     def groups(self) -> list[Any]:
         return [group for group in (self.actor, self.critic) if group is not None]
 
-    def _snapshot(self) -> Any:
+    def _find_snapshot(self) -> Any:
         """The snapshot to go on from, or None for a fresh start."""
         from slime.checkpoint.snapshot import latest
 
         return latest(Path(self.args.load)) if self.args.load else None
 
-    def _restore(self, snapshot: Any) -> None:
-        if snapshot is not None:
-            manifest = snapshot.manifest
+    def _restore(self) -> None:
+        if self.snapshot is not None:
+            manifest = self.snapshot.manifest
             self.trained = self.saved = int(manifest["rollout_id"])
             self.attempt = int(manifest["attempt"]) + 1
-            state = self.manager.load_state.remote(self.trained, str(snapshot.path))
+            state = self.manager.load_state.remote(self.trained, str(self.snapshot.path))
             self.manager_call([state], "the data source to be restored")
             self.first_rollout = self.trained + 1
-            self.display.note(f"resumed from {snapshot.path}: going on with rollout {self.first_rollout}")
+            self.display.note(f"resumed from {self.snapshot.path}: going on with rollout {self.first_rollout}")
         if self.args.start_rollout_id is not None:
             self.first_rollout = self.args.start_rollout_id
 
@@ -149,7 +147,7 @@ class Run:
             if stopped:
                 self._snapshot_before_stop()
             if kind is None:
-                self._finish()
+                self.display.finish()
         finally:
             self._shutdown(failed=kind is not None and not stopped)
             self.stop.__exit__(None, None, None)
@@ -164,17 +162,6 @@ class Run:
             self.save(self.trained)
             self.display.note(f"saved rollout {self.trained}; go on with --load {self.args.save}")
 
-    def _finish(self) -> None:
-        summary = {
-            "seconds_total": time.perf_counter() - self._started,
-            "seconds_per_phase": self.seconds_per_phase,
-            "reward_per_rollout": [m["rollout/raw_reward"] for m in self.history if "rollout/raw_reward" in m],
-            "evaluations": self.evaluations,
-            "seed": self.args.seed,
-        }
-        self.dir.write_json("summary.json", summary)
-        self.display.finish(summary)
-
     def _shutdown(self, failed: bool) -> None:
         """Leave no process behind; on a failure say first which engines were alive."""
         import ray
@@ -188,7 +175,9 @@ class Run:
                 ray.get(self.manager.shutdown.remote(), timeout=60)
         if failed:
             self.display.note(f"logs of all processes: {self.dir.path / 'logs'}")
-        self.metrics_log.close()
+        if self.metrics_log is not None:
+            self.metrics_log.close()
+        self.display.close()
         if self.placement is not None:
             self.placement.remove()
         ray.shutdown()
@@ -197,17 +186,12 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show a phase while it runs and count its seconds."""
-        start = time.perf_counter()
-        with self.display.phase(name) as progress:
-            self._progress = progress
+        """Show a phase while it runs and time it."""
+        with self.display.phase(name) as self._progress:
             try:
                 yield
             finally:
                 self._progress = None
-        seconds = time.perf_counter() - start
-        self.seconds_per_phase[name] = self.seconds_per_phase.get(name, 0.0) + seconds
-        self.pending[f"perf/{name}_time"] = self.pending.get(f"perf/{name}_time", 0.0) + seconds
 
     def _show(self, status: dict[str, Any]) -> None:
         if self._progress is not None:
@@ -220,12 +204,17 @@ class Run:
 
     def generate(self, rollout_id: int) -> dict[str, Any]:
         """Prompts to rewarded samples, split over the data-parallel ranks."""
-        with self.phase("generate"):
+        with self.phase("rollout"):
             batch = self.manager_call(
                 [self.manager.generate.remote(rollout_id)], f"rollout {rollout_id} to be generated"
             )
-        self.pending.update(batch["metrics"])
+        self.take_rollout(batch)
         return dict(batch)
+
+    def take_rollout(self, batch: dict[str, Any]) -> None:
+        """Count a rollout's metrics into the step under way and show a few of its texts."""
+        self.pending.update(batch["metrics"])
+        self.display.samples(batch["texts"])
 
     def train(self, rollout_id: int, batch: dict[str, Any]) -> None:
         """Critic first, whose values the actor's advantages need; then the actor."""
@@ -287,20 +276,18 @@ class Run:
         if self.args.offload_rollout:
             self.manager_call([self.manager.onload.remote(tags)], f"the engines to get {', '.join(tags)} back")
 
-    def evaluate(self, rollout_id: int) -> None:
-        """All evaluation sets with the engines' weights."""
+    def evaluate(self, step: int) -> None:
+        """All evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
         with self.phase("eval"):
-            metrics = self.manager_call([self.manager.eval.remote(rollout_id)], "the evaluation")
-        step = 0 if self.trained is None else self.trained + 1
+            metrics = self.manager_call([self.manager.eval.remote(step)], "the evaluation")
         self.metrics_log.log(metrics, step, "eval/step")
-        self.display.evaluation(step, metrics)
-        self.evaluations.append({"step": step, **metrics})
+        self.display.eval_line(step, metrics)
 
     def save(self, rollout_id: int) -> None:
         """One atomic snapshot: all ranks write, one manifest commits."""
         from slime.checkpoint import snapshot
 
-        with self.phase("save"):
+        with self.phase("save_model"):
             temp = snapshot.begin(Path(self.args.save), rollout_id)
             for group in self.groups:
                 group.save(temp)
@@ -317,12 +304,22 @@ class Run:
         """Every ``interval`` rollouts, and after the last."""
         return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout)
 
+    def evaluates_at_start(self) -> bool:
+        """Before the first step, or when the run was interrupted before an evaluation that was due."""
+        if self.first_rollout == 0:
+            return bool(self.args.eval_interval) and not self.args.skip_eval_before_train
+        return self.is_due(self.first_rollout - 1, self.args.eval_interval)
+
     def end_step(self, rollout_id: int) -> None:
         """Log the step's metrics and begin the next."""
         now = time.perf_counter()
-        self.pending["perf/step_time"] = now - self._step_started
+        times = self.display.pop_times()
+        step_seconds = now - self._step_started
+        waited = sum(seconds for name, seconds in times.items() if name != "perf/train_time")
+        self.pending.update(times)
+        self.pending["perf/step_time"] = step_seconds
+        self.pending["perf/wait_time_ratio"] = min(waited / step_seconds, 1.0)
         self._step_started = now
         self.metrics_log.log(self.pending, rollout_id, "rollout/step")
         self.display.step_line(rollout_id, self.num_rollout, self.pending)
-        self.history.append(self.pending)
         self.pending = {}
