@@ -1,0 +1,43 @@
+r"""Reward ``dapo``: the last ``Answer: ...`` within the last 300 characters, compared as normalised text.
+
+Gives ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}``: train with ``--reward-key score``.
+Source: the rule-based reward of DAPO (Yu et al. 2025, arXiv:2503.14476), section 4.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.rm_hub.text import as_number, last_boxed, normalize_math
+
+_TAIL = 300
+_ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
+NO_ANSWER = "[INVALID]"
+
+
+def dapo_reward(sample: Sample) -> dict[str, Any]:
+    """Score one sample."""
+    found = _ANSWER.findall(sample.response[-_TAIL:])
+    pred = _normal(found[-1]) if found else NO_ANSWER
+    correct = pred == gold_text(sample.label)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+
+
+def gold_text(label: Any) -> str:
+    """The form of a label that predictions are compared with: whole numbers lose ``.0``, all else is normalised text."""
+    return _normal(str(label))
+
+
+def _normal(text: str) -> str:
+    text = text.strip().strip("*").strip()
+    boxed = last_boxed(text)
+    text = text if boxed is None else boxed
+    text = text.strip().strip("*").removesuffix(".").strip()
+    if text.startswith("\\(") and text.endswith("\\)"):
+        text = text[2:-2]
+    value = as_number(text)
+    if value is None:
+        return normalize_math(text)
+    return str(value.numerator) if value.denominator == 1 else str(value)

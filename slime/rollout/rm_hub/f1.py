@@ -1,0 +1,40 @@
+"""Reward ``f1``: token F1 of response against label as in SQuAD (Rajpurkar et al. 2016), best over several labels.
+
+``yes``, ``no`` and ``noanswer`` count only as a whole answer, as in HotpotQA's official script.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+
+from slime.data.sample import Sample
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_CLOSED = {"yes", "no", "noanswer"}
+
+
+def f1_reward(sample: Sample) -> float:
+    """F1 in [0, 1]; the label is a string or a list of accepted strings."""
+    labels = sample.label if isinstance(sample.label, list) else [sample.label]
+    return max(f1_score(sample.response, str(label)) for label in labels)
+
+
+def f1_score(prediction: str, gold: str) -> float:
+    """Token F1 of two texts after normalisation (case, punctuation, articles, white space)."""
+    left, right = normalize_answer(prediction), normalize_answer(gold)
+    if left != right and (left in _CLOSED or right in _CLOSED):
+        return 0.0
+    prediction_tokens, gold_tokens = left.split(), right.split()
+    common = sum((Counter(prediction_tokens) & Counter(gold_tokens)).values())
+    if common == 0:
+        return float(left == right and left != "")
+    precision, recall = common / len(prediction_tokens), common / len(gold_tokens)
+    return 2 * precision * recall / (precision + recall)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without punctuation and articles, single spaces."""
+    text = text.lower().translate(_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())

@@ -1,0 +1,98 @@
+"""Reward ``gpqa``: 1.0 for the right letter of a multiple-choice question, else 0.0.
+
+Metadata keys that it reads: ``choices`` (list or letter -> text), ``valid_letters``, ``correct_letter``,
+``correct_answer`` and ``answer_text`` (text of the right choice). The label may be the letter, the text
+of the right choice, or its index in ``choices``.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.rm_hub.f1 import normalize_answer
+from slime.rollout.rm_hub.text import after_thinking, last_boxed
+
+
+def gpqa_reward(sample: Sample) -> float:
+    """Score one sample. Raises ValueError where neither label nor metadata tell the right letter."""
+    letters = valid_letters(sample.metadata)
+    correct = correct_letter(sample.label, sample.metadata, letters)
+    if correct is None:
+        raise ValueError(f"reward type gpqa: {unreadable(sample.label, sample.metadata)} (sample {sample.index})")
+    response = after_thinking(sample.response)
+    letter = extract_letter(response, letters)
+    if letter is not None:
+        return float(letter == correct)
+    text = _correct_text(sample.label, sample.metadata, correct)
+    said = normalize_answer(last_boxed(response) or response.strip().split("\n")[-1])
+    return float(text is not None and said == normalize_answer(text))
+
+
+def extract_letter(response: str, letters: str) -> str | None:
+    """The chosen letter: boxed, after "answer", a line of its own, or the last one that stands alone; in this order."""
+    one = f"[{letters}]"
+    boxed = last_boxed(response)
+    if boxed is not None:
+        found = re.fullmatch(rf"\(?(?:\\text\s*\{{)?\s*\(?({one})\)?[.)]?\s*\}}?.*", boxed.strip(), re.DOTALL)
+        if found and not re.match(r"[A-Za-z]{2}", boxed.strip()):
+            return found[1]
+    for pattern in (
+        rf"(?i:answer|choice|option)\s*(?i:is|:|=)*\s*[:=]?\s*\**\s*\(?({one})\)?(?![A-Za-z'])",
+        rf"^\s*\**\(?({one})\)?[.):]?\**\s*$",
+        rf"(?<![A-Za-z'])\(?({one})\)(?![A-Za-z])",
+    ):
+        matches = re.findall(pattern, response, re.MULTILINE)
+        if matches:
+            return matches[-1]
+    alone = re.findall(rf"(?<![A-Za-z'])({one})(?![A-Za-z'])", response[-100:])
+    return alone[-1] if len(set(alone)) == 1 else None
+
+
+def valid_letters(metadata: Mapping[str, Any]) -> str:
+    """Letters that may be chosen: from metadata, else one per choice, else A to D."""
+    given = metadata.get("valid_letters")
+    if given:
+        return "".join(str(letter).upper() for letter in given)
+    choices = metadata.get("choices")
+    if isinstance(choices, Mapping):
+        return "".join(str(letter).upper() for letter in choices)
+    return string.ascii_uppercase[: len(choices)] if choices else "ABCD"
+
+
+def correct_letter(label: Any, metadata: Mapping[str, Any], letters: str) -> str | None:
+    """The right letter by ``correct_letter``, else by a label that is a letter, an index or the text of a choice."""
+    for value in (metadata.get("correct_letter"), label):
+        if isinstance(value, str) and len(value.strip().strip("()")) == 1 and value.strip().strip("()").upper() in letters:
+            return value.strip().strip("()").upper()
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
+        return letters[label]
+    text = metadata.get("correct_answer") or metadata.get("answer_text") or label
+    for letter, choice in _choice_texts(metadata, letters).items():
+        if isinstance(text, str) and normalize_answer(str(choice)) == normalize_answer(text):
+            return letter
+    return None
+
+
+def unreadable(label: Any, metadata: Mapping[str, Any]) -> str:
+    """Why no letter is known."""
+    return (
+        f"label {label!r} is neither one of the letters {valid_letters(metadata)} nor one of the choices, and metadata "
+        f"has no usable correct_letter, correct_answer or answer_text (its keys: {', '.join(sorted(metadata)) or 'none'})"
+    )
+
+
+def _choice_texts(metadata: Mapping[str, Any], letters: str) -> dict[str, Any]:
+    choices = metadata.get("choices") or []
+    if isinstance(choices, Mapping):
+        return {str(letter).upper(): text for letter, text in choices.items()}
+    return dict(zip(letters, choices, strict=False))
+
+
+def _correct_text(label: Any, metadata: Mapping[str, Any], letter: str) -> str | None:
+    text = metadata.get("correct_answer") or metadata.get("answer_text")
+    text = text or _choice_texts(metadata, valid_letters(metadata)).get(letter)
+    return str(text) if text else (label if isinstance(label, str) and len(label) > 1 else None)

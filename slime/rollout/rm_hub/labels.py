@@ -1,0 +1,87 @@
+"""Can the verifier read this label? Asked for every row before a run starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.rollout.rm_hub import gpqa
+from slime.rollout.rm_hub.math import gold_answer
+from slime.rollout.rm_hub.text import as_number, normalize_math
+
+Check = Callable[[Any, Mapping[str, Any]], str | None]
+
+
+def check_label(rm_type: str, label: Any, metadata: Mapping[str, Any] | None = None) -> str | None:
+    """What is wrong with a label for a reward type, or None. Cheap: no process, no symbolic parser.
+
+    Args:
+        rm_type: as for ``--rm-type``, ``boxed_`` prefix included; unknown types and those that read no label pass.
+        label: as it stands in the row.
+        metadata: of the row; its ``rm_type`` overrides the argument, as it does in the run.
+    """
+    metadata = metadata or {}
+    name = str(metadata.get("rm_type") or rm_type or "").strip().removeprefix("boxed_")
+    check = _CHECKS.get(name)
+    problem = check(label, metadata) if check else None
+    return None if problem is None else f"reward type {name}: {problem}"
+
+
+def _present(label: Any) -> str | None:
+    if label is None:
+        return "the row has no label"
+    if isinstance(label, (dict, list)):
+        return f"the label is a {type(label).__name__}, not a text or number: {str(label)[:80]!r}"
+    return "the label is empty" if not str(label).strip() else None
+
+
+def _math(label: Any, _: Mapping[str, Any]) -> str | None:
+    missing = _present(label)
+    if missing:
+        return missing
+    gold = gold_answer(label)
+    if not normalize_math(gold):
+        return f"nothing is left of label {str(label)[:80]!r} once spaces and signs are gone"
+    if gold.count("{") - gold.count("\\{") != gold.count("}") - gold.count("\\}"):
+        return f"unbalanced braces in label {gold[:80]!r}"
+    prose = re.sub(r"\\[A-Za-z]+", " ", gold)
+    if not re.search(r"[\d=^_+*/<>\\]", gold) and len(re.findall(r"[A-Za-z]{2,}", prose)) > 4:
+        return f"label {gold[:80]!r} reads like a sentence, not a mathematical answer (f1 compares texts)"
+    return None
+
+
+def _number(label: Any, _: Mapping[str, Any]) -> str | None:
+    missing = _present(label)
+    return missing or (None if as_number(str(label)) is not None else f"label {str(label)[:80]!r} is not a number")
+
+
+def _text(label: Any, _: Mapping[str, Any]) -> str | None:
+    if isinstance(label, list) and label:
+        return next((problem for part in label if (problem := _present(part))), None)
+    return _present(label)
+
+
+def _dapo(label: Any, _: Mapping[str, Any]) -> str | None:
+    missing = _present(label)
+    return missing or (None if "\n" not in str(label).strip() else f"label {str(label)[:80]!r} has more than one line")
+
+
+def _gpqa(label: Any, metadata: Mapping[str, Any]) -> str | None:
+    letters = gpqa.valid_letters(metadata)
+    return None if gpqa.correct_letter(label, metadata, letters) else gpqa.unreadable(label, metadata)
+
+
+def _ifbench(_: Any, metadata: Mapping[str, Any]) -> str | None:
+    return None if metadata.get("instruction_id_list") else "metadata has no instruction_id_list"
+
+
+_CHECKS: dict[str, Check] = {
+    "math": _math,
+    "deepscaler": _math,
+    "dapo": _dapo,
+    "f1": _text,
+    "gpqa": _gpqa,
+    "last_number": _number,
+    "ifbench": _ifbench,
+}

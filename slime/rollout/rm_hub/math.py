@@ -1,0 +1,78 @@
+r"""Math rewards: ``math`` and ``deepscaler``. 1.0 where the answer means the label, else 0.0.
+
+``math`` reads the last ``\boxed{}`` of the response, or its last expression or number where there is
+none. ``deepscaler`` wants an answer in ``\boxed{}`` after the reasoning (``</think>`` or
+``###Response``), else 0. Equal normal forms and plain numbers are decided at once; the rest goes to
+math-verify in a verifier process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.rm_hub.outcome import verify
+from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
+
+_EQUAL = "slime.rollout.rm_hub.math_equal.equal"
+_RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
+_LONGEST_ANSWER = 500  # characters: a longer "answer" is a derivation
+_TAIL = 4000  # characters of an unboxed response in which its last expression is looked for
+
+
+def gold_answer(label: Any) -> str:
+    """The answer that a label holds: its boxed part where there is one, else all of it."""
+    text = str(label)
+    boxed = last_boxed(text)
+    return (text if boxed is None else boxed).strip()
+
+
+def same_answer(gold: str, answer: str) -> bool | None:
+    """True or False where spelling or plain numbers decide, None where symbols must be compared."""
+    normal = normalize_math(gold)
+    if normal and normal == normalize_math(answer):
+        return True
+    gold_value, value = as_number(gold), as_number(answer)
+    if gold_value is not None and value is not None:
+        return gold_value == value
+    return None
+
+
+async def math_reward(args: Any, sample: Sample) -> float | None:
+    """Reward type ``math``."""
+    gold, boxed = gold_answer(sample.label), last_boxed(sample.response)
+    if boxed is not None:
+        return await _compare(args, sample, gold, boxed)
+    tail = sample.response[-_TAIL:]
+    gold_value, value = as_number(gold), last_number(tail)
+    if value is None and not any(character in tail for character in "\\$=+*/^0123456789"):
+        return float(normalize_math(gold) == normalize_math(tail))
+    if gold_value is not None and gold_value == value and not _has_latex(tail):
+        return 1.0
+    return _as_reward(await verify(args, sample, _RESPONSE_EQUAL, gold, tail))
+
+
+async def deepscaler_reward(args: Any, sample: Sample) -> float | None:
+    """Reward type ``deepscaler``."""
+    for marker in ("</think>", "###Response"):
+        if marker in sample.response:
+            boxed = last_boxed(sample.response.rsplit(marker, 1)[-1])
+            return 0.0 if boxed is None else await _compare(args, sample, gold_answer(sample.label), boxed)
+    return 0.0
+
+
+async def _compare(args: Any, sample: Sample, gold: str, answer: str) -> float | None:
+    decided = same_answer(gold, answer)
+    if decided is not None:
+        return float(decided)
+    if not answer or len(answer) > _LONGEST_ANSWER:
+        return 0.0
+    return _as_reward(await verify(args, sample, _EQUAL, gold, answer))
+
+
+def _has_latex(text: str) -> bool:
+    return "\\" in text or "$" in text
+
+
+def _as_reward(value: bool | None) -> float | None:
+    return None if value is None else float(value)

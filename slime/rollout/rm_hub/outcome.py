@@ -1,0 +1,49 @@
+"""What a reward that could not be computed means for its sample: it is marked, never scored 0."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.verifier import Verdict, VerifierPool, shared_pool
+
+logger = logging.getLogger(__name__)
+FAILURE_KEY = "reward_failure"
+_warned: set[str] = set()
+
+
+def mark_unscored(sample: Sample, status: str, detail: str) -> None:
+    """Take ``sample`` out of its group's statistics and of the loss, and say why in ``metadata["reward_failure"]``.
+
+    Args:
+        status: ``timeout``, ``crashed`` or ``error``.
+    """
+    sample.reward = None
+    sample.reward_timed_out = True
+    sample.remove_sample = True
+    sample.metadata[FAILURE_KEY] = f"{status}: {detail}"
+    if status not in _warned:
+        _warned.add(status)
+        logger.warning(
+            "no reward for sample %s: verifier %s (%s). It is left out of group statistics and loss; "
+            "later ones are only counted (rollout/reward_timeout_count, rollout/reward_error_count).",
+            sample.index,
+            status,
+            detail,
+        )
+
+
+def verifier_pool(args: Any) -> VerifierPool:
+    """The pool that ``--reward-workers`` asks for."""
+    return shared_pool(getattr(args, "reward_workers", None))
+
+
+async def verify(args: Any, sample: Sample, function: str, *call_args: Any) -> Any:
+    """Run a verifier in the pool under ``--reward-timeout``; marks the sample and returns None when it gave no result."""
+    timeout = float(getattr(args, "reward_timeout", None) or 30.0)
+    verdict: Verdict = await verifier_pool(args).run(function, *call_args, timeout=timeout)
+    if verdict.ok:
+        return verdict.value
+    mark_unscored(sample, verdict.status, verdict.detail)
+    return None

@@ -1,0 +1,96 @@
+"""Reading answers out of text: boxed contents, numbers, and the normal form in which two answers are compared.
+
+Everything here is linear in the text (no nested quantifiers), so it may run in the event loop.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_NUMBER = re.compile(r"(?<![\w.])[-+−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\d])|(?<![\w.])[-+−]?\.\d+")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
+_BOXES_TRIED = 16  # from the end; a model that repeats an unclosed \\boxed{ must not cost quadratic time
+_SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Contents of the last complete ``\boxed{...}`` or ``\fbox{...}`` (braces balanced), or of ``\boxed x``; else None."""
+    starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])", text)]
+    for start in starts[:-_BOXES_TRIED:-1]:
+        inner = _braced(text, start)
+        if inner is not None:
+            return inner
+    return None
+
+
+def _braced(text: str, start: int) -> str | None:
+    while start < len(text) and text[start] == " ":
+        start += 1
+    if start >= len(text):
+        return None
+    if text[start] != "{":
+        return re.split(r"[\s$]", text[start : start + 200], maxsplit=1)[0] or None
+    depth = 0
+    for position in range(start, len(text)):
+        if text[position] in "{}" and text[position - 1] != "\\":
+            depth += 1 if text[position] == "{" else -1
+            if depth == 0:
+                return text[start + 1 : position].strip()
+    return None
+
+
+def last_number(text: str) -> Fraction | None:
+    """Value of the last number in ``text`` (thousands separators and ``$`` allowed), or None.
+
+    >>> last_number("7 times 8 is 56.")
+    Fraction(56, 1)
+    """
+    found = _NUMBER.findall(text)
+    return as_number(found[-1]) if found else None
+
+
+def as_number(text: str) -> Fraction | None:
+    r"""Value of ``text`` when all of it is a plain number: ``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``, ``12\%``; else None."""
+    plain = text.strip().strip("$").replace("\\$", "").replace("$", "").replace("−", "-").strip()
+    plain = plain.replace("\\!", "").replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\")
+    frac = _SIMPLE_FRAC.fullmatch(plain)
+    if frac:
+        plain = f"{frac[1]}{frac[2]}/{frac[3]}"
+    if "," in plain:
+        if not re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", plain):
+            return None
+        plain = plain.replace(",", "")
+    if len(plain) > 200 or not _PLAIN_NUMBER.fullmatch(plain):
+        return None
+    if "/" in plain:
+        top, bottom = plain.split("/")
+        return Fraction(top) / Fraction(bottom) if int(bottom) else None
+    return Fraction(plain)
+
+
+def normalize_math(text: str) -> str:
+    r"""The spelling-independent form of a short LaTeX answer: no spaces, units, sizing or text commands, one way to write fractions.
+
+    Two answers with the same form are the same answer; two with different forms may still be equal.
+    """
+    out = text.strip().strip("$").strip().removesuffix(".")
+    out = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])", "", out)
+    out = re.sub(r"\\(?:text|mathrm|textbf|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}", r"\1", out)
+    out = re.sub(r"\\(?:[dtc]frac)(?![A-Za-z])", r"\\frac", out)
+    out = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", out)
+    out = re.sub(r"\\sqrt\s*(\d)", r"\\sqrt{\1}", out)
+    out = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", "", out)
+    out = re.sub(r"\\[!,;:> ]|\\q?quad(?![A-Za-z])|~", "", out)
+    out = out.replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "").replace("−", "-")
+    out = re.sub(r"^(?:[A-Za-z]\w?|[A-Za-z]\([A-Za-z]\))\s*(?:=|\\in(?![A-Za-z]))\s*", "", out.strip())
+    out = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", out) if "(" not in out and "[" not in out and "\\{" not in out else out
+    out = re.sub(r"(?<![\d.])\.(?=\d)", "0.", out)
+    words = re.fullmatch(r"[A-Za-z\s]{3,}", out)  # "East" is "east", but the variable A is not a
+    return re.sub(r"\s+", "", out.lower() if words else out)
+
+
+def after_thinking(text: str) -> str:
+    """What follows the last ``</think>``; all of the text where there is none."""
+    return text.rsplit("</think>", 1)[-1]

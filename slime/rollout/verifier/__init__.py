@@ -1,0 +1,5 @@
+"""Verifiers that can hang run in killable processes: see :mod:`slime.rollout.verifier.pool`."""
+
+from slime.rollout.verifier.pool import Verdict, VerifierLoadError, VerifierPool, shared_pool
+
+__all__ = ["Verdict", "VerifierLoadError", "VerifierPool", "shared_pool"]

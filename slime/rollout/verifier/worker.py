@@ -1,0 +1,73 @@
+"""The process in which one verifier call runs at a time: ``python -m slime.rollout.verifier.worker FD MEMORY PARENT``.
+
+It imports no torch. It dies with its parent (kernel-level parent-death signal), and a stuck one is
+killed by the pool, so nothing here needs a time limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from slime.config.hooks import load_function
+from slime.rollout.verifier.channel import ChannelClosed, receive, send
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with(parent_pid: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _limit(memory_bytes: int) -> None:
+    if memory_bytes > 0:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _answer(request: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    path = request["function"]
+    try:
+        if path not in functions:
+            functions[path] = load_function(path)
+        if request.get("load_only"):
+            return {"status": "ok", "value": None}
+        return {"status": "ok", "value": functions[path](*request["args"])}
+    except BaseException as error:  # a verifier may raise SystemExit or KeyboardInterrupt; the pool hears of each
+        return {"status": "error", "detail": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def main(argv: list[str]) -> None:
+    """Serve requests until the parent closes the socket."""
+    fd, memory_bytes, parent_pid = (int(value) for value in argv)
+    _die_with(parent_pid)
+    _limit(memory_bytes)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; the pool ends its workers
+    sys.set_int_max_str_digits(20_000)
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # "cannot parse" is an everyday answer
+    logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
+    functions: dict[str, Callable[..., Any]] = {}
+    with socket.socket(fileno=fd) as sock:
+        try:
+            while True:
+                reply = _answer(receive(sock, None), functions)
+                try:
+                    send(sock, reply, None)
+                except TypeError as error:  # not a JSON value
+                    send(sock, {"status": "error", "detail": f"verifier result is not JSON: {error}"}, None)
+        except ChannelClosed:
+            return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
