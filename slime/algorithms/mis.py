@@ -1,0 +1,208 @@
+"""Masked importance sampling: weights and rejection on token, sequence or geometric-mean level.
+
+A ``--custom-tis-function-path`` hook (``slime.algorithms.mis.compute_mis_weights``); its settings are
+attributes of ``args``, set by ``--custom-config-path``. All are optional:
+
+==================== =========================================================================
+use_tis              multiply the loss by importance weights
+tis_level            ``token`` (default), ``sequence`` or ``geometric``
+tis_mode             ``truncate`` (default): weight clamped to [0, upper]; ``clip``: to [lower, upper];
+                     ``mask``: weight kept, tokens outside [lower, upper] rejected
+tis_upper_bound      default ``--tis-clip`` (2.0)
+tis_lower_bound      default 1 / tis_upper_bound
+tis_batch_normalize  divide by the mean weight over the rollout's unmasked tokens
+use_rs               reject tokens whose rs-level ratio lies outside [rs_lower_bound, rs_upper_bound]
+rs_level             default tis_level
+rs_lower_bound, rs_upper_bound   default: the tis bounds
+rs_veto_threshold    one unmasked token with a ratio below this rejects its whole sequence
+==================== =========================================================================
+
+With d_t = log π_train − log π_rollout, the log-ratio is d_t (token), Σ m d (sequence) or the masked
+mean of d (geometric), and the ratio its exp, the log-ratio clamped to ±20. A rejected token leaves
+the numerator of the loss; the denominator stays the mask sum from before the rejection.
+
+Sources: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+Mismatch" (2025); Zheng et al., GSPO (2025), for the length-normalised ratio.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .off_policy import TisResult
+from .reduce import Reduce
+from .sequences import IDENTITY, exp_ratio, flatten, keep_where, sequence_means, sequence_sums, spread
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "clip", "mask"]
+
+
+@dataclass(frozen=True)
+class MisConfig:
+    """The settings above, checked and with their defaults filled in."""
+
+    use_tis: bool
+    tis_level: Level
+    tis_mode: Mode
+    tis_lower: float
+    tis_upper: float
+    batch_normalize: bool
+    use_rs: bool
+    rs_level: Level
+    rs_lower: float
+    rs_upper: float
+    veto: float | None
+
+    @classmethod
+    def from_args(cls, args: Any) -> MisConfig:
+        """Raises ValueError on an unknown level or mode, or on bounds in the wrong order."""
+
+        def setting(name: str, default: Any) -> Any:
+            value = getattr(args, name, None)
+            return default if value is None else value
+
+        upper = float(setting("tis_upper_bound", setting("tis_clip", 2.0)))
+        lower = float(setting("tis_lower_bound", 1 / upper))
+        level = setting("tis_level", "token")
+        config = cls(
+            use_tis=bool(setting("use_tis", False)),
+            tis_level=level,
+            tis_mode=setting("tis_mode", "truncate"),
+            tis_lower=lower,
+            tis_upper=upper,
+            batch_normalize=bool(setting("tis_batch_normalize", False)),
+            use_rs=bool(setting("use_rs", False)),
+            rs_level=setting("rs_level", level),
+            rs_lower=float(setting("rs_lower_bound", lower)),
+            rs_upper=float(setting("rs_upper_bound", upper)),
+            veto=setting("rs_veto_threshold", None),
+        )
+        config._check()
+        return config
+
+    def _check(self) -> None:
+        for name, value, known in (
+            ("tis_level", self.tis_level, get_args(Level)),
+            ("rs_level", self.rs_level, get_args(Level)),
+            ("tis_mode", self.tis_mode, get_args(Mode)),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}: {value!r} is none of {', '.join(known)} (set by --custom-config-path)")
+        for name, low, high in (("tis", self.tis_lower, self.tis_upper), ("rs", self.rs_lower, self.rs_upper)):
+            if not 0 <= low <= high:
+                raise ValueError(f"{name}_lower_bound {low} and {name}_upper_bound {high}: need 0 <= lower <= upper")
+        if self.veto is not None and self.veto <= 0:
+            raise ValueError(f"rs_veto_threshold must be above 0, not {self.veto}")
+
+
+def ratio_at(level: Level, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY) -> Tensor:
+    """Importance ratio of every token on a level, ``[R]``. ``d`` must be 0 on masked tokens."""
+    if level == "token":
+        return exp_ratio(d)
+    if level == "sequence":
+        return exp_ratio(spread(reduce.over_sequence(sequence_sums(d, lengths)), lengths))
+    return exp_ratio(spread(sequence_means(d, mask, lengths, reduce), lengths))
+
+
+def importance_weights(
+    config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weight before batch normalisation, mask after ``tis_mode`` (floats), and the raw ratio; all ``[R]``."""
+    ratio = ratio_at(config.tis_level, d, mask, lengths, reduce)
+    if config.tis_mode == "truncate":
+        return ratio.clamp(max=config.tis_upper), mask, ratio
+    if config.tis_mode == "clip":
+        return ratio.clamp(config.tis_lower, config.tis_upper), mask, ratio
+    return ratio, mask * _inside(ratio, config.tis_lower, config.tis_upper), ratio
+
+
+def mean_weight(config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce) -> float:
+    """Mean weight over all unmasked tokens of all data-parallel ranks: the divisor of ``tis_batch_normalize``.
+
+    Taken once per rollout, before training, so that the loss does not depend on the micro-batches.
+    Returns 1.0 where the mean is 0 or nothing is unmasked.
+    """
+    weight, kept, _ = importance_weights(config, d, mask, lengths)
+    totals = torch.stack([(weight * kept).sum().double(), kept.sum().double()])
+    total, count = reduce.over_data(totals).tolist()
+    return total / count if count > 0 and total > 0 else 1.0
+
+
+def compute_mis_weights(
+    *,
+    args: Any,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    reduce: Reduce = IDENTITY,
+    weight_mean: float | None = None,
+) -> TisResult:
+    """Weigh and reject.
+
+    Args:
+        weight_mean: mean weight of the whole rollout for ``tis_batch_normalize``; left out, the mean
+            over the tokens given here.
+
+    Returns:
+        the weighted loss ``[R]``, masks after rejection (one per sample), and flat ``mis_*`` metrics.
+    """
+    config = MisConfig.from_args(args)
+    lengths = [len(mask) for mask in loss_masks]
+    rollout = flatten(rollout_log_probs).detach()
+    mask = flatten(loss_masks).to(rollout.dtype)
+    train = keep_where(mask, flatten(train_log_probs).detach())
+    rollout = keep_where(mask, rollout)
+    d = train - rollout
+    kept = mask
+    metrics = _diagnostics(train, rollout, mask, lengths, reduce)
+    if config.use_tis:
+        weight, kept, ratio = importance_weights(config, d, mask, lengths, reduce)
+        metrics |= {"mis_ratio": ratio, "mis_tis_changed_frac": ((weight != ratio) | (kept != mask)).to(d.dtype)}
+        if config.batch_normalize:
+            weight = weight / (mean_weight(config, d, mask, lengths, IDENTITY) if weight_mean is None else weight_mean)
+        metrics["mis_weight"] = weight
+        pg_loss = pg_loss * weight
+    if config.use_rs:
+        inside = _inside(ratio_at(config.rs_level, d, mask, lengths, reduce), config.rs_lower, config.rs_upper)
+        metrics["mis_rs_rejected_frac"] = 1 - inside
+        kept = kept * inside
+    if config.veto is not None:
+        fatal = (d < math.log(config.veto)).to(d.dtype)
+        count = spread(reduce.over_sequence(sequence_sums(fatal * mask, lengths)), lengths)
+        metrics["mis_veto_frac"] = (count > 0).to(d.dtype)
+        kept = kept * (count == 0)
+    metrics["mis_rejected_frac"] = mask - kept
+    new_masks = [new.to(old.dtype) for new, old in zip(kept.split(lengths), loss_masks, strict=True)]
+    return pg_loss, new_masks, metrics
+
+
+def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
+    return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
+
+
+def _diagnostics(
+    train: Tensor, rollout: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
+) -> dict[str, Tensor]:
+    """How far apart trainer and engine are. KL and chi² are of rollout against trainer, estimated on
+    the engine's own samples; perplexities are per sequence."""
+    d = train - rollout
+    token, sequence = (ratio_at(level, d, mask, lengths, reduce) for level in ("token", "sequence"))
+    train_nll, rollout_nll = (-spread(sequence_means(x, mask, lengths, reduce), lengths) for x in (train, rollout))
+    return {
+        "mis_kl": -d,
+        "mis_k3_kl": torch.expm1(d.clamp(max=20.0)) - d,
+        "mis_train_ppl": train_nll.exp(),
+        "mis_rollout_ppl": rollout_nll.exp(),
+        "mis_log_ppl_diff": train_nll - rollout_nll,
+        "mis_chi2_token": token.square() - 1,
+        "mis_chi2_seq": sequence.square() - 1,
+    }

@@ -1,0 +1,64 @@
+"""Correct for tokens that were sampled by an engine whose probabilities differ from the trainer's.
+
+Both functions are built-in ``--custom-tis-function-path`` hooks: they get per-sample lists and the
+flat per-token loss, and return ``(pg_loss, loss_masks, metrics)`` with flat per-token metrics.
+
+Sources: truncated importance sampling from Ionides (2008), for this mismatch in Yao et al., "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); IcePop from the Ring-1T
+report of Ling Team, "Every Step Evolves" (2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sequences import exp_ratio, flatten, keep_where
+
+TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
+
+
+def train_rollout_ratio(train: Sequence[Tensor], rollout: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> Tensor:
+    """exp(log π_train − log π_rollout) per token, flat and without gradient; 1 on masked tokens."""
+    difference = flatten(train).detach() - flatten(rollout).detach()
+    return exp_ratio(keep_where(flatten(loss_masks), difference))
+
+
+def vanilla_tis_function(
+    *,
+    args: Any,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> TisResult:
+    """Multiply the loss by the ratio, clamped to [``tis_clip_low``, ``tis_clip``]."""
+    ratio = train_rollout_ratio(train_log_probs, rollout_log_probs, loss_masks)
+    weight = ratio.clamp(args.tis_clip_low, args.tis_clip)
+    return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
+
+
+def icepop_function(
+    *,
+    args: Any,
+    pg_loss: Tensor,
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+) -> TisResult:
+    """Multiply the loss by the ratio inside [``tis_clip_low``, ``tis_clip``], and by 0 outside."""
+    ratio = train_rollout_ratio(train_log_probs, rollout_log_probs, loss_masks)
+    inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
+    weight = torch.where(inside, ratio, torch.zeros_like(ratio))
+    return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
+
+
+def _metrics(ratio: Tensor, weight: Tensor) -> dict[str, Tensor]:
+    return {"tis": ratio, "tis_clipfrac": (weight != ratio).to(ratio.dtype), "tis_abs": (ratio - 1).abs()}

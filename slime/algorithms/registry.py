@@ -1,0 +1,57 @@
+"""Names of ``--advantage-estimator`` and what each is made of.
+
+A new algorithm is one file with its formulas, and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import cispo, gae, grpo, gspo, policy_loss, reinforce_plus_plus
+from .reduce import Reduce
+
+Advantages = Callable[[Any, dict[str, Any]], tuple[list[Tensor], list[Tensor]]]
+"""(args, rank batch with ``kl``) → advantages and returns, per sample ``[response_length]``."""
+
+PolicyLoss = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(args, ppo_kl, log_probs, advantages) → loss and clipfrac, each ``[R]``."""
+
+
+class PpoKl(Protocol):
+    """log π_old − log π_θ as the ratio of this algorithm sees it, ``[R]``."""
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Advantages, ratio and policy loss of one estimator."""
+
+    compute: Advantages
+    ppo_kl: PpoKl = gspo.token_kl
+    policy_loss: PolicyLoss = policy_loss.clipped_loss
+    kl_in_reward: bool = False
+    """``--kl-coef`` takes effect."""
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(grpo.compute),
+    "gspo": Algorithm(grpo.compute, ppo_kl=gspo.sequence_kl),
+    "cispo": Algorithm(grpo.compute, policy_loss=cispo.cispo_loss),
+    "ppo": Algorithm(gae.compute, kl_in_reward=True),
+    "reinforce_plus_plus": Algorithm(reinforce_plus_plus.compute, kl_in_reward=True),
+    "reinforce_plus_plus_baseline": Algorithm(reinforce_plus_plus.compute_baseline, kl_in_reward=True),
+}
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """Raises ValueError with the known names."""
+    if name not in ALGORITHMS:
+        raise ValueError(f"unknown --advantage-estimator {name!r}; one of {', '.join(ALGORITHMS)}")
+    return ALGORITHMS[name]

@@ -1,0 +1,76 @@
+"""REINFORCE++: discounted token rewards without a critic; whitening over the batch follows.
+
+Source: Hu et al., "REINFORCE++" (2025), and its baseline variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .gae import last_unmasked
+from .sequences import keep_where, scan_from_end
+
+
+def get_reinforce_plus_plus_returns(
+    rewards: Sequence[float] | Tensor,
+    kl: Sequence[Tensor],
+    loss_masks: Sequence[Tensor],
+    response_lengths: Sequence[int],
+    total_lengths: Sequence[int],
+    kl_coef: float,
+    gamma: float,
+) -> list[Tensor]:
+    """Σ_k γ^k · (token reward at t+k), where the token reward is −kl_coef·kl_t·m_t, plus r_i on the
+    last unmasked token. A response with nothing unmasked (a removed sample) has returns of 0.
+
+    All per-sample tensors are over whole responses, ``[response_length]``.
+    """
+    token_rewards = []
+    for reward, k, mask, length in zip(rewards, kl, loss_masks, response_lengths, strict=True):
+        if len(k) != length:
+            raise ValueError(f"kl has {len(k)} tokens, the response {length}: REINFORCE++ needs whole responses")
+        token_reward = -kl_coef * keep_where(mask, k)
+        end = last_unmasked(mask)
+        if end is not None:
+            token_reward[end] += float(reward)
+        token_rewards.append(token_reward)
+    if not token_rewards:
+        return []
+    returns = scan_from_end(torch.nn.utils.rnn.pad_sequence(token_rewards, batch_first=True), gamma)
+    return [row[:length] for row, length in zip(returns, response_lengths, strict=True)]
+
+
+def get_reinforce_plus_plus_baseline_advantages(
+    rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
+) -> list[Tensor]:
+    """R_i − kl_coef·kl_t, where R_i has the group's mean subtracted already. The KL of a masked token
+    counts as 0."""
+    return [
+        float(reward) - kl_coef * keep_where(mask, k) for reward, k, mask in zip(rewards, kl, loss_masks, strict=True)
+    ]
+
+
+def compute(args: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """REINFORCE++: advantages and returns are the same."""
+    returns = get_reinforce_plus_plus_returns(
+        batch["rewards"],
+        batch["kl"],
+        batch["loss_masks"],
+        batch["response_lengths"],
+        batch["total_lengths"],
+        args.kl_coef,
+        args.gamma,
+    )
+    return returns, [x.clone() for x in returns]
+
+
+def compute_baseline(args: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """REINFORCE++-baseline: advantages and returns are the same."""
+    advantages = get_reinforce_plus_plus_baseline_advantages(
+        batch["rewards"], batch["kl"], batch["loss_masks"], args.kl_coef
+    )
+    return advantages, [x.clone() for x in advantages]

@@ -1,0 +1,313 @@
+"""The one loss path of all training backends.
+
+A loss is a sum of named parts; each part is a coefficient times a per-token tensor, reduced to a
+scalar. The result, and every metric, is this micro-batch's *share*: the plain sum of the shares over
+all micro-batches and ranks of an optimizer step is the step's value, and so is the gradient's. The
+exception are metrics whose name ends in ``_max``: reduce those by maximum.
+
+Default ("per-rollout mean"): Σ_i Σ_t m·x / max(mask sum of the whole rollout, 1) / num_rollouts.
+``--calculate-per-token-loss``: Σ m·x / num_tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.needs import (
+    entropy_needs_gradient,
+    needs_entropy,
+    needs_logits,
+    needs_old_log_probs,
+    needs_ref_log_probs,
+    zero_advantage_groups_skippable,
+)
+from slime.algorithms.off_policy import vanilla_tis_function
+from slime.algorithms.opsm import opsm_mask
+from slime.algorithms.reduce import Reduce
+from slime.algorithms.reductions import Reducer, rollout_mean_reducer, token_sum_reducer
+from slime.algorithms.registry import get_algorithm
+from slime.algorithms.sequences import IDENTITY, exp_ratio
+from slime.algorithms.sft import compute_sft_loss
+from slime.algorithms.value_loss import compute_value_loss
+from slime.backends.token_batch import TokenBatch
+from slime.config.hooks import load_function
+
+__all__ = [
+    "TokenBatch",
+    "compute_loss",
+    "entropy_needs_gradient",
+    "is_max_metric",
+    "needs_entropy",
+    "needs_logits",
+    "needs_old_log_probs",
+    "needs_ref_log_probs",
+    "rescale_diagnostics",
+    "zero_advantage_groups_skippable",
+]
+
+Metrics = dict[str, Tensor]
+
+LOSS_METRICS = ("loss", "pg_loss", "pg_clipfrac", "kl_loss", "value_loss", "value_clipfrac")
+"""To these, a sample left out because its advantages are 0 contributes 0. All others are diagnostics."""
+
+
+class LossSum(NamedTuple):
+    """Sums over rollouts (or tokens) of the micro-batch, before the division by the step's count."""
+
+    loss: Tensor
+    metrics: Metrics
+
+
+class Part(NamedTuple):
+    """``coefficient * value`` is one term of the loss; the metric shows ``value``."""
+
+    coefficient: float
+    value: Tensor
+
+
+def compute_loss(
+    args: Any,
+    tokens: TokenBatch,
+    *,
+    num_rollouts: float,
+    num_tokens: float,
+    reduce: Reduce = IDENTITY,
+) -> tuple[Tensor, Metrics]:
+    """This micro-batch's share of the step's loss and metrics.
+
+    Args:
+        args: the run's flags. ``args.loss_type`` selects the loss, except that values in the batch
+            (the critic) mean the value loss.
+        num_rollouts: rollouts in the whole step over all ranks (``global_batch_sizes[step]``).
+        num_tokens: the step's Σ max(mask sum, 1) over all ranks (``global_token_counts[step]``).
+        reduce: its ``over_sequence`` joins the shares of a context-parallel group. ``over_data`` is
+            not used: ranks may have different micro-batches.
+
+    Returns:
+        loss (scalar with gradient; 0 with a gradient path where nothing is unmasked) and metrics
+        (detached scalars, contract names).
+
+    Raises:
+        ValueError: a tensor that the flags call for is missing, or has a wrong length.
+    """
+    kind = "value_loss" if tokens.values is not None else args.loss_type
+    if kind not in LOSSES:
+        raise ValueError(f"unknown --loss-type {kind!r}; one of {', '.join(LOSSES)}")
+    loss, metrics = LOSSES[kind](args, tokens.cleaned(), reduce)
+    count = max(float(num_tokens if args.calculate_per_token_loss else num_rollouts), 1.0)
+    shares = {name: x.detach() if is_max_metric(name) else x.detach() / count for name, x in metrics.items()}
+    return loss / count, {"loss": loss.detach() / count} | shares
+
+
+def is_max_metric(name: str) -> bool:
+    """Whether micro-batches and ranks combine this metric by maximum instead of sum."""
+    return name.endswith("_max")
+
+
+def rescale_diagnostics(metrics: Mapping[str, float], trained_share: float) -> dict[str, float]:
+    """Correct the step's diagnostics for samples that were left out (``zero_advantage_groups_skippable``).
+
+    Loss parts are right as they are, since such a sample adds 0. Diagnostics (entropy, KL, mismatch)
+    become means over the rollouts that were trained.
+
+    Args:
+        metrics: the step's totals.
+        trained_share: trained / all rollouts of the step (tokens with ``--calculate-per-token-loss``).
+    """
+    if trained_share <= 0:
+        return dict(metrics)
+    keep = (*LOSS_METRICS,)
+    return {k: v if k in keep or is_max_metric(k) else v / trained_share for k, v in metrics.items()}
+
+
+def _sum_parts(parts: Mapping[str, Part]) -> LossSum:
+    loss = torch.stack([part.coefficient * part.value for part in parts.values() if part.coefficient != 0]).sum()
+    return LossSum(loss, {name: part.value for name, part in parts.items()})
+
+
+def _reducer(args: Any, tokens: TokenBatch, mask: Tensor) -> Reducer:
+    if args.calculate_per_token_loss:
+        return token_sum_reducer(mask)
+    return rollout_mean_reducer(mask, tokens.rollout_mask_sums, tokens.response_lengths)
+
+
+# --- policy loss -------------------------------------------------------------------------------
+
+
+def _policy_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+    log_probs = _need(tokens.log_probs, "log_probs", "the policy loss")
+    advantages = _need(tokens.advantages, "advantages", "the policy loss")
+    algorithm = get_algorithm(args.advantage_estimator)
+    train_old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
+    use_engine = args.use_rollout_logprobs and tokens.rollout_log_probs is not None
+    old = tokens.rollout_log_probs if use_engine else train_old
+    assert old is not None
+    diagnose = _reducer(args, tokens, tokens.loss_mask)
+
+    ppo_kl = algorithm.ppo_kl(log_probs, old, tokens.loss_mask, tokens.response_lengths, reduce)
+    pg_loss, clipfrac = algorithm.policy_loss(args, ppo_kl, log_probs, advantages)
+    metrics: Metrics = {"ppo_kl": diagnose(ppo_kl), "ois": diagnose(exp_ratio(-ppo_kl.detach()))}
+    if args.use_opsm:
+        lengths = tokens.response_lengths
+        keep = opsm_mask(args.opsm_delta, log_probs, old, advantages, tokens.loss_mask, lengths, reduce)
+        pg_loss = pg_loss * keep
+        metrics["opsm_clipfrac"] = diagnose(1 - keep)
+    pg_loss, mask, tis_metrics = _correct_off_policy(args, tokens, pg_loss, train_old, reduce)
+    metrics |= {name: diagnose(x) for name, x in tis_metrics.items()}
+    metrics |= _engine_gap(tokens, train_old, diagnose)
+    if tokens.opd_reverse_kl is not None:
+        metrics["opd_reverse_kl"] = diagnose(tokens.opd_reverse_kl)
+
+    reducer = _reducer(args, tokens, mask)
+    parts = {"pg_loss": Part(1.0, _pg_reducer(args, tokens, mask, reducer)(pg_loss))}
+    parts |= _entropy_part(args, tokens, reducer) | _kl_part(args, tokens, log_probs, old, reducer)
+    loss, part_metrics = _sum_parts(parts)
+    return LossSum(loss, part_metrics | {"pg_clipfrac": reducer(clipfrac)} | metrics)
+
+
+def _entropy_part(args: Any, tokens: TokenBatch, reducer: Reducer) -> dict[str, Part]:
+    if tokens.entropy is None:
+        if args.entropy_coef != 0:
+            raise ValueError(f"--entropy-coef {args.entropy_coef} needs TokenBatch.entropy, and it is not there")
+        return {}
+    return {"entropy_loss": Part(-args.entropy_coef, reducer(tokens.entropy))}
+
+
+def _kl_part(args: Any, tokens: TokenBatch, log_probs: Tensor, old: Tensor, reducer: Reducer) -> dict[str, Part]:
+    if not args.use_kl_loss:
+        return {}
+    ref = _need(tokens.ref_log_probs, "ref_log_probs", "--use-kl-loss")
+    ratio = exp_ratio(log_probs - old) if args.use_unbiased_kl else None
+    kl = compute_approx_kl(log_probs, ref, args.kl_loss_type, ratio)
+    return {"kl_loss": Part(args.kl_loss_coef, reducer(kl))}
+
+
+def _engine_gap(tokens: TokenBatch, train: Tensor, reducer: Reducer) -> Metrics:
+    """How far the trainer's log-probs are from those the engine sampled with: mean and maximum of the
+    absolute difference, and the k3 estimate of KL(engine ‖ trainer)."""
+    if tokens.rollout_log_probs is None:
+        return {}
+    difference = train - tokens.rollout_log_probs
+    gap = difference.abs()
+    return {
+        "train_rollout_logprob_abs_diff": reducer(gap),
+        "train_rollout_logprob_abs_diff_max": gap.max() if gap.numel() else gap.new_zeros(()),
+        "train_rollout_k3": reducer(compute_approx_kl(-difference, torch.zeros_like(difference), "k3")),
+    }
+
+
+def _correct_off_policy(
+    args: Any, tokens: TokenBatch, pg_loss: Tensor, train_old: Tensor, reduce: Reduce
+) -> tuple[Tensor, Tensor, Metrics]:
+    """Apply ``--use-tis`` / ``--custom-tis-function-path``: loss, mask after rejection, flat metrics.
+
+    With ``--get-mismatch-metrics`` alone, only the metrics are taken.
+    """
+    apply = args.use_tis or getattr(args, "use_rs", False)
+    if not apply and not args.get_mismatch_metrics:
+        return pg_loss, tokens.loss_mask, {}
+    rollout = _need(tokens.rollout_log_probs, "rollout_log_probs", "--use-tis or --get-mismatch-metrics")
+    path = args.custom_tis_function_path
+    function = load_function(path) if path else vanilla_tis_function
+    corrected, masks, metrics = _call_accepting(
+        function,
+        dict(
+            args=args,
+            pg_loss=pg_loss,
+            train_log_probs=tokens.split(train_old),
+            rollout_log_probs=tokens.split(rollout),
+            loss_masks=tokens.split(tokens.loss_mask),
+            total_lengths=tokens.total_lengths,
+            response_lengths=tokens.response_lengths,
+        ),
+        optional=dict(reduce=reduce, weight_mean=tokens.mis_weight_mean),
+    )
+    if not apply:
+        return pg_loss, tokens.loss_mask, metrics
+    mask = torch.cat(list(masks)).to(tokens.loss_mask.dtype) if masks else tokens.loss_mask
+    return corrected, mask * tokens.loss_mask, metrics
+
+
+def _pg_reducer(args: Any, tokens: TokenBatch, mask: Tensor, default: Reducer) -> Reducer:
+    path = args.custom_pg_loss_reducer_function_path
+    if not path:
+        return default
+    given = dict(
+        total_lengths=tokens.total_lengths,
+        response_lengths=tokens.response_lengths,
+        loss_masks=tokens.split(mask),
+        calculate_per_token_loss=args.calculate_per_token_loss,
+    )
+    return _call_accepting(load_function(path), given, optional=dict(args=args), positional=True)
+
+
+# --- the other losses --------------------------------------------------------------------------
+
+
+def _value_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+    values = _need(tokens.values, "values", "the value loss")
+    old_values = _need(tokens.old_values, "old_values", "the value loss")
+    returns = _need(tokens.returns, "returns", "the value loss")
+    loss, clipfrac = compute_value_loss(values, old_values, returns, args.value_clip)
+    reducer = _reducer(args, tokens, tokens.loss_mask)
+    total, metrics = _sum_parts({"value_loss": Part(1.0, reducer(loss))})
+    return LossSum(total, metrics | {"value_clipfrac": reducer(clipfrac)})
+
+
+def _sft_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+    log_probs = _need(tokens.log_probs, "log_probs", "the SFT loss")
+    return LossSum(_reducer(args, tokens, tokens.loss_mask)(compute_sft_loss(log_probs)), {})
+
+
+def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+    """``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``.
+
+    * ``batch``: dict of per-sample lists: the rank batch's own entries (``tokens``, ``loss_masks``,
+      ``advantages``, ``log_probs`` (old), …, ``unconcat_tokens`` = ``tokens``), and flat ``[R]`` tensors
+      ``targets``, ``current_log_probs`` (with gradient) and ``loss_mask``.
+    * ``logits``: ``[R, vocab]``, the row that scores each response token, divided by the rollout
+      temperature, with gradient.
+    * ``sum_of_sample_mean(x)``: ``[R]`` → the run's reduction, *before* the division by the step's
+      rollouts or tokens; that division is made here, for the loss and for each metric.
+    """
+    path = args.custom_loss_function_path
+    if not path:
+        raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
+    logits = _need(tokens.logits, "logits", "--loss-type custom_loss")
+    batch = dict(tokens.sample_entries)
+    batch.setdefault("response_lengths", tokens.response_lengths)
+    batch.setdefault("total_lengths", tokens.total_lengths)
+    if "tokens" in batch:
+        batch["unconcat_tokens"] = batch["tokens"]
+    batch |= {"targets": tokens.targets, "current_log_probs": tokens.log_probs, "loss_mask": tokens.loss_mask}
+    loss, metrics = load_function(path)(args, batch, logits, _reducer(args, tokens, tokens.loss_mask))
+    return LossSum(loss, {name: torch.as_tensor(x) for name, x in metrics.items() if name != "loss"})
+
+
+LOSSES: dict[str, Callable[[Any, TokenBatch, Reduce], LossSum]] = {
+    "policy_loss": _policy_loss,
+    "value_loss": _value_loss,
+    "sft_loss": _sft_loss,
+    "custom_loss": _custom_loss,
+}
+
+
+def _need(value: Tensor | None, name: str, why: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"{why} needs TokenBatch.{name}, and it is not there")
+    return value
+
+
+def _call_accepting(
+    function: Callable[..., Any], given: dict[str, Any], optional: dict[str, Any], positional: bool = False
+) -> Any:
+    """Call a hook with what its contract gives, and with those optional extras that it has parameters for."""
+    parameters = inspect.signature(function).parameters
+    extra = {name: value for name, value in optional.items() if name in parameters}
+    return function(*given.values(), **extra) if positional else function(**given, **extra)

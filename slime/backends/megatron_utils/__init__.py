@@ -1,0 +1,1 @@
+"""Documented import paths only; the code behind them lives in the rooms."""

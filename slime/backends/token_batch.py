@@ -1,0 +1,154 @@
+"""One micro-batch as the loss sees it: flat tensors over response tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.sequences import keep_where
+
+FROM_BATCH = {
+    "old_log_probs": "log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
+    "advantages": "advantages",
+    "returns": "returns",
+    "old_values": "values",
+    "opd_reverse_kl": "opd_reverse_kl",
+}
+"""Field of TokenBatch → per-token key of the rank batch. ``log_probs`` of the batch are the old ones;
+``values`` are those from before the step."""
+
+
+@dataclass
+class TokenBatch:
+    """Per-token tensors are ``[R]``: the response tokens of the micro-batch's n samples one after
+    another, in sample order. With context parallelism they are this rank's share, and
+    ``response_lengths`` counts that share; ``total_lengths`` stays that of the whole sequences.
+    """
+
+    response_lengths: list[int]
+    total_lengths: list[int]
+    loss_mask: Tensor
+    """``[R]``, any numeric dtype; 1 = train on this token."""
+    rollout_mask_sums: Tensor
+    """``[n]``: mask sum over all samples of the sample's rollout, in the whole batch."""
+    log_probs: Tensor | None = None
+    """``[R]``, with gradient; None only for the critic."""
+    entropy: Tensor | None = None
+    """``[R]``; with gradient where ``--entropy-coef`` is not 0."""
+    old_log_probs: Tensor | None = None
+    """Recomputed by the trainer before the first step; None = the current ones, detached."""
+    ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    teacher_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
+    values: Tensor | None = None
+    """``[R]``, with gradient: the critic's. Their presence selects the value loss."""
+    opd_reverse_kl: Tensor | None = None
+    mis_weight_mean: float | None = None
+    logits: Tensor | None = None
+    """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature,
+    with gradient. Only for ``--loss-type custom_loss`` (``needs_logits``)."""
+    targets: Tensor | None = None
+    """int64 ``[R]``: the response tokens themselves, beside ``logits``."""
+    sample_entries: dict[str, Any] = field(default_factory=dict)
+    """The rank batch's own entries for these samples (lists of n), for a custom loss."""
+
+    @classmethod
+    def from_rank_batch(
+        cls,
+        batch: dict[str, Any],
+        indices: Sequence[int],
+        *,
+        log_probs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        values: Tensor | None = None,
+        logits: Tensor | None = None,
+        targets: Tensor | None = None,
+        device: torch.device | str | None = None,
+    ) -> TokenBatch:
+        """Pick the samples at ``indices`` (in that order) and flatten their per-token entries.
+
+        Args:
+            batch: rank batch of ``slime.backends.base`` over whole responses.
+            device: where the loss is computed; default that of ``log_probs`` or ``values``.
+        """
+        current = log_probs if log_probs is not None else values
+        if device is None:
+            device = "cpu" if current is None else current.device
+        picked = list(indices)
+
+        def flat(key: str) -> Tensor | None:
+            entry = batch.get(key)
+            if entry is None:
+                return None
+            parts = [torch.as_tensor(entry[i]) for i in picked]
+            return (torch.cat(parts) if parts else torch.zeros(0)).to(device, non_blocking=True)
+
+        loss_mask = flat("loss_masks")
+        assert loss_mask is not None, "a rank batch always has loss_masks"
+        sums = torch.tensor([float(batch["rollout_mask_sums"][i]) for i in picked], device=device)
+        n = len(batch["tokens"])
+        return cls(
+            response_lengths=[int(batch["response_lengths"][i]) for i in picked],
+            total_lengths=[int(batch["total_lengths"][i]) for i in picked],
+            loss_mask=loss_mask,
+            rollout_mask_sums=sums,
+            log_probs=log_probs,
+            entropy=entropy,
+            values=values,
+            logits=logits,
+            targets=targets,
+            mis_weight_mean=batch.get("mis_weight_mean"),
+            sample_entries={
+                key: [entry[i] for i in picked]
+                for key, entry in batch.items()
+                if isinstance(entry, list) and len(entry) == n and key not in WHOLE_BATCH
+            }
+            if logits is not None
+            else {},
+            **{name: flat(key) for name, key in FROM_BATCH.items()},
+        )
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float32, or float64 where the model's output is."""
+        current = self.log_probs if self.log_probs is not None else self.values
+        return torch.float32 if current is None else torch.promote_types(current.dtype, torch.float32)
+
+    def cleaned(self) -> TokenBatch:
+        """Per-token values in the compute dtype, and 0 on masked tokens: whatever stands there (−inf of
+        a token outside the nucleus, nan) reaches neither the loss nor the gradient.
+
+        Raises:
+            ValueError: a per-token tensor that has not one entry per token of the mask.
+        """
+        dtype = self.compute_dtype
+        changes: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name not in PER_TOKEN or value is None:
+                continue
+            if value.shape != self.loss_mask.shape:
+                raise ValueError(
+                    f"TokenBatch.{item.name} has shape {tuple(value.shape)}, the mask {tuple(self.loss_mask.shape)}: "
+                    "both need one entry per response token"
+                )
+            changes[item.name] = keep_where(self.loss_mask, value.to(dtype))
+        return replace(self, loss_mask=self.loss_mask.to(dtype), **changes)
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """A flat per-token tensor as one tensor per sample."""
+        return list(x.split(self.response_lengths))
+
+
+PER_TOKEN = ("log_probs", "entropy", "values", *FROM_BATCH)
+WHOLE_BATCH = ("micro_batch_indices", "num_microbatches", "global_batch_sizes", "global_token_counts")

@@ -1,0 +1,25 @@
+"""The formulas of ``slime.algorithms``, at their documented path for users' plugins."""
+
+from slime.algorithms.cispo import compute_cispo_loss
+from slime.algorithms.gae import get_advantages_and_returns_batch
+from slime.algorithms.grpo import get_grpo_returns
+from slime.algorithms.gspo import compute_gspo_kl
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.opsm import compute_opsm_mask
+from slime.algorithms.policy_loss import compute_policy_loss
+from slime.algorithms.reinforce_plus_plus import (
+    get_reinforce_plus_plus_baseline_advantages,
+    get_reinforce_plus_plus_returns,
+)
+
+__all__ = [
+    "compute_approx_kl",
+    "compute_cispo_loss",
+    "compute_gspo_kl",
+    "compute_opsm_mask",
+    "compute_policy_loss",
+    "get_advantages_and_returns_batch",
+    "get_grpo_returns",
+    "get_reinforce_plus_plus_baseline_advantages",
+    "get_reinforce_plus_plus_returns",
+]
