@@ -120,5 +120,9 @@ class EngineHandle(Protocol):
     async def checksum(self) -> dict[str, str]:
         """Digest per tensor, by the names that the engine uses (see ``named_checksums``)."""
 
+    async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
+        """POST /weights_checker: keep a copy of all tensors, overwrite them, or compare them with the copy.
+        A difference is an :class:`EngineError` that carries the engine's message."""
+
     async def close(self) -> None:
         """Close the connections of this handle; the engine itself runs on."""
