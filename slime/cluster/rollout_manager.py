@@ -82,7 +82,8 @@ class RolloutManager:
                 self.router = start_router(self.args, self.engine_urls, host=host, log_path=self.log_dir / "router.log")
                 url = self.router.url
             address = urlsplit(url)
-            self.args.sglang_router_ip, self.args.sglang_router_port = address.hostname, address.port
+            self.args.sglang_router_ip = address.hostname or "127.0.0.1"
+            self.args.sglang_router_port = address.port or 80
         init_http_client(self.args)
 
     def handles(self) -> list[EngineHandle]:

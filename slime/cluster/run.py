@@ -141,7 +141,7 @@ class Run:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    ) -> None:
         stopped = isinstance(error, StopRequested)
         try:
             if stopped:
@@ -153,7 +153,6 @@ class Run:
             self.stop.__exit__(None, None, None)
         if stopped:
             sys.exit(130 if str(error) == "SIGINT" else 143)
-        return False
 
     def _snapshot_before_stop(self) -> None:
         self.display.note(f"{self.stop.requested}: ending in order (once more ends at once)")

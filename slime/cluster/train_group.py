@@ -120,7 +120,7 @@ class TrainGroup:
 
         self.args, self.role, self.waiter = args, role, waiter
         world_size = placement.slots.train
-        actor_class = ray.remote(concurrency_groups={"status": 1})(with_status_group(TrainActor))
+        actor_class: Any = ray.remote(concurrency_groups={"status": 1})(with_status_group(TrainActor))  # type: ignore[call-overload]
         environment = {"env_vars": {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}}
         self.ranks = [
             actor_class.options(**placement.train_options(rank), runtime_env=environment).remote(
