@@ -1,0 +1,172 @@
+"""Whole runs in processes of their own: a tiny random model, a small data set, and a runner that
+leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 2 layers with a byte-level tokenizer and a chat template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = CHAT_TEMPLATE
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """16 rows whose label is one letter; a random model writes it now and then."""
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"Write the letter {'abcd'[i % 4]}.", "label": "abcd"[i % 4]} for i in range(16)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path) -> Path:
+    """A user's reward: the share of the response that is the label's letter."""
+    file = tmp_path / "letters.py"
+    file.write_text(
+        "async def reward(args, sample, **kwargs):\n"
+        "    return sum(c == sample.label for c in sample.response) + 0.01 * (len(sample.response) % 7)\n"
+    )
+    return file
+
+
+@dataclass
+class Result:
+    """What a finished run left."""
+
+    code: int
+    output: str
+    folder: Path
+    marker: str
+
+    def metrics(self, key: str = "rollout/step") -> list[dict]:
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in rows if key in row]
+
+
+@dataclass
+class Runner:
+    """Starts ``train.py`` or another script of the checkout in ``tmp``, and ends what it started."""
+
+    tmp: Path
+    marker: str = field(default_factory=lambda: uuid.uuid4().hex)
+    started: list[subprocess.Popen] = field(default_factory=list)
+
+    def start(self, *flags: object, script: str = "train.py", env: dict[str, str] | None = None) -> subprocess.Popen:
+        environment = {**os.environ, "SLIME_TEST_RUN": self.marker, "PYTHONPATH": str(CHECKOUT), **(env or {})}
+        environment.pop("RAY_ADDRESS", None) if not env or "RAY_ADDRESS" not in env else None
+        process = subprocess.Popen(
+            [sys.executable, str(CHECKOUT / script), *map(str, flags)],
+            cwd=self.tmp,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(process)
+        return process
+
+    def finish(self, process: subprocess.Popen, name: str, timeout: float = 240) -> Result:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            output, _ = process.communicate()
+            pytest.fail(f"the run did not end within {timeout} s; it printed:\n{output}")
+        return Result(process.returncode, output, self.tmp / "outputs" / name, self.marker)
+
+    def run(self, *flags: object, name: str = "run", timeout: float = 240, **more: object) -> Result:
+        process = self.start("--run-name", name, *flags, **more)  # type: ignore[arg-type]
+        return self.finish(process, name, timeout)
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes that carry this test's mark in their environment."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("SLIME_TEST_RUN") == self.marker and process.status() != "zombie":
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def wait_gone(self, seconds: float = 20) -> list[str]:
+        """Wait until nothing of the run is alive; returns the command lines of what is left."""
+        until = time.monotonic() + seconds
+        while (left := self.alive()) and time.monotonic() < until:
+            time.sleep(0.25)
+        return [" ".join(process.cmdline())[:200] for process in left]
+
+    def stop(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+        for process in self.alive():
+            process.kill()
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[Runner]:
+    runner = Runner(tmp_path)
+    yield runner
+    runner.stop()
+
+
+@pytest.fixture
+def flags(tiny_model: Path, prompts: Path, reward_file: Path) -> list[object]:
+    """A run of a few seconds: 4 prompts × 4 samples × 8 tokens."""
+    return [
+        "--hf-checkpoint", tiny_model, "--prompt-data", prompts, "--apply-chat-template",
+        "--custom-rm-path", f"{reward_file}:reward", "--rollout-batch-size", 4, "--n-samples-per-prompt", 4,
+        "--rollout-max-response-len", 8, "--num-rollout", 3, "--lr", "1e-3", "--train-backend", "fsdp",
+        "--rollout-backend", "embedded", "--rollout-shuffle",
+    ]  # fmt: skip

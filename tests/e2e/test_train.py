@@ -1,0 +1,159 @@
+"""The two loops, from the command line to the files they leave. Real Ray, engines and trainers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+
+def assert_good(result) -> None:
+    assert result.code == 0, result.output
+
+
+def same_numbers(left: list[dict], right: list[dict]) -> list[str]:
+    """Names and values that differ, times of the clock aside."""
+    differ = []
+    assert len(left) == len(right)
+    for step, (a, b) in enumerate(zip(left, right, strict=True)):
+        keys = {key for key in a.keys() | b.keys() if not key.startswith(("perf/", "time"))}
+        differ += [
+            f"step {step} {key}: {a.get(key)} != {b.get(key)}" for key in sorted(keys) if a.get(key) != b.get(key)
+        ]
+    return differ
+
+
+def digests(snapshot: Path) -> dict[str, str]:
+    """Digest per tensor of the actor's weights and optimizer in a snapshot."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    from slime.models.digest import tensor_digest
+
+    flat: dict[str, str] = {}
+
+    def walk(value: object, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            flat[path] = tensor_digest(value)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, f"{path}/{key}")
+        elif isinstance(value, list | tuple):
+            for i, item in enumerate(value):
+                walk(item, f"{path}/{i}")
+
+    out = snapshot.parent / f"{snapshot.name}.pt"
+    folder = next(path.parent for path in sorted((snapshot / "actor").rglob(".metadata")))
+    dcp_to_torch_save(folder, out)
+    walk(torch.load(out, weights_only=False), "")
+    assert flat
+    return flat
+
+
+def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) -> None:
+    result = runner.run(*flags, "--eval-interval", 2, "--eval-prompt-data", "letters", prompts, "--save-interval", 3)
+    assert_good(result)
+    steps = result.metrics()
+    assert [row["rollout/step"] for row in steps] == [0, 1, 2]
+    for row in steps:
+        assert math.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4  # engine and trainer agree in fp32
+    assert [row["eval/step"] for row in result.metrics("eval/step")] == [0, 2, 3]
+    folder = result.folder
+    assert json.loads((folder / "summary.json").read_text())["reward_per_rollout"]
+    assert (folder / "config.yaml").is_file()
+    assert list((folder / "tensorboard").glob("events*"))
+    assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert runner.wait_gone() == []
+
+
+def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
+    result = runner.run(*flags, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2, "--num-rollout", 2)
+    assert_good(result)
+    assert (result.folder / "logs" / "router.log").exists()
+    assert max(row["train/train_rollout_logprob_abs_diff"] for row in result.metrics()) < 1e-4
+    assert runner.wait_gone() == []
+
+
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner, flags) -> None:
+    flags = [*flags, "--deterministic", "--num-rollout", 4, "--save-interval", 1]
+    whole = runner.run(*flags, "--save", runner.tmp / "whole", name="whole")
+    assert_good(whole)
+
+    saved = runner.tmp / "parts"
+    process = runner.start("--run-name", "parts", *flags, "--save", saved)
+    latest = saved / "latest_checkpointed_iteration.txt"
+    until = time.monotonic() + 200
+    while not (latest.exists() and latest.read_text().strip() == "1"):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)  # the driver dies without a word
+    process.wait()
+    assert runner.wait_gone(60) == []
+    resumed = runner.run(*flags, "--save", saved, "--load", saved, name="parts")
+    assert_good(resumed)
+    assert "going on with rollout 2" in resumed.output
+
+    assert same_numbers(whole.metrics(), resumed.metrics()) == []
+    assert digests(runner.tmp / "whole" / "iter_0000003") == digests(saved / "iter_0000003")
+
+
+def test_sigterm_saves_and_ends_in_order(runner, flags) -> None:
+    saved = runner.tmp / "saved"
+    process = runner.start("--run-name", "run", *flags, "--num-rollout", 200, "--save", saved, "--save-interval", 150)
+    metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    result = runner.finish(process, "run", 90)
+    assert result.code == 143, result.output
+    assert "go on with --load" in result.output
+    assert int((saved / "latest_checkpointed_iteration.txt").read_text()) >= 1
+    assert runner.wait_gone() == []
+
+
+def test_async_loop_trains_in_order_within_its_bound(runner, flags) -> None:
+    result = runner.run(
+        *flags, "--num-rollout", 5, "--async-buffer-size", 2, "--update-weights-interval", 2, script="train_async.py"
+    )
+    assert_good(result)
+    assert [row["rollout/step"] for row in result.metrics()] == [0, 1, 2, 3, 4]
+    assert "at most 3 step(s)" in result.output
+    assert runner.wait_gone() == []
+
+
+def test_ppo_trains_a_critic(runner, flags) -> None:
+    result = runner.run(*flags, "--advantage-estimator", "ppo", "--num-rollout", 3)
+    assert_good(result)
+    losses = [row["train/critic-value_loss"] for row in result.metrics()]
+    assert losses[-1] < losses[0]
+
+
+def test_kl_against_the_reference_starts_at_zero(runner, flags) -> None:
+    result = runner.run(*flags, "--use-kl-loss", "--kl-loss-coef", "0.001", "--num-rollout", 2)
+    assert_good(result)
+    first, second = [row["train/kl_loss"] for row in result.metrics()]
+    assert abs(first) < 1e-6 < abs(second)
+
+
+def test_bad_input_is_reported_together_before_any_process_starts(runner, flags, prompts) -> None:
+    prompts.write_text('{"prompt": "a", "label": "b"}\n{"prompt": broken\n')
+    result = runner.run(
+        *flags, "--global-batch-size", 7, "--rolout-temperature", 1, "--hf-checkpoint", "nowhere", timeout=60
+    )
+    assert result.code == 2
+    assert "--rollout-temperature" in result.output  # the suggestion
+    without_typo = runner.run(*flags, "--global-batch-size", 7, "--hf-checkpoint", "nowhere", timeout=60)
+    assert without_typo.code == 2
+    for word in ("nowhere", f"{prompts}:2", "4 x 4", "7"):
+        assert word in without_typo.output, without_typo.output
+    assert not (runner.tmp / "outputs").exists()
