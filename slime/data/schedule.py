@@ -1,0 +1,164 @@
+"""Which data-parallel rank trains which samples, in which optimizer step and micro-batch. Pure Python."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slime.data.flops import forward_flops
+from slime.data.partition import first_fit, karmarkar_karp, split_in_two
+
+logger = logging.getLogger(__name__)
+
+Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
+
+
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: Mapping[str, int],
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[int],
+) -> Schedule:
+    """Split a rollout's samples into optimizer steps, micro-batches and ranks.
+
+    Samples with the same rollout id (fan-out siblings) stay in one step; a step holds
+    ``global_batch_size`` rollouts. With ``--use-dynamic-batch-size`` a micro-batch is filled, first-fit,
+    up to ``max_tokens_per_gpu * cp_size`` tokens (``--balance-by-flops``: Karmarkar-Karp on FLOPs, which
+    may exceed that); otherwise it is ``micro_batch_size`` consecutive samples. Every rank gets the same
+    number of micro-batches in a step, round robin or, with ``--balance-data``, balanced by FLOPs.
+
+    Args:
+        train_parallel_config: ``dp_size`` and, where not 1, ``cp_size``, ``vpp_size`` and
+            ``microbatch_group_size_per_vp_stage``.
+        total_lengths: tokens of each sample.
+        global_batch_size: rollouts per optimizer step over all ranks.
+        rollout_indices: rollout id of each sample.
+
+    Returns:
+        ``partitions[rank]``: sample positions in the order trained; ``micro_batch_indices[rank]``: per
+        micro-batch the positions within ``partitions[rank]``; ``num_microbatches[step]``: per rank;
+        ``global_batch_sizes[step]``: rollouts. Rollouts that fill no whole step are left out, with a warning.
+
+    Raises:
+        ValueError: too few rollouts for a step, or micro-batches that cannot be spread evenly.
+    """
+    steps = _steps(rollout_indices, len(total_lengths), global_batch_size)
+    dp_size = train_parallel_config["dp_size"]
+    vpp_size = train_parallel_config.get("vpp_size") or 1
+    vpp_group = train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1
+    multiple = dp_size * (vpp_group if vpp_size > 1 else 1)
+    cp_size = train_parallel_config.get("cp_size") or 1
+
+    partitions: list[list[int]] = [[] for _ in range(dp_size)]
+    micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    num_microbatches = []
+    for step, samples in enumerate(steps):
+        if getattr(args, "use_dynamic_batch_size", False):
+            micro_batches = _pack_dynamic(args, samples, total_lengths, cp_size)
+            _align(micro_batches, multiple, total_lengths, step)
+        else:
+            micro_batches = _pack_static(args, samples, multiple, step)
+        num_microbatches.append(len(micro_batches) // dp_size)
+        for rank, mine in enumerate(_distribute(args, micro_batches, total_lengths, dp_size)):
+            for j in mine:
+                start = len(partitions[rank])
+                partitions[rank] += micro_batches[j]
+                micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
+    return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps)
+
+
+def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: int) -> list[list[int]]:
+    """Per optimizer step the positions of its samples, rollouts in the order first seen."""
+    if len(rollout_indices) != num_samples:
+        raise ValueError(f"{num_samples} samples but {len(rollout_indices)} rollout ids")
+    rollouts: dict[int, list[int]] = {}
+    for position, rollout in enumerate(rollout_indices):
+        rollouts.setdefault(rollout, []).append(position)
+    count = len(rollouts)
+    num_steps = count // global_batch_size
+    if num_steps < 1:
+        raise ValueError(
+            f"{count} rollouts are less than one optimizer step of --global-batch-size {global_batch_size}: "
+            "rollout-batch-size x n-samples-per-prompt must be at least that"
+        )
+    if count % global_batch_size:
+        logger.warning(
+            "%d rollouts = %d steps x %d + %d: the last %d are not trained on",
+            *(count, num_steps, global_batch_size, count % global_batch_size, count % global_batch_size),
+        )
+    members = list(rollouts.values())
+    return [
+        [position for rollout in members[s * global_batch_size : (s + 1) * global_batch_size] for position in rollout]
+        for s in range(num_steps)
+    ]
+
+
+def _pack_dynamic(args: Any, samples: list[int], total_lengths: Sequence[int], cp_size: int) -> list[list[int]]:
+    cap = args.max_tokens_per_gpu * cp_size
+    lengths = [total_lengths[i] for i in samples]
+    if getattr(args, "balance_by_flops", False):
+        flops = [forward_flops(args, length) for length in lengths]
+        bins = karmarkar_karp(flops, min(math.ceil(sum(lengths) / cap), len(samples)))
+    else:
+        bins = first_fit(lengths, cap)
+    return [[samples[i] for i in b] for b in bins if b]
+
+
+def _align(micro_batches: list[list[int]], multiple: int, total_lengths: Sequence[int], step: int) -> None:
+    """Make the number of micro-batches a multiple of ``multiple``: halve the largest ones of several samples.
+
+    Where only single samples are left (an odd number of long fan-out samples), the shortest are joined instead.
+    """
+
+    def tokens_in(j: int) -> int:
+        return sum(total_lengths[i] for i in micro_batches[j])
+
+    while len(micro_batches) % multiple:
+        divisible = [j for j, batch in enumerate(micro_batches) if len(batch) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda j: (tokens_in(j), -j))
+        first, second = split_in_two(micro_batches[largest], lambda i: total_lengths[i])
+        micro_batches[largest] = first
+        micro_batches.append(second)
+    surplus = len(micro_batches) % multiple
+    if not surplus:
+        return
+    if len(micro_batches) < multiple:
+        raise ValueError(
+            f"step {step} has {len(micro_batches)} samples for {multiple} data-parallel ranks x micro-batch group: "
+            "use a larger --global-batch-size or fewer ranks"
+        )
+    for _ in range(surplus):
+        a, b = sorted(sorted(range(len(micro_batches)), key=lambda j: (tokens_in(j), j))[:2])
+        micro_batches[a] = sorted(micro_batches[a] + micro_batches.pop(b))
+    logger.warning(
+        "step %d: %d single samples do not spread evenly over %d: joined the shortest, largest micro-batch %d tokens",
+        *(step, len(micro_batches) + surplus, multiple, max(map(tokens_in, range(len(micro_batches))))),
+    )
+
+
+def _pack_static(args: Any, samples: list[int], multiple: int, step: int) -> list[list[int]]:
+    size = getattr(args, "micro_batch_size", None) or 1
+    micro_batches = [samples[i : i + size] for i in range(0, len(samples), size)]
+    if len(micro_batches) % multiple:
+        raise ValueError(
+            f"step {step}: {len(samples)} samples / micro-batch-size {size} = {len(micro_batches)} micro-batches, "
+            f"not a multiple of {multiple} (data-parallel ranks x micro-batch group): "
+            "use --use-dynamic-batch-size, or change one of them"
+        )
+    return micro_batches
+
+
+def _distribute(
+    args: Any, micro_batches: list[list[int]], total_lengths: Sequence[int], dp_size: int
+) -> list[list[int]]:
+    """Micro-batch numbers of each rank, equally many."""
+    if getattr(args, "balance_data", False) or getattr(args, "balance_by_flops", False):
+        flops = [sum(forward_flops(args, total_lengths[i]) for i in batch) for batch in micro_batches]
+        return karmarkar_karp(flops, dp_size, equal_counts=True)
+    return [list(range(rank, len(micro_batches), dp_size)) for rank in range(dp_size)]
