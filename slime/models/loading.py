@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from slime.models.cpu_linear import use_onednn_linears
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -46,7 +48,8 @@ def load_hf_model(
 
     Args:
         path: a Hugging Face folder, or a hub id.
-        dtype: of all parameters, whatever the checkpoint's is.
+        dtype: of all parameters, whatever the checkpoint's is. In float32 on the CPU linear layers go
+            through oneDNN where that is faster (``cpu_linear.py``).
         device: where the parameters end up.
         attn_implementation: a name that transformers' AttentionInterface knows.
 
@@ -67,5 +70,7 @@ def load_hf_model(
         trust_remote_code=trust_remote_code,
     )
     model.to(device)
+    if torch.device(device).type == "cpu" and dtype == torch.float32:
+        use_onednn_linears(model)
     model.eval()
     return model
