@@ -51,7 +51,7 @@ def get_advantages_and_returns_batch(
 
 def _serial(x: Tensor, factor: float) -> Tensor:
     out = torch.zeros_like(x)
-    running = torch.zeros_like(x[:, 0])
+    running = x.new_zeros(len(x))
     for t in range(x.shape[1] - 1, -1, -1):
         running = x[:, t] + factor * running
         out[:, t] = running

@@ -1,0 +1,337 @@
+"""Advantages: each estimator against a serial reference, and what surrounds them."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime.algorithms.advantages import compute_advantages
+from slime.algorithms.gae import get_advantages_and_returns_batch
+from slime.algorithms.reduce import Identity
+from slime.algorithms.registry import ALGORITHMS, get_algorithm
+from slime.algorithms.reinforce_plus_plus import get_reinforce_plus_plus_returns
+from slime.algorithms.rloo import leave_one_out, post_process_rewards
+from slime.algorithms.sequences import scan_from_end
+from slime.algorithms.whitening import normalize_advantages
+
+quick = settings(deadline=None, max_examples=40)
+
+
+def make_args(**changes: Any) -> SimpleNamespace:
+    defaults: dict[str, Any] = dict(
+        advantage_estimator="grpo", compute_advantages_and_returns=True, custom_advantage_function_path=None,
+        kl_coef=0.0, kl_loss_type="k1", gamma=1.0, lambd=1.0, use_opd=False, opd_kl_coef=1.0,
+        normalize_advantages=False, use_rollout_logprobs=False, use_tis=False, tis_clip=2.0,
+    )  # fmt: skip
+    return SimpleNamespace(**(defaults | changes))
+
+
+def make_batch(lengths: list[int], seed: int = 0, **changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> list[Tensor]:
+        return [-torch.rand(n, generator=generator, dtype=torch.float64) for n in lengths]
+
+    return {
+        "tokens": [torch.zeros(n + 2, dtype=torch.int64) for n in lengths],
+        "response_lengths": list(lengths),
+        "total_lengths": [n + 2 for n in lengths],
+        "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
+        "rewards": [float(x) for x in torch.rand(len(lengths), generator=generator)],
+        "log_probs": draw(),
+        "ref_log_probs": draw(),
+        "rollout_log_probs": draw(),
+        "teacher_log_probs": draw(),
+        "values": draw(),
+    } | changes
+
+
+# --- scans -------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    length=st.integers(0, 400),
+    batch=st.integers(1, 4),
+    factor=st.sampled_from([0.0, 0.5, 0.95, 0.999, 1.0]),
+    chunk=st.sampled_from([1, 7, 128]),
+)
+def test_scan_equals_the_serial_recurrence(length: int, batch: int, factor: float, chunk: int) -> None:
+    x = torch.randn(batch, length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    expected = torch.zeros_like(x)
+    running = torch.zeros(batch, dtype=torch.float64)
+    for t in reversed(range(length)):
+        running = x[:, t] + factor * running
+        expected[:, t] = running
+    torch.testing.assert_close(scan_from_end(x, factor, chunk), expected, rtol=1e-11, atol=1e-11)
+
+
+@quick
+@given(
+    lengths=st.lists(st.integers(0, 300), min_size=0, max_size=5),
+    gamma=st.sampled_from([1.0, 0.99, 0.5]),
+    lambd=st.sampled_from([1.0, 0.95, 0.0]),
+)
+def test_gae(lengths: list[int], gamma: float, lambd: float) -> None:
+    batch = make_batch(lengths, seed=len(lengths))
+    values, rewards = batch["values"], batch["log_probs"]
+    for chunked in (True, False):
+        advantages, returns = get_advantages_and_returns_batch(
+            batch["total_lengths"], lengths, values, rewards, gamma, lambd, chunked
+        )
+        assert [len(a) for a in advantages] == lengths
+        for v, r, a, ret in zip(values, rewards, advantages, returns, strict=True):
+            running, following = 0.0, 0.0
+            for t in reversed(range(len(v))):
+                running = float(r[t]) + gamma * following - float(v[t]) + gamma * lambd * running
+                following = float(v[t])
+                assert float(a[t]) == pytest.approx(running, abs=1e-9)
+                assert float(ret[t]) == pytest.approx(running + following, abs=1e-9)
+
+
+def test_gae_wants_whole_responses() -> None:
+    with pytest.raises(ValueError, match="whole responses"):
+        get_advantages_and_returns_batch([5], [3], [torch.zeros(2)], [torch.zeros(2)], 1.0, 1.0)
+
+
+@quick
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    gamma=st.sampled_from([1.0, 0.9]),
+    seed=st.integers(0, 9),
+)
+def test_reinforce_plus_plus(lengths: list[int], gamma: float, seed: int) -> None:
+    batch = make_batch(lengths, seed)
+    masks = [(torch.rand(n, generator=torch.Generator().manual_seed(seed + n)) < 0.6).int() for n in lengths]
+    returns = get_reinforce_plus_plus_returns(
+        batch["rewards"], batch["log_probs"], masks, lengths, batch["total_lengths"], 0.3, gamma
+    )
+    for reward, kl, mask, actual in zip(batch["rewards"], batch["log_probs"], masks, returns, strict=True):
+        unmasked = [t for t in range(len(mask)) if mask[t]]
+        running = 0.0
+        for t in reversed(range(len(mask))):
+            running = -0.3 * float(kl[t]) * int(mask[t]) + gamma * running
+            running += reward if unmasked and t == unmasked[-1] else 0.0
+            assert float(actual[t]) == pytest.approx(running, abs=1e-9)
+        assert unmasked or actual.abs().sum() == 0  # a removed sample: nothing, and no crash
+
+
+# --- compute_advantages ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+def test_group_estimators_spread_the_reward_and_ignore_kl_in_the_reward(name: str) -> None:
+    batch = make_batch([3, 1])
+    compute_advantages(make_args(advantage_estimator=name, kl_coef=0.5), batch, Identity())
+    for reward, a, r in zip(batch["rewards"], batch["advantages"], batch["returns"], strict=True):
+        assert a.tolist() == r.tolist() == pytest.approx([reward] * len(a))
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_absent_log_probs_are_no_error_without_kl(name: str) -> None:
+    """The default single-step run reuses the current log-probs, so the batch has none (trap 3)."""
+    batch = make_batch([4, 2])
+    for key in ("log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"):
+        del batch[key]
+    compute_advantages(make_args(advantage_estimator=name), batch, Identity())
+    assert [k.tolist() for k in batch["kl"]] == [[0.0] * 4, [0.0] * 2]
+    assert [len(a) for a in batch["advantages"]] == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        (dict(kl_coef=0.1), "log_probs"),
+        (dict(kl_coef=0.1), "ref_log_probs"),
+        (dict(use_opd=True), "teacher_log_probs"),
+        (dict(use_opd=True), "log_probs"),
+        (dict(advantage_estimator="ppo"), "values"),
+    ],
+)
+def test_an_entry_that_is_needed_and_absent_is_named(changes: dict[str, Any], missing: str) -> None:
+    batch = make_batch([2])
+    del batch[missing]
+    with pytest.raises(ValueError, match=missing):
+        compute_advantages(make_args(**changes), batch, Identity())
+
+
+def test_kl_in_the_reward_takes_the_log_probs_that_training_will_use() -> None:
+    args = make_args(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.5)
+    for use_rollout, key in ((False, "log_probs"), (True, "rollout_log_probs")):
+        batch = make_batch([3])
+        args.use_rollout_logprobs = use_rollout
+        compute_advantages(args, batch, Identity())
+        expected = batch["rewards"][0] - 0.5 * (batch[key][0] - batch["ref_log_probs"][0])
+        torch.testing.assert_close(batch["advantages"][0], expected)
+
+
+def test_ppo_ends_at_the_last_trained_token() -> None:
+    """A masked tail (a last tool output) neither gets the reward nor lends its untrained values (trap 13)."""
+    batch = make_batch([5])
+    batch["loss_masks"] = [torch.tensor([1, 0, 1, 0, 0], dtype=torch.int32)]
+    short = make_batch([5])
+    args = make_args(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
+    compute_advantages(args, batch, Identity())
+    expected, returns = get_advantages_and_returns_batch(
+        [5], [3], [short["values"][0][:3]], [torch.tensor([0, 0, short["rewards"][0]], dtype=torch.float64)], 0.9, 0.8
+    )
+    assert batch["advantages"][0].tolist() == pytest.approx([*expected[0].tolist(), 0, 0])
+    assert batch["returns"][0].tolist() == pytest.approx([*returns[0].tolist(), 0, 0])
+
+
+def test_ppo_without_a_masked_tail_is_plain_gae_with_kl() -> None:
+    batch = make_batch([4, 2])
+    args = make_args(advantage_estimator="ppo", gamma=0.9, lambd=0.8, kl_coef=0.1)
+    rewards = [-0.1 * (p - q) for p, q in zip(batch["log_probs"], batch["ref_log_probs"], strict=True)]
+    for r, reward in zip(rewards, batch["rewards"], strict=True):
+        r[-1] += reward
+    expected, _ = get_advantages_and_returns_batch([6, 4], [4, 2], batch["values"], rewards, 0.9, 0.8)
+    compute_advantages(args, batch, Identity())
+    for a, e in zip(batch["advantages"], expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_a_sample_with_nothing_unmasked_has_no_advantage_under_ppo() -> None:
+    batch = make_batch([3], loss_masks=[torch.zeros(3, dtype=torch.int32)])
+    compute_advantages(make_args(advantage_estimator="ppo"), batch, Identity())
+    assert batch["advantages"][0].tolist() == [0, 0, 0]
+
+
+def test_distillation_lowers_the_advantage_where_the_student_is_surer_than_the_teacher() -> None:
+    batch = make_batch([3])
+    batch["loss_masks"] = [torch.tensor([1, 0, 1])]
+    batch["log_probs"][0][1] = float("nan")
+    compute_advantages(make_args(use_opd=True, opd_kl_coef=2.0), batch, Identity())
+    kl = [float(batch["log_probs"][0][t] - batch["teacher_log_probs"][0][t]) if t != 1 else 0.0 for t in range(3)]
+    assert batch["opd_reverse_kl"][0].tolist() == pytest.approx(kl)
+    assert batch["advantages"][0].tolist() == pytest.approx([batch["rewards"][0] - 2 * x for x in kl])
+
+
+def test_custom_function_then_distillation_and_whitening(tmp_path: Any) -> None:
+    hook = tmp_path / "mine.py"
+    hook.write_text(
+        "def advantages(args, rollout_data):\n"
+        "    rollout_data['advantages'] = [2 * v for v in rollout_data['values']]\n"
+        "    rollout_data['returns'] = [k + 1 for k in rollout_data['kl']]\n"
+        "def forgets(args, rollout_data):\n"
+        "    rollout_data['advantages'] = rollout_data['values']\n"
+    )
+    batch = make_batch([3, 2])
+    args = make_args(custom_advantage_function_path=f"{hook}:advantages", use_opd=True, normalize_advantages=True)
+    compute_advantages(args, batch, Identity())
+    raw = torch.cat([2 * v - k for v, k in zip(batch["values"], batch["opd_reverse_kl"], strict=True)])
+    expected = (raw - raw.mean()) / (raw.var() + 1e-8).sqrt()
+    torch.testing.assert_close(torch.cat(batch["advantages"]), expected)
+    assert batch["returns"][0].tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match=r"forgets.* needs returns"):
+        compute_advantages(make_args(custom_advantage_function_path=f"{hook}:forgets"), make_batch([3]), Identity())
+
+
+def test_disabled_advantages_leave_the_batch_alone() -> None:
+    batch = make_batch([3])
+    compute_advantages(make_args(compute_advantages_and_returns=False), batch, Identity())
+    assert "advantages" not in batch and "kl" not in batch
+
+
+def test_unknown_estimator_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"grppo.*grpo"):
+        get_algorithm("grppo")
+
+
+# --- whitening ---------------------------------------------------------------------------------
+
+
+class ThreadReduce:
+    """A real sum over ranks that run as threads of this process."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.barrier, self.shared = ranks, threading.Barrier(ranks, timeout=20), [None] * ranks
+        self.rank = threading.local()
+
+    def over_data(self, x: Tensor) -> Tensor:
+        self.shared[self.rank.index] = x
+        self.barrier.wait()
+        total = sum(self.shared)
+        self.barrier.wait()
+        return total
+
+    over_sequence = over_data
+
+
+def on_ranks(ranks: int, job: Any) -> list[Any]:
+    reduce, results = ThreadReduce(ranks), [None] * ranks
+
+    def run(index: int) -> None:
+        reduce.rank.index = index
+        results[index] = job(index, reduce)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+@quick
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 20))
+def test_whitening_is_masked_and_bessel_corrected(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    advantages = [torch.randn(n, generator=generator, dtype=torch.float64) * 3 + 5 for n in lengths]
+    masks = [(torch.rand(n, generator=generator) < 0.7).int() for n in lengths]
+    poisoned = [
+        torch.where(m.bool(), a, torch.full_like(a, float("nan"))) for a, m in zip(advantages, masks, strict=True)
+    ]
+    out = normalize_advantages(poisoned, masks, Identity())
+    flat = [float(x) for a, m in zip(advantages, masks, strict=True) for x in a[m.bool()]]
+    got = [float(x) for a, m in zip(out, masks, strict=True) for x in a[m.bool()]]
+    if len(flat) < 2:
+        assert got == pytest.approx([0.0] * len(flat))
+        return
+    mean, variance = statistics.fmean(flat), statistics.variance(flat)
+    assert got == pytest.approx([(x - mean) / (variance + 1e-8) ** 0.5 for x in flat], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_whitening_does_not_depend_on_how_samples_are_spread(ranks: int) -> None:
+    advantages = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (3, 5, 2, 7)]
+    masks = [torch.ones_like(a).int() for a in advantages]
+    whole = normalize_advantages(advantages, masks, Identity())
+    where = [i % (ranks - 1) for i in range(4)]  # the last rank has no sample at all, and still takes part
+
+    def job(rank: int, reduce: Any) -> list[Tensor]:
+        mine = [i for i in range(4) if where[i] == rank]
+        return normalize_advantages([advantages[i] for i in mine], [masks[i] for i in mine], reduce)
+
+    for rank, part in enumerate(on_ranks(ranks, job)):
+        for i, got in zip([i for i in range(4) if where[i] == rank], part, strict=True):
+            torch.testing.assert_close(got, whole[i], rtol=1e-6, atol=1e-7)
+
+
+# --- RLOO --------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-8, 8)), max_size=20))
+def test_leave_one_out(pairs: list[tuple[int, int]]) -> None:
+    out = leave_one_out([r for _, r in pairs], [g for g, _ in pairs])
+    for i, (group, reward) in enumerate(pairs):
+        others = [r for j, (g, r) in enumerate(pairs) if g == group and j != i]
+        assert out[i] == pytest.approx(reward - statistics.fmean(others) if others else 0.0)
+
+
+def test_rloo_hook_groups_by_group_index_not_by_position() -> None:
+    samples = [
+        SimpleNamespace(group_index=g, get_reward_value=lambda args, r=r: r)
+        for g, r in ((4, 1), (9, 0), (4, 0), (9, 0))
+    ]
+    assert post_process_rewards(make_args(), samples) == ([1, 0, 0, 0], [1, 0, -1, 0])
