@@ -1,29 +1,30 @@
-"""One picklable value in one file that is either whole or not there."""
+"""Extra state beside the weights: any picklable value in a ``torch.save`` file.
+
+The data source's state lies in a snapshot at ``rollout/global_dataset_state_dict_<id>.pt``;
+:func:`slime.checkpoint.snapshot.commit` also publishes a copy at the documented path
+``<save>/rollout/global_dataset_state_dict_<id>.pt``.
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+from slime.checkpoint.files import write_atomically
+
 
 def write_state(path: Path, state: Any) -> None:
-    """Write ``state`` (plain containers, numbers, numpy arrays, tensors) with ``torch.save``, aside first."""
+    """Write ``state`` so that ``torch.load(path)`` reads it; never visible half-written."""
     import torch
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    with aside.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.rename(path)
+    write_atomically(path, lambda file: torch.save(state, file))
 
 
 def read_state(path: Path) -> Any:
-    """Read what :func:`write_state` wrote. Raises FileNotFoundError naming the file."""
+    """Read what :func:`write_state` wrote. Only for files of one's own: pickles run code."""
     import torch
 
     if not path.is_file():
-        raise FileNotFoundError(f"the snapshot has no {path.name} in {path.parent}: it was not written by this version")
+        present = ", ".join(sorted(p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "no such folder"
+        raise FileNotFoundError(f"state file {path} is missing (there: {present or 'nothing'})")
     return torch.load(path, map_location="cpu", weights_only=False)

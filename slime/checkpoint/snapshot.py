@@ -1,0 +1,271 @@
+"""One atomic snapshot of a whole run.
+
+A snapshot is a folder ``<save>/iter_0000012`` (the number is the rollout id) whose last written file
+is ``manifest.json``. While ranks fill it, it is a hidden folder ``<save>/.iter_0000012.tmp-…``; one
+committer syncs every file, writes the manifest and renames the folder. Whatever dies when, a folder
+named ``iter_*`` is complete. There is one writer per ``<save>``.
+
+    temp = begin(save, rollout_id)
+    ... all ranks write below temp ...
+    commit(temp, {"rollout_id": rollout_id, "attempt": 0, ...})
+
+``latest`` takes the snapshot that was committed last (manifest entry ``sequence``), not the one with
+the highest number: after going back with ``--ckpt-step`` the old, higher numbers belong to a lineage
+that was left. ``latest_checkpointed_iteration.txt`` (Megatron's name) is written for other tools.
+The state of the data source is in ``iter_*/rollout/global_dataset_state_dict_<id>.pt``; the same file
+is published as ``<save>/rollout/global_dataset_state_dict_<id>.pt``, where existing tools look for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slime.checkpoint.files import digest_files, sync_directory, sync_file, write_atomically
+from slime.checkpoint.manifest import library_versions
+
+MANIFEST = "manifest.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+FORMAT = 1
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-.*")
+_REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
+_DATA_STATE = "rollout/global_dataset_state_dict_*.pt"
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot cannot be written or read; the message names folder and file and says what to do."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A complete snapshot on disk."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        return int(self.manifest["rollout_id"])
+
+
+def folder_name(rollout_id: int) -> str:
+    return f"iter_{rollout_id:07d}"
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def begin(save_dir: Path, rollout_id: int) -> Path:
+    """A hidden, empty folder for all ranks to write into. Removes what an interrupted save left behind."""
+    save_dir.mkdir(parents=True, exist_ok=True)
+    clean_up(save_dir)
+    temp = save_dir / f".{folder_name(rollout_id)}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    temp.mkdir()
+    return temp
+
+
+def commit(temp: Path, manifest: Mapping[str, Any]) -> Path:
+    """Make ``temp`` the snapshot ``iter_<rollout_id>`` and return its path.
+
+    ``manifest`` holds at least ``rollout_id``; the caller adds attempt, versions, seeds, world size and
+    :func:`slime.checkpoint.manifest.args_digest`. The list of files with sizes and digests, the sequence
+    number, library versions and the time are added here.
+
+    Raises:
+        SnapshotError: ``temp`` is not from :func:`begin`, belongs to another rollout, or is empty.
+    """
+    rollout_id = int(manifest["rollout_id"])
+    name = folder_name(rollout_id)
+    if not temp.is_dir() or not temp.name.startswith(f".{name}.tmp-"):
+        raise SnapshotError(f"{temp} is not an open snapshot of rollout {rollout_id}: pass the folder of begin()")
+    save_dir = temp.parent
+    files = _describe_files(temp)
+    if not files:
+        raise SnapshotError(f"{temp} is empty: nothing was written before the commit of rollout {rollout_id}")
+    full = {
+        "format": FORMAT,
+        "sequence": 1 + max((int(s.manifest["sequence"]) for s in snapshots(save_dir)), default=0),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "libraries": library_versions(),
+        **manifest,
+        "files": files,
+    }
+    write_atomically(temp / MANIFEST, lambda file: file.write(json.dumps(full, indent=1, sort_keys=True).encode()))
+    final = save_dir / name
+    _rename_over(temp, final)
+    write_atomically(save_dir / TRACKER, lambda file: file.write(f"{rollout_id}\n".encode()))
+    for source in final.glob(_DATA_STATE):
+        _publish(source, save_dir / "rollout" / source.name)
+    return final
+
+
+def _describe_files(folder: Path) -> list[dict[str, Any]]:
+    """Path, size and digest of every file below ``folder``; all of it is on disk afterwards."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    for path in paths:
+        sync_file(path)
+    for directory in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        sync_directory(directory)
+    return [
+        {"path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "digest": digest}
+        for path, digest in zip(paths, digest_files(paths), strict=True)
+    ]
+
+
+def _rename_over(temp: Path, final: Path) -> None:
+    """Rename ``temp`` to ``final``. A folder that stands there steps aside first, where :func:`snapshots`
+    still finds it, so that at each moment one of the two is complete and visible."""
+    aside = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        os.replace(final, aside)
+    os.replace(temp, final)
+    sync_directory(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _publish(source: Path, target: Path) -> None:
+    write_atomically(target, lambda file: file.write(source.read_bytes()))
+
+
+def clean_up(save_dir: Path) -> None:
+    """Remove half-written snapshots; put back one whose replacement was never finished."""
+    for path in list(save_dir.iterdir()):
+        if _TEMPORARY.fullmatch(path.name):
+            shutil.rmtree(path)
+        elif replaced := _REPLACED.fullmatch(path.name):
+            final = save_dir / f"iter_{replaced[1]}"
+            if final.exists():
+                shutil.rmtree(path)
+            elif (path / MANIFEST).is_file():
+                os.replace(path, final)
+                sync_directory(save_dir)
+
+
+def prune(save_dir: Path, keep: int) -> list[Path]:
+    """Delete all but the ``keep`` snapshots that were committed last; returns what was deleted."""
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least one snapshot must stay")
+    doomed = sorted(snapshots(save_dir), key=_sequence)[:-keep]
+    for snapshot in doomed:
+        # The manifest goes first: from then on the folder counts as half-written.
+        hidden = save_dir / f".{snapshot.path.name}.tmp-pruned-{secrets.token_hex(4)}"
+        os.replace(snapshot.path, hidden)
+        shutil.rmtree(hidden)
+        (save_dir / "rollout" / f"global_dataset_state_dict_{snapshot.iteration}.pt").unlink(missing_ok=True)
+    return [snapshot.path for snapshot in doomed]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def kind(path: Path) -> Literal["snapshots", "iteration", "hf", "empty"]:
+    """What ``--load`` names: a folder of snapshots, one of them, a Hugging Face model, or nothing of ours."""
+    if (path / MANIFEST).is_file() and _number(path) is not None:
+        return "iteration"
+    if path.is_dir() and snapshots(path):
+        return "snapshots"
+    return "hf" if (path / "config.json").is_file() else "empty"
+
+
+def snapshots(save_dir: Path) -> list[Snapshot]:
+    """All complete snapshots in a folder, by iteration."""
+    found: dict[int, Snapshot] = {}
+    for path in sorted(save_dir.iterdir()) if save_dir.is_dir() else []:
+        number = _number(path)
+        if number is None or not (path / MANIFEST).is_file():
+            continue
+        if number in found and _REPLACED.fullmatch(path.name):
+            continue
+        found[number] = _read(path)
+    return [found[number] for number in sorted(found)]
+
+
+def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Snapshot | None:
+    """The snapshot to go on from, checked (:func:`verify`).
+
+    Args:
+        load_dir: a folder of snapshots, or one ``iter_*`` folder.
+        step: a certain iteration (``--ckpt-step``) instead of the one committed last.
+        digests: read every file to compare its digest; otherwise sizes only.
+
+    Returns:
+        None where there is no snapshot: a folder that does not exist yet, an empty one, or a Hugging
+        Face model (:func:`kind`).
+
+    Raises:
+        SnapshotError: ``step`` is not there, or a file of the snapshot is missing or damaged.
+    """
+    what = kind(load_dir)
+    if what == "iteration":
+        found = _read(load_dir)
+        if step is not None and step != found.iteration:
+            raise SnapshotError(f"{load_dir} is iteration {found.iteration}, but --ckpt-step asks for {step}")
+    else:
+        present = snapshots(load_dir) if what == "snapshots" else []
+        if step is not None:
+            present = _only(present, step, load_dir)
+        if not present:
+            return None
+        found = max(present, key=_sequence)
+    verify(found, digests)
+    return found
+
+
+def verify(snapshot: Snapshot, digests: bool = True) -> None:
+    """Compare every file with the manifest. Raises :class:`SnapshotError` that names all that differ."""
+    problems: list[str] = []
+    whole: list[tuple[Path, str]] = []
+    for entry in snapshot.manifest["files"]:
+        path = snapshot.path / entry["path"]
+        if not path.is_file():
+            problems.append(f"{entry['path']} is missing")
+        elif path.stat().st_size != entry["size"]:
+            problems.append(f"{entry['path']} has {path.stat().st_size} bytes instead of {entry['size']}")
+        else:
+            whole.append((path, entry["digest"]))
+    if digests:
+        for (path, expected), actual in zip(whole, digest_files([path for path, _ in whole]), strict=True):
+            if actual != expected:
+                problems.append(f"{path.relative_to(snapshot.path)} has changed (digest {actual}, not {expected})")
+    if problems:
+        raise SnapshotError(
+            f"snapshot {snapshot.path} is damaged: {'; '.join(problems)}. "
+            "Restore the file, or load an older one with --ckpt-step"
+        )
+
+
+def _read(path: Path) -> Snapshot:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except ValueError as error:
+        raise SnapshotError(f"{path / MANIFEST} is not JSON ({error}): it was changed after it was written") from error
+    if manifest.get("format") != FORMAT:
+        raise SnapshotError(f"{path / MANIFEST} has format {manifest.get('format')}, this version reads {FORMAT}")
+    return Snapshot(path, manifest)
+
+
+def _number(path: Path) -> int | None:
+    match = _ITERATION.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _sequence(snapshot: Snapshot) -> int:
+    return int(snapshot.manifest["sequence"])
+
+
+def _only(present: list[Snapshot], step: int, load_dir: Path) -> list[Snapshot]:
+    chosen = [snapshot for snapshot in present if snapshot.iteration == step]
+    if not chosen:
+        there = ", ".join(str(snapshot.iteration) for snapshot in present) or "none"
+        raise SnapshotError(f"{load_dir} has no snapshot of iteration {step} (--ckpt-step); there are: {there}")
+    return chosen

@@ -1,0 +1,205 @@
+"""Snapshots: complete or invisible, checked when read, newest by commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.checkpoint import snapshot
+from slime.checkpoint.manifest import args_digest
+from slime.checkpoint.snapshot import SnapshotError
+
+
+def save(folder: Path, rollout_id: int, files: dict[str, bytes] | None = None, **manifest: object) -> Path:
+    temp = snapshot.begin(folder, rollout_id)
+    for name, content in (files or {"actor/shard_0.bin": b"w" * 1000, "counters.json": b"{}"}).items():
+        path = temp / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return snapshot.commit(temp, {"rollout_id": rollout_id, "attempt": 0, **manifest})
+
+
+def test_a_committed_snapshot_is_found_with_its_manifest(tmp_path: Path) -> None:
+    path = save(tmp_path, 12, seed=7, world_size=2)
+    assert path.name == "iter_0000012"
+    found = snapshot.latest(tmp_path)
+    assert found is not None and found.path == path and found.iteration == 12
+    assert (found.manifest["seed"], found.manifest["world_size"]) == (7, 2)
+    assert [entry["path"] for entry in found.manifest["files"]] == ["actor/shard_0.bin", "counters.json"]
+    assert (tmp_path / snapshot.TRACKER).read_text().strip() == "12"
+    assert snapshot.latest(path) == found  # an iter folder may be named itself
+
+
+def test_nothing_to_load_is_none(tmp_path: Path) -> None:
+    assert snapshot.latest(tmp_path) is None
+    assert snapshot.latest(tmp_path / "absent") is None
+    snapshot.begin(tmp_path, 3)
+    assert snapshot.latest(tmp_path) is None
+
+
+def test_an_open_snapshot_is_not_seen_and_the_next_begin_removes_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    orphan = snapshot.begin(tmp_path, 2)
+    (orphan / "half").write_bytes(b"x")
+    found = snapshot.latest(tmp_path)
+    assert found is not None and found.iteration == 1
+    fresh = snapshot.begin(tmp_path, 2)
+    assert not orphan.exists() and list(fresh.iterdir()) == []
+
+
+def test_going_back_leaves_the_old_lineage(tmp_path: Path) -> None:
+    for rollout_id in (2, 5, 8):
+        save(tmp_path, rollout_id)
+    assert snapshot.latest(tmp_path, step=2).iteration == 2  # type: ignore[union-attr]
+    save(tmp_path, 5, {"a": b"new"}, attempt=1)
+    found = snapshot.latest(tmp_path)
+    assert found is not None and found.iteration == 5 and found.manifest["attempt"] == 1
+    assert (found.path / "a").read_bytes() == b"new"
+
+
+def test_saving_again_is_never_without_a_complete_folder(tmp_path: Path) -> None:
+    final = save(tmp_path, 4, {"a": b"old"})
+    os.replace(final, final.with_name(".iter_0000004.replaced"))  # died between the two renames
+    found = snapshot.latest(tmp_path)
+    assert found is not None and (found.path / "a").read_bytes() == b"old"
+    snapshot.begin(tmp_path, 5)
+    assert (final / "a").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("step", [None, 4])
+def test_damage_is_named(tmp_path: Path, step: int | None) -> None:
+    path = save(tmp_path, 4, {"model/a.bin": b"abcdef", "b.bin": b"123", "c.bin": b"xyz"})
+    (path / "model/a.bin").write_bytes(b"abc")
+    (path / "b.bin").unlink()
+    (path / "c.bin").write_bytes(b"xyy")
+    with pytest.raises(SnapshotError, match=r"model/a.bin has 3 bytes instead of 6") as caught:
+        snapshot.latest(tmp_path, step=step)
+    assert "b.bin is missing" in str(caught.value) and "c.bin has changed" in str(caught.value)
+    assert "--ckpt-step" in str(caught.value)
+
+
+def test_a_step_that_is_not_there_lists_what_is(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = save(tmp_path, 3)
+    with pytest.raises(SnapshotError, match=r"iteration 2 .*there are: 1, 3"):
+        snapshot.latest(tmp_path, step=2)
+    with pytest.raises(SnapshotError, match="is iteration 3"):
+        snapshot.latest(path, step=1)
+
+
+def test_prune_keeps_what_was_committed_last(tmp_path: Path) -> None:
+    for rollout_id in (1, 3, 5):
+        save(tmp_path, rollout_id, {f"rollout/global_dataset_state_dict_{rollout_id}.pt": b"s"})
+    save(tmp_path, 1, attempt=1)
+    deleted = snapshot.prune(tmp_path, keep=2)
+    assert [path.name for path in deleted] == ["iter_0000003"]
+    assert [s.iteration for s in snapshot.snapshots(tmp_path)] == [1, 5]
+    assert not (tmp_path / "rollout/global_dataset_state_dict_3.pt").exists()
+    with pytest.raises(ValueError, match="at least one"):
+        snapshot.prune(tmp_path, keep=0)
+
+
+def test_the_data_state_is_readable_at_the_documented_path(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from slime.checkpoint.state_file import read_state, write_state
+
+    temp = snapshot.begin(tmp_path, 6)
+    state = {"sample_offset": 64, "epoch_id": 1, "sample_group_index": 128, "sample_index": 1024, "metadata": {"x": 1}}
+    write_state(temp / "rollout" / "global_dataset_state_dict_6.pt", state)
+    final = snapshot.commit(temp, {"rollout_id": 6})
+    assert torch.load(tmp_path / "rollout/global_dataset_state_dict_6.pt", weights_only=True) == state
+    assert read_state(final / "rollout/global_dataset_state_dict_6.pt") == state
+    with pytest.raises(FileNotFoundError, match=r"global_dataset_state_dict_7.pt is missing \(there: global_dataset"):
+        read_state(final / "rollout/global_dataset_state_dict_7.pt")
+
+
+def test_commit_refuses_what_is_no_open_snapshot(tmp_path: Path) -> None:
+    temp = snapshot.begin(tmp_path, 6)
+    with pytest.raises(SnapshotError, match="is empty"):
+        snapshot.commit(temp, {"rollout_id": 6})
+    with pytest.raises(SnapshotError, match="not an open snapshot of rollout 7"):
+        snapshot.commit(temp, {"rollout_id": 7})
+
+
+def test_kind_tells_snapshots_from_hugging_face_models(tmp_path: Path) -> None:
+    assert snapshot.kind(tmp_path) == "empty"
+    (tmp_path / "config.json").write_text("{}")
+    assert snapshot.kind(tmp_path) == "hf"
+    assert snapshot.latest(tmp_path) is None
+    other = tmp_path / "run"
+    path = save(other, 0)
+    assert (snapshot.kind(other), snapshot.kind(path)) == ("snapshots", "iteration")
+
+
+def test_a_manifest_that_was_edited_is_an_error(tmp_path: Path) -> None:
+    path = save(tmp_path, 0)
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(SnapshotError, match="is not JSON"):
+        snapshot.latest(tmp_path)
+    (path / "manifest.json").write_text(json.dumps({"format": 99}))
+    with pytest.raises(SnapshotError, match="format 99"):
+        snapshot.latest(tmp_path)
+
+
+@given(st.dictionaries(st.text(min_size=1, max_size=8), st.integers() | st.text() | st.none(), min_size=1))
+@settings(max_examples=50)
+def test_args_digest_depends_on_values_not_on_order(values: dict[str, object]) -> None:
+    turned = dict(reversed(list(values.items())))
+    assert args_digest(values, ignore=()) == args_digest(turned, ignore=())
+    name = next(iter(values))
+    if not name.startswith("_"):
+        assert args_digest({**values, name: object()}, ignore=()) != args_digest(values, ignore=())
+        assert args_digest({**values, name: object()}, ignore=(name,)) == args_digest(values, ignore=(name,))
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from slime.checkpoint import snapshot
+save = Path(sys.argv[1])
+found = snapshot.latest(save)
+rollout_id = 0 if found is None else found.iteration
+print("up", flush=True)
+while True:
+    for again in range(2):  # every second save goes over a folder that stands there
+        temp = snapshot.begin(save, rollout_id)
+        (temp / "rank").mkdir()
+        for rank in range(3):
+            (temp / "rank" / str(rank)).write_bytes(os.urandom(20_000))
+        (temp / "state").write_bytes(str(rollout_id).encode())
+        snapshot.commit(temp, {"rollout_id": rollout_id})
+        snapshot.prune(save, keep=2)
+    rollout_id += 1
+"""
+
+
+@pytest.mark.real
+def test_killed_at_any_moment_leaves_a_complete_snapshot(tmp_path: Path) -> None:
+    """kill -9 at random moments: what ``latest`` gives is whole, and never older than what was seen before."""
+    chance = random.Random(5)
+    seen = -1
+    for _ in range(25):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
+        try:
+            assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
+            time.sleep(chance.uniform(0.0, 0.3))
+        finally:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.wait(10)
+        found = snapshot.latest(tmp_path)
+        if found is not None:
+            assert int((found.path / "state").read_bytes()) == found.iteration >= seen
+            seen = found.iteration
+    assert seen > 5, "the writer hardly got to write: the test shows nothing"
+    snapshot.begin(tmp_path, 99)
+    assert sum(path.name.startswith(".iter") for path in tmp_path.iterdir()) == 1
