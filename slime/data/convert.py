@@ -1,0 +1,304 @@
+"""Finished samples → train data (flat lists, one entry per sample) → one dict of arrays per data-parallel rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.config.hooks import load_function
+from slime.data import wire
+from slime.data.rewards import post_process_rewards
+from slime.data.sample import Group, Sample, flatten
+from slime.data.schedule import build_dp_schedule
+
+logger = logging.getLogger(__name__)
+TrainData = dict[str, Any]
+
+
+def samples_to_train_data(args: Any, groups: Sequence[Group] | Sequence[Sample]) -> TrainData:
+    """Convert the samples of a rollout.
+
+    Args:
+        groups: lists of samples per prompt; where one rollout fanned out, a list of samples stands in
+            the place of one. A flat list of samples is taken too when every sample has a ``group_index``.
+
+    Returns:
+        A dict of lists with one entry per sample, in the order given: ``tokens, response_lengths,
+        rewards, raw_reward, truncated, sample_indices, group_indices, rollout_ids, loss_masks,
+        rollout_mask_sums`` always; ``rollout_log_probs, teacher_log_probs, rollout_routed_experts,
+        rollout_top_p_token_ids, rollout_top_p_token_offsets, round_number, source_names, metadata,
+        multimodal_train_inputs, weight_versions`` where samples have them. Whether an optional entry is there is
+        decided over all samples.
+
+    Raises:
+        ValueError: a sample that cannot be trained on, or mixed optional fields that the loss needs;
+            the message names the sample.
+    """
+    samples = flatten(groups)
+    if not samples:
+        raise ValueError("a rollout without samples cannot be trained on")
+    keys = _group_keys(groups)
+    rollout_ids = _rollout_ids(groups, keys)
+    hook = getattr(args, "custom_convert_samples_to_train_data_path", None)
+    if hook:
+        data = load_function(hook)(args, samples)
+        return _complete_custom(hook, data, samples, keys, rollout_ids)
+    for sample in samples:
+        _check_lengths(sample)
+    masks = [_loss_mask(sample) for sample in samples]
+    raw, rewards = post_process_rewards(args, samples, keys)
+    data = {
+        "tokens": [s.tokens for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "rewards": rewards,
+        "raw_reward": raw,
+        "loss_masks": masks,
+        "rollout_mask_sums": _mask_sums(masks, rollout_ids),
+        **_bookkeeping(samples, keys, rollout_ids),
+    }
+    data.update(_optional(args, samples, masks))
+    return data
+
+
+def split_train_data(
+    args: Any, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
+) -> list[wire.Wire]:
+    """Schedule the samples over data-parallel ranks and pack each rank's share for the object store.
+
+    Args:
+        train_data: of :func:`samples_to_train_data`, or from a custom converter.
+        dp_size: number of data-parallel ranks.
+        parallel: ``cp_size, vpp_size, microbatch_group_size_per_vp_stage`` where they are not 1.
+
+    Returns:
+        One dict per rank (see :mod:`slime.data.wire`).
+    """
+    lengths = [len(t) for t in train_data["tokens"]]
+    partitions, micro_batches, num_microbatches, global_batch_sizes = build_dp_schedule(
+        args,
+        {**(parallel or {}), "dp_size": dp_size},
+        lengths,
+        global_batch_size=args.global_batch_size,
+        rollout_indices=train_data["rollout_ids"],
+    )
+    tokens_of = [max(int(sum(mask)), 1) for mask in train_data["loss_masks"]]
+    shared = {
+        "num_microbatches": num_microbatches,
+        "global_batch_sizes": global_batch_sizes,
+        "global_token_counts": _token_counts(partitions, micro_batches, num_microbatches, tokens_of),
+    }
+    data = {**train_data, "total_lengths": lengths}
+    return [
+        wire.pack(data, partition, {**shared, "micro_batch_indices": batches})
+        for partition, batches in zip(partitions, micro_batches, strict=True)
+    ]
+
+
+def _token_counts(
+    partitions: list[list[int]], micro_batches: list[list[list[int]]], counts: list[int], tokens_of: list[int]
+) -> list[int]:
+    """Per step, the sum over all ranks of max(mask sum, 1)."""
+    totals, begin = [], 0
+    for count in counts:
+        totals.append(
+            sum(
+                tokens_of[partition[i]]
+                for partition, batches in zip(partitions, micro_batches, strict=True)
+                for batch in batches[begin : begin + count]
+                for i in batch
+            )
+        )
+        begin += count
+    return totals
+
+
+def _group_keys(groups: Sequence[Any]) -> list[Hashable]:
+    """The group of each sample: its ``group_index``; where a hook made samples without one, that of its list."""
+    keys: list[Hashable] = []
+    for position, group in enumerate(groups):
+        samples = flatten(group)
+        known = {s.group_index for s in samples if s.group_index is not None}
+        if not known and isinstance(group, Sample):
+            raise ValueError(
+                f"sample {position} of a flat list has no group_index: return a list of groups, "
+                "or let the data source set Sample.group_index"
+            )
+        if len(known) > 1 and any(s.group_index is None for s in samples):
+            raise ValueError(f"group {position}: samples of groups {sorted(known)} and some without a group_index")
+        fallback: Hashable = known.pop() if len(known) == 1 else ("list", position)
+        keys += [fallback if s.group_index is None else s.group_index for s in samples]
+    return keys
+
+
+def _rollout_ids(groups: Sequence[Any], keys: list[Hashable]) -> list[int]:
+    """The rollout of each sample; fan-out siblings share one, a sample without one gets a fresh one."""
+    rollouts = [flatten(rollout) for group in groups for rollout in ([group] if isinstance(group, Sample) else group)]
+    given = [s.rollout_id for rollout in rollouts for s in rollout if s.rollout_id is not None]
+    fresh = max(given, default=-1) + 1
+    ids: list[int] = []
+    for rollout in rollouts:
+        values = {s.rollout_id for s in rollout}
+        if len(values) > 1:
+            raise ValueError(
+                f"the {len(rollout)} samples that one rollout fanned out into (sample {rollout[0].index}) have "
+                f"rollout_ids {sorted(map(str, values))}: they must share one"
+            )
+        if values == {None}:
+            ids += [fresh] * len(rollout)
+            fresh += 1
+        else:
+            ids += [s.rollout_id for s in rollout if s.rollout_id is not None]
+    group_of: dict[int, Hashable] = {}
+    for rollout_id, key in zip(ids, keys, strict=True):
+        if group_of.setdefault(rollout_id, key) != key:
+            raise ValueError(
+                f"rollout_id {rollout_id} is used in group {group_of[rollout_id]} and in group {key}: "
+                "it must be unique in the batch (Sample.index is), or None"
+            )
+    return ids
+
+
+def _check_lengths(sample: Sample) -> None:
+    total, response = len(sample.tokens), sample.response_length
+    if not 0 <= response < total:
+        raise ValueError(
+            f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has {total} tokens and "
+            f"response_length {response}: tokens must hold at least one prompt token and the whole response"
+        )
+    for name in ("rollout_log_probs", "teacher_log_probs"):
+        value = getattr(sample, name)
+        if value is not None and len(value) != response:
+            raise ValueError(f"sample {sample.index}: {len(value)} {name} for {response} response tokens")
+
+
+def _loss_mask(sample: Sample) -> list[int]:
+    """[response_length]; all 0 for a sample that was removed or whose verifier timed out."""
+    if sample.remove_sample or sample.reward_timed_out:
+        return [0] * sample.response_length
+    if sample.loss_mask is None or not len(sample.loss_mask):  # never set, or [] that a hook never filled
+        return [1] * sample.response_length
+    if len(sample.loss_mask) != sample.response_length:
+        raise ValueError(
+            f"sample {sample.index}: loss_mask has {len(sample.loss_mask)} entries, "
+            f"the response {sample.response_length} tokens"
+        )
+    return [int(m) for m in sample.loss_mask]
+
+
+def _mask_sums(masks: Sequence[Sequence[int]], rollout_ids: Sequence[int]) -> list[float]:
+    """Per sample the mask sum over all samples of its rollout."""
+    sums: dict[int, float] = {}
+    for mask, rollout in zip(masks, rollout_ids, strict=True):
+        sums[rollout] = sums.get(rollout, 0.0) + float(sum(mask))
+    return [sums[rollout] for rollout in rollout_ids]
+
+
+def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[int]) -> TrainData:
+    numbers: dict[Hashable, int] = {key: key for key in keys if isinstance(key, int)}
+    unnumbered = max(numbers.values(), default=-1) + 1
+    for key in keys:
+        if key not in numbers:
+            numbers[key] = unnumbered
+            unnumbered += 1
+    return {
+        "truncated": [int(s.truncated) for s in samples],
+        "sample_indices": [i if s.index is None else s.index for i, s in enumerate(samples)],
+        "group_indices": [numbers[key] for key in keys],
+        "rollout_ids": rollout_ids,
+    }
+
+
+def _optional(args: Any, samples: list[Sample], masks: list[list[int]]) -> TrainData:
+    """Entries that are there only if some sample has them."""
+    data: TrainData = {}
+    engine = _flags(args, "use_tis", "use_rollout_logprobs", "get_mismatch_metrics")
+    teacher = ["--use-opd"] if getattr(args, "use_opd", False) and getattr(args, "opd_type", None) == "sglang" else []
+    replay = _flags(args, "use_rollout_routing_replay")
+
+    def zeros(sample: Sample) -> list[float]:
+        return [0.0] * sample.response_length
+
+    _per_token(data, "rollout_log_probs", samples, masks, engine, zeros)
+    _per_token(data, "teacher_log_probs", samples, masks, teacher, zeros)
+    _per_token(data, "rollout_routed_experts", samples, masks, replay, None)
+    if any(s.rollout_top_p_token_offsets is not None for s in samples):
+        # An empty nucleus stands for a token whose choice was not restricted.
+        offsets = [s.rollout_top_p_token_offsets for s in samples]
+        ids = [s.rollout_top_p_token_ids for s in samples]
+        data["rollout_top_p_token_offsets"] = [
+            np.zeros(s.response_length + 1, np.int32) if o is None else np.asarray(o, np.int32)
+            for s, o in zip(samples, offsets, strict=True)
+        ]
+        data["rollout_top_p_token_ids"] = [np.asarray([] if i is None else i, np.int32) for i in ids]
+    per_sample: dict[str, list[Any]] = {
+        "metadata": [s.train_metadata for s in samples],
+        "multimodal_train_inputs": [s.multimodal_train_inputs for s in samples],
+        "round_number": [s.metadata.get("round_number") for s in samples],
+        "source_names": [s.metadata.get("source_name") for s in samples],
+    }
+    data.update({key: values for key, values in per_sample.items() if any(v is not None for v in values)})
+    if any(s.weight_versions for s in samples):
+        data["weight_versions"] = [s.weight_versions for s in samples]
+    return data
+
+
+def _flags(args: Any, *names: str) -> list[str]:
+    return ["--" + name.replace("_", "-") for name in names if getattr(args, name, None)]
+
+
+def _per_token(
+    data: TrainData,
+    name: str,
+    samples: list[Sample],
+    masks: list[list[int]],
+    needed_by: list[str],
+    fill: Callable[[Sample], Any] | None,
+) -> None:
+    """Take a field that every trained sample must have, or leave it out for all, with a warning.
+
+    Samples that are not trained on may lack it where ``fill`` says what stands in for it.
+    """
+    if all(getattr(s, name) is None for s in samples) and not needed_by:
+        return
+    lacking = [
+        s for s, mask in zip(samples, masks, strict=True) if getattr(s, name) is None and (fill is None or any(mask))
+    ]
+    if not lacking:
+        data[name] = [fill(s) if getattr(s, name) is None and fill else getattr(s, name) for s in samples]
+        return
+    said = f"{len(lacking)} of {len(samples)} samples (the first is {lacking[0].index}) have no {name}"
+    if needed_by:
+        raise ValueError(f"{said}, which {', '.join(needed_by)} needs: let the generate function set Sample.{name}")
+    logger.warning("%s: leaving it out for all; old log-probs are computed by the trainer", said)
+
+
+def _complete_custom(
+    path: str, data: TrainData, samples: list[Sample], keys: list[Hashable], rollout_ids: list[int]
+) -> TrainData:
+    """Add what a custom converter may leave out, and check what it gave."""
+    flag = f"--custom-convert-samples-to-train-data-path {path}"
+    if not isinstance(data, dict):
+        raise ValueError(f"{flag} must return a dict, not {type(data).__name__}")
+    missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in data]
+    if missing:
+        raise ValueError(f"{flag}: {', '.join(missing)} missing; it returned {', '.join(map(str, data))}")
+    data = dict(data)
+    count = len(data["tokens"])
+    if count == len(samples):
+        for key, value in _bookkeeping(samples, keys, rollout_ids).items():
+            data.setdefault(key, value)
+    else:
+        data.setdefault("rollout_ids", list(range(count)))
+        data.setdefault("sample_indices", list(range(count)))
+        data.setdefault("group_indices", list(data["rollout_ids"]))
+        data.setdefault("truncated", [0] * count)
+    data.setdefault("raw_reward", list(data["rewards"]))
+    data.setdefault("loss_masks", [[1] * n for n in data["response_lengths"]])
+    data.setdefault("rollout_mask_sums", _mask_sums(data["loss_masks"], data["rollout_ids"]))
+    wrong = [f"{key} has {len(data[key])}" for key in wire.PER_SAMPLE if key in data and len(data[key]) != count]
+    if wrong:
+        raise ValueError(f"{flag}: tokens has {count} entries, but {', '.join(wrong)}")
+    return data

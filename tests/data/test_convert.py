@@ -1,0 +1,225 @@
+"""Samples → train data → rank batches: nothing is lost, mixed up or decided by the first sample."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.data.convert import samples_to_train_data, split_train_data
+from slime.data.sample import Sample
+from slime.data.wire import to_rank_batch
+
+
+def make_args(**more: Any) -> SimpleNamespace:
+    defaults = {"advantage_estimator": "grpo", "global_batch_size": 4, "use_dynamic_batch_size": True}
+    return SimpleNamespace(**{**defaults, "max_tokens_per_gpu": 64, **more})
+
+
+def make_sample(index: int, group: int | None = 0, response: int = 2, **more: Any) -> Sample:
+    tokens = [100 + index, *range(1, response + 1)]
+    given = {"reward": float(index % 2), "tokens": tokens, "response_length": response, **more}
+    return Sample(index=index, group_index=group, **given)
+
+
+def test_the_documented_keys() -> None:
+    groups = [[make_sample(0), make_sample(1, response=3)], [make_sample(2, 1), make_sample(3, 1)]]
+    groups[0][1].truncated = True
+    groups[1][0].loss_mask = [0, 1]
+    data = samples_to_train_data(make_args(), groups)
+    assert list(data) == [
+        *("tokens", "response_lengths", "rewards", "raw_reward", "loss_masks", "rollout_mask_sums"),
+        *("truncated", "sample_indices", "group_indices", "rollout_ids"),
+    ]
+    assert data["response_lengths"] == [2, 3, 2, 2] and data["truncated"] == [0, 1, 0, 0]
+    assert data["loss_masks"] == [[1, 1], [1, 1, 1], [0, 1], [1, 1]]
+    assert data["rollout_mask_sums"] == [2.0, 3.0, 1.0, 2.0]
+    assert data["rollout_ids"] == [0, 1, 2, 3] and data["group_indices"] == [0, 0, 1, 1]
+    assert data["raw_reward"] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_fan_out_siblings_share_a_rollout() -> None:
+    """Uneven counts: three samples from two rollouts in one group, two in the other (traps 1 and 10)."""
+    siblings = [make_sample(1, response=2), make_sample(2, response=3)]
+    groups: list[Any] = [[make_sample(0), siblings], [make_sample(3, 1), make_sample(4, 1)]]
+    data = samples_to_train_data(make_args(), groups)
+    assert data["rollout_ids"] == [0, 1, 1, 2, 3]
+    assert data["rollout_mask_sums"] == [2.0, 5.0, 5.0, 2.0, 2.0]
+    assert data["rewards"][3:] == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5), "the other group is not disturbed"
+    for sibling in siblings:
+        sibling.rollout_id = 17
+    assert samples_to_train_data(make_args(), groups)["rollout_ids"] == [18, 17, 17, 19, 20]
+    siblings[0].rollout_id = None
+    with pytest.raises(ValueError, match="must share one"):
+        samples_to_train_data(make_args(), groups)
+
+
+def test_a_rollout_id_belongs_to_one_group() -> None:
+    groups = [[make_sample(0, 0, rollout_id=0)], [make_sample(1, 1, rollout_id=0)]]
+    with pytest.raises(ValueError, match="rollout_id 0 is used in group 0 and in group 1"):
+        samples_to_train_data(make_args(), groups)
+
+
+def test_samples_without_group_index() -> None:
+    nested = [[make_sample(0, None), make_sample(1, None)], [make_sample(2, 5), make_sample(3, None)]]
+    data = samples_to_train_data(make_args(), nested)
+    assert data["group_indices"] == [6, 6, 5, 5]
+    assert samples_to_train_data(make_args(), [make_sample(0), make_sample(1)])["group_indices"] == [0, 0]
+    with pytest.raises(ValueError, match="sample 0 of a flat list has no group_index"):
+        samples_to_train_data(make_args(), [make_sample(0, None)])
+
+
+def test_removed_and_timed_out_samples_have_no_loss() -> None:
+    removed, timed_out = make_sample(1, remove_sample=True), make_sample(2, reward=None, reward_timed_out=True)
+    data = samples_to_train_data(make_args(), [[make_sample(0), removed, timed_out]])
+    assert data["loss_masks"] == [[1, 1], [0, 0], [0, 0]] and data["rollout_mask_sums"] == [2.0, 0.0, 0.0]
+    assert data["rewards"] == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-5)
+    assert np.isnan(data["raw_reward"][2])
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_optional_fields_are_decided_over_all_samples(lacking: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whether the first or a later one lacks it (trap 8)."""
+    group = [make_sample(i, rollout_log_probs=[-1.0, -2.0]) for i in range(2)]
+    group[lacking].rollout_log_probs = None
+    with caplog.at_level(logging.WARNING):
+        assert "rollout_log_probs" not in samples_to_train_data(make_args(), [group])
+    assert f"1 of 2 samples (the first is {lacking}) have no rollout_log_probs" in caplog.text
+    with pytest.raises(ValueError, match="--use-tis needs"):
+        samples_to_train_data(make_args(use_tis=True), [group])
+    group[lacking].remove_sample = True  # not trained on: zeros will do
+    data = samples_to_train_data(make_args(use_tis=True), [group])
+    assert data["rollout_log_probs"][lacking] == [0.0, 0.0] and data["rollout_log_probs"][1 - lacking] == [-1.0, -2.0]
+
+
+def test_nothing_optional_without_need() -> None:
+    with pytest.raises(ValueError, match=r"2 of 2 samples .* teacher_log_probs, which --use-opd"):
+        samples_to_train_data(make_args(use_opd=True, opd_type="sglang"), [[make_sample(0), make_sample(1)]])
+
+
+def test_metadata_and_nuclei_of_some_samples() -> None:
+    one = make_sample(0, train_metadata={"a": 1}, metadata={"round_number": 2, "source_name": "x"})
+    one.rollout_top_p_token_ids = np.asarray([5, 6], np.int32)
+    one.rollout_top_p_token_offsets = np.asarray([0, 1, 2], np.int32)
+    data = samples_to_train_data(make_args(), [[one, make_sample(1)]])
+    assert data["metadata"] == [{"a": 1}, None]
+    assert data["round_number"] == [2, None] and data["source_names"] == ["x", None]
+    assert data["rollout_top_p_token_offsets"][1].tolist() == [0, 0, 0] and len(data["rollout_top_p_token_ids"][1]) == 0
+    batch = to_rank_batch(split_train_data(make_args(global_batch_size=2), data, 1)[0])
+    assert batch["train_metadata"] == batch["metadata"] == [{"a": 1}, None], "it reaches the trainer (trap 4)"
+    assert [t.tolist() for t in batch["rollout_top_p_token_ids"]] == [[5, 6], []]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": []}, "has 0 tokens"),
+        ({"response_length": 3}, "has 3 tokens and response_length 3"),
+        ({"loss_mask": [1]}, "loss_mask has 1 entries, the response 2 tokens"),
+        ({"rollout_log_probs": [0.0]}, "1 rollout_log_probs for 2 response tokens"),
+    ],
+)
+def test_samples_that_cannot_be_trained_on(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        samples_to_train_data(make_args(), [[make_sample(0), make_sample(1, **change)]])
+    with pytest.raises(ValueError, match="without samples"):
+        samples_to_train_data(make_args(), [])
+
+
+def test_a_mask_that_a_hook_never_filled_trains_everything() -> None:
+    assert samples_to_train_data(make_args(), [[make_sample(0, loss_mask=[])]])["loss_masks"] == [[1, 1]]
+
+
+def convert(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    """The keys that the documentation names, without rollout_ids (trap 2)."""
+    return {
+        "tokens": [s.tokens for s in samples],
+        "response_lengths": [s.response_length for s in samples],
+        "rewards": [1.0] * len(samples),
+        "extra": [s.index for s in samples],
+    }
+
+
+def convert_badly(args: Any, samples: list[Sample]) -> dict[str, Any]:
+    return {**convert(args, samples), "rewards": [1.0]}
+
+
+def test_custom_converter() -> None:
+    siblings = [make_sample(1), make_sample(2)]
+    groups: list[Any] = [[make_sample(0), siblings]]
+    args = make_args(custom_convert_samples_to_train_data_path=f"{__file__}:convert", global_batch_size=2)
+    data = samples_to_train_data(args, groups)
+    assert data["rollout_ids"] == [0, 1, 1] and data["rollout_mask_sums"] == [2.0, 4.0, 4.0]
+    batch = to_rank_batch(split_train_data(args, data, 1)[0])
+    assert batch["extra"] == [0, 1, 2] and batch["raw_reward"] == [1.0] * 3
+    args.custom_convert_samples_to_train_data_path = f"{__file__}:convert_badly"
+    with pytest.raises(ValueError, match="tokens has 3 entries, but rewards has 1"):
+        samples_to_train_data(args, groups)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=4, max_size=10),
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+)
+def test_ranks_together_hold_every_sample_as_it_was(shape: list[list[int]], dp: int, balance: bool) -> None:
+    rng = np.random.default_rng(0)
+    groups: list[list[Sample]] = []
+    index = 0
+    for g, lengths in enumerate(shape):
+        groups.append([])
+        for n in lengths:
+            sample = make_sample(index, g, n, rollout_log_probs=rng.normal(size=n).tolist(), weight_versions=["1"])
+            sample.loss_mask = rng.integers(0, 2, n).tolist()
+            sample.multimodal_train_inputs = {"pixels": index}
+            groups[-1].append(sample)
+            index += 1
+    samples = [s for group in groups for s in group]
+    args = make_args(global_batch_size=len(samples), balance_data=balance, max_tokens_per_gpu=12)
+    data = samples_to_train_data(args, groups)
+    parts = split_train_data(args, data, dp)
+    batches = [to_rank_batch(pickle.loads(pickle.dumps(part))) for part in parts]
+    assert sorted(i for b in batches for i in b["sample_indices"]) == list(range(index))
+    for batch in batches:
+        assert [i for mb in batch["micro_batch_indices"] for i in mb] == list(range(len(batch["tokens"])))
+        assert batch["global_batch_sizes"] == [index]
+        assert batch["global_token_counts"] == [sum(max(sum(s.loss_mask or []), 1) for s in samples)]
+        for local, i in enumerate(batch["sample_indices"]):
+            sample = samples[i]
+            assert batch["partition"][local] == i
+            assert batch["tokens"][local].tolist() == sample.tokens
+            assert batch["total_lengths"][local] == len(sample.tokens)
+            assert batch["response_lengths"][local] == sample.response_length
+            assert batch["loss_masks"][local].tolist() == sample.loss_mask
+            assert batch["rollout_mask_sums"][local] == sum(sample.loss_mask or [])
+            assert batch["rollout_log_probs"][local].tolist() == np.float32(sample.rollout_log_probs).tolist()
+            assert batch["rewards"][local] == data["rewards"][i] and batch["raw_reward"][local] == sample.reward
+            assert batch["group_indices"][local] == sample.group_index
+            assert batch["multimodal_train_inputs"][local] == {"pixels": i}
+            assert batch["weight_versions"][local] == ["1"]
+
+
+def test_wire_types() -> None:
+    import torch
+
+    sample = make_sample(0, rollout_log_probs=[-1.0, -2.0])
+    sample.rollout_routed_experts = np.ones((2, 3, 2), np.uint8)
+    args = make_args(global_batch_size=1)
+    part = split_train_data(args, samples_to_train_data(args, [[sample]]), 1)[0]
+    assert part["tokens"].values.dtype == np.int32 and part["tokens"].values.flags["C_CONTIGUOUS"]
+    part["tokens"].values.setflags(write=False)  # as out of the object store
+    batch = to_rank_batch(part)
+    assert batch["tokens"][0].dtype == torch.int64 and batch["loss_masks"][0].dtype == torch.int32
+    assert batch["rollout_log_probs"][0].dtype == torch.float32
+    assert batch["rollout_routed_experts"][0].shape == (2, 3, 2)
+    assert batch["rollout_routed_experts"][0].dtype == torch.uint8
+    batch["tokens"][0][0] = 3  # the tensors own their memory
+    assert part["tokens"].values[0] == 100
+    assert isinstance(batch["total_lengths"][0], int) and isinstance(batch["rewards"][0], float)

@@ -1,0 +1,109 @@
+"""Reward post-processing: groups by group_index, whatever their sizes and wherever their samples stand."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.data.rewards import post_process_rewards
+from slime.data.sample import Sample
+
+
+def post_process(args: dict[str, Any], rewards: list[Any], groups: list[int]) -> tuple[list[float], list[float]]:
+    samples = [
+        Sample(index=i, group_index=g, reward=None if r == "timeout" else r, reward_timed_out=r == "timeout")
+        for i, (r, g) in enumerate(zip(rewards, groups, strict=True))
+    ]
+    return post_process_rewards(SimpleNamespace(**args), samples, groups)
+
+
+def by_formula(rewards: list[float], std: bool) -> np.ndarray:
+    values = np.asarray(rewards)
+    centred = values - values.mean()
+    return centred / (values.std(ddof=1) + 1e-6) if std and len(values) > 1 else centred
+
+
+def test_the_documented_example() -> None:
+    _, rewards = post_process({"advantage_estimator": "grpo"}, [1, 0, 1, 1, 0, 0], [0, 0, 1, 1, 2, 2])
+    root = math.sqrt(0.5)
+    assert rewards == pytest.approx([root, -root, 0, 0, 0, 0], abs=2e-6)
+    assert rewards[2:] == [0.0] * 4
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0])), min_size=1, max_size=20),
+    st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "ppo", "reinforce_plus_plus"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_group_by_its_own_formula(
+    members: list[tuple[int, float]], estimator: str, std: bool, normalize: bool
+) -> None:
+    groups, values = [g for g, _ in members], [r for _, r in members]  # uneven and interleaved
+    args = {"advantage_estimator": estimator, "grpo_std_normalization": std, "rewards_normalization": normalize}
+    raw, rewards = post_process(args, values, groups)
+    assert raw == values
+    for group in set(groups):
+        inside = [i for i, g in enumerate(groups) if g == group]
+        own = [values[i] for i in inside]
+        if not normalize or estimator in ("ppo", "reinforce_plus_plus"):
+            expected = np.asarray(own)
+        else:
+            expected = by_formula(own, std and estimator != "reinforce_plus_plus_baseline")
+        assert [rewards[i] for i in inside] == pytest.approx(expected, abs=1e-9)
+        if normalize and estimator == "grpo" and len(set(own)) == 1:
+            assert all(rewards[i] == 0.0 for i in inside), "exactly zero, so that the group can be skipped"
+
+
+def test_a_single_sample_has_no_deviation() -> None:
+    assert post_process({"advantage_estimator": "grpo"}, [3.0], [0])[1] == [0.0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_a_timed_out_verifier_is_no_zero(estimator: str) -> None:
+    raw, rewards = post_process({"advantage_estimator": estimator}, [1.0, "timeout", 1.0, 0.0], [0, 0, 0, 0])
+    assert math.isnan(raw[1]) and rewards[1] == 0.0
+    assert [raw[i] for i in (0, 2, 3)] == [1.0, 1.0, 0.0]
+    if estimator == "grpo":
+        assert [rewards[i] for i in (0, 2, 3)] == pytest.approx(by_formula([1, 1, 0], True))
+
+
+def test_removed_samples_stay_in_the_statistics() -> None:
+    samples = [Sample(index=i, reward=float(r)) for i, r in enumerate([1, 0, 0])]
+    samples[0].remove_sample = True
+    _, rewards = post_process_rewards(SimpleNamespace(advantage_estimator="grpo"), samples, [0, 0, 0])
+    assert rewards == pytest.approx(by_formula([1, 0, 0], True))
+
+
+def test_dict_rewards_need_a_key() -> None:
+    with pytest.raises(ValueError, match="--reward-key"):
+        post_process({}, [{"score": 1.0}], [0])
+    args = {"reward_key": "score", "advantage_estimator": "ppo"}
+    assert post_process(args, [{"score": -1.0}], [0])[1] == [-1.0]
+
+
+@pytest.mark.parametrize(("reward", "message"), [(None, "sample 0 .* has no reward"), (math.inf, "is inf")])
+def test_unusable_rewards(reward: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        post_process({}, [reward], [0])
+
+
+def half(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    return [s.reward for s in samples], [s.reward / 2 for s in samples]  # type: ignore[misc,operator]
+
+
+def too_few(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]:
+    return [1.0], [1.0]
+
+
+def test_custom_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {"custom_reward_post_process_path": f"{__file__}:half"}
+    assert post_process(args, [1.0, 3.0], [0, 0]) == ([1.0, 3.0], [0.5, 1.5])
+    with pytest.raises(ValueError, match="1 and 1 for 2 samples"):
+        post_process({"custom_reward_post_process_path": f"{__file__}:too_few"}, [1.0, 3.0], [0, 0])
