@@ -95,17 +95,19 @@ def _draw_rewards(axes: Any, summary: Mapping[str, Any]) -> None:
         points = sorted(zip(series["steps"], series["values"], strict=True))
         x, y = [point[0] for point in points], [point[1] for point in points]
         label = f"evaluation: {name}"
-        axes.plot(x, y, color=color, linestyle="--", marker="D", markersize=8, linewidth=1.2, label=label)
-        for (step, value), shift in {points[0]: 12, points[-1]: -12}.items():
-            axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(shift, 6),
-                          ha="left" if shift > 0 else "right", color=color, fontweight="bold")  # fmt: skip
+        axes.plot(x, y, color=color, linestyle=":", linewidth=1.2, alpha=0.7)
+        axes.plot(x, y, color=color, linestyle="", marker="D", markersize=8, label=label)
+        for step, value in {points[0], points[-1]}:
+            axes.annotate(f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 10),
+                          ha="center", color=color, fontweight="bold")  # fmt: skip
     title = f"{summary['run']}: {summary['num_rollouts']} rollouts in {summary['seconds_total']:.0f} s"
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("rollouts done")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("mean reward")
     values = [*rewards, *(value for series in summary["eval"].values() for value in series["values"])]
     if values and min(values) >= 0 and max(values) <= 1:
-        axes.set_ylim(0, 1.05)
+        axes.set_ylim(0, 1.1)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")

@@ -1,0 +1,285 @@
+"""Make or reuse slime's virtual environment (called by scripts/env.sh; standard library only).
+
+An environment is ready when its stamp holds the key of what was asked for: lock file, pyproject,
+Python, device. The stamp goes away before an install and is written last, so an interrupted install
+is gone on with by the next call. Calls for the same folder wait for one another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CPU_TORCH_MEGABYTES = 195
+CUDA_MEGABYTES = 3500
+STAMP = "slime-stamp"
+LOCK_DEADLINE_SECONDS = 1800.0
+
+
+class SetupError(RuntimeError):
+    """The environment cannot be made; the message says what to do."""
+
+
+def main() -> int:
+    start = time.monotonic()
+    try:
+        device = choose_device()
+        folder = choose_folder(device)
+        python = ensure(folder, device)
+    except (SetupError, OSError) as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the next call goes on where this one stopped")
+        return 130
+    if time.monotonic() - start > 5:
+        say(f"environment ready in {time.monotonic() - start:.0f} s: {folder}")
+    print(python)
+    return 0
+
+
+def choose_device() -> str:
+    """``cuda`` where a GPU is listed, else ``cpu``; ``SLIME_DEVICE`` decides."""
+    asked = os.environ.get("SLIME_DEVICE")
+    if asked:
+        if asked not in ("cpu", "cuda"):
+            raise SetupError(f"SLIME_DEVICE={asked}: use cpu or cuda")
+        return asked
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "cpu"
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
+
+
+def choose_folder(device: str) -> Path:
+    """``SLIME_ENV_DIR``; in CI a folder of the user's cache named by the key; else ``.venv``."""
+    asked = os.environ.get("SLIME_ENV_DIR")
+    if asked:
+        return Path(asked).expanduser().resolve()
+    if os.environ.get("CI"):
+        return cache_folder() / f"env-{key_of(device)[:12]}"
+    return CHECKOUT / ".venv"
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime"
+
+
+def lock_file(device: str) -> Path:
+    return CHECKOUT / "requirements" / ("gpu.txt" if device == "cuda" else "cpu.txt")
+
+
+def key_of(device: str) -> str:
+    """What an environment is made of, as a digest."""
+    digest = hashlib.sha256()
+    for file in (CHECKOUT / "requirements" / "cpu.txt", lock_file(device), CHECKOUT / "pyproject.toml"):
+        digest.update(file.read_bytes())
+    version = ".".join(map(str, sys.version_info[:2]))
+    digest.update(f"{version} {device} {sys.platform} {platform.machine()}".encode())
+    return digest.hexdigest()
+
+
+def ensure(folder: Path, device: str) -> Path:
+    """Return the python of a ready environment in ``folder``, installing what is missing."""
+    key = key_of(device)
+    python = folder / "bin" / "python"
+    if stamped(folder) == [key, str(CHECKOUT)] and python.exists():
+        return python
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
+        raise SetupError(f"{folder} holds other files: name an empty or new folder in SLIME_ENV_DIR")
+    folder.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.parent / f"{folder.name}.lock", folder):
+        found = stamped(folder)  # another call may have finished meanwhile
+        if found[:1] != [key] or not python.exists():
+            install(folder, device)
+        if found != [key, str(CHECKOUT)]:
+            install_slime(folder)
+            write_stamp(folder, key)
+    return python
+
+
+def stamped(folder: Path) -> list[str]:
+    """Key and checkout of a finished environment; empty for any other folder."""
+    stamp = folder / STAMP
+    return stamp.read_text(encoding="utf-8").splitlines() if stamp.is_file() else []
+
+
+def write_stamp(folder: Path, key: str) -> None:
+    temporary = folder / f"{STAMP}.{os.getpid()}"
+    temporary.write_text(f"{key}\n{CHECKOUT}\n", encoding="utf-8")
+    temporary.replace(folder / STAMP)
+
+
+@contextlib.contextmanager
+def exclusive(lock: Path, folder: Path) -> Iterator[None]:
+    """Hold a file lock; it falls with its process, so a killed install blocks nobody."""
+    import fcntl
+
+    deadline = time.monotonic() + LOCK_DEADLINE_SECONDS
+    with lock.open("w") as file:
+        waiting = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    say(f"another call is installing into {folder}: waiting for it")
+                waiting = True
+                if time.monotonic() > deadline:
+                    raise SetupError(
+                        f"{lock} was held for {LOCK_DEADLINE_SECONDS:.0f} s; is an install hanging?"
+                    ) from None
+                time.sleep(0.5)
+        yield
+
+
+def install(folder: Path, device: str) -> None:
+    """Create the environment and install the locked packages; torch first, so that nothing pulls another."""
+    (folder / STAMP).unlink(missing_ok=True)
+    create(folder)
+    log = folder / "install.log"
+    log.unlink(missing_ok=True)
+    if device == "cuda":
+        say(f"installing for CUDA from {lock_file(device).name}: up to {CUDA_MEGABYTES} MB to download")
+        run_pip(folder, ["-r", str(lock_file(device)), "-c", str(without_torch(folder))], "packages")
+        return
+    install_cpu_torch(folder)
+    text = lock_file(device).read_text(encoding="utf-8")
+    packages = [line for line in text.splitlines() if line and not line.startswith("#")]
+    size = header(text, "download-mb")
+    say(f"installing {len(packages)} packages: up to {size} MB to download where they are not in pip's cache")
+    run_pip(folder, ["--no-deps", "-r", str(lock_file(device))], "packages", total=len(packages))
+
+
+def create(folder: Path) -> None:
+    """A virtual environment of this Python; one of another version is made anew."""
+    config = folder / "pyvenv.cfg"
+    version = ".".join(map(str, sys.version_info[:2]))
+    if config.is_file() and (folder / "bin" / "pip").exists():
+        found = re.search(r"^version *= *(\d+\.\d+)", config.read_text(), re.MULTILINE)
+        if found and found.group(1) == version:
+            return
+    say(f"making a virtual environment with Python {platform.python_version()} in {folder}")
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", "--clear", str(folder)], capture_output=True, text=True, check=False, timeout=300
+    )
+    if made.returncode != 0:
+        raise SetupError(
+            f"{sys.executable} -m venv failed: {(made.stderr or made.stdout).strip()[-400:]}\n"
+            "On Debian and Ubuntu the module is a package of its own: apt-get install python3-venv"
+        )
+
+
+def install_cpu_torch(folder: Path) -> None:
+    """The CPU build: from a wheel that pip's configuration leads to, else from PyTorch's CPU index."""
+    version = header(lock_file("cpu").read_text(encoding="utf-8"), "torch")
+    if sys.platform != "linux":
+        say(f"installing torch {version}: up to {CPU_TORCH_MEGABYTES} MB to download")
+        run_pip(folder, ["--no-deps", f"torch=={version}"], "torch")
+        return
+    wanted = f"torch=={version}+cpu"
+    configured = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+    say(f"installing the CPU build of torch {version} (up to {CPU_TORCH_MEGABYTES} MB; less where a wheel is at hand)")
+    local = subprocess.run([*configured, wanted], capture_output=True, text=True, check=False, timeout=1800)
+    append_log(folder, local.stdout + local.stderr)
+    if local.returncode == 0:
+        return
+    say(f"no CPU wheel configured; downloading about {CPU_TORCH_MEGABYTES} MB from {CPU_INDEX}")
+    run_pip(folder, ["--no-deps", "--index-url", CPU_INDEX, wanted], "torch")
+
+
+def install_slime(folder: Path) -> None:
+    """Point the environment at this checkout. Quick, so a shared environment may change hands."""
+    (folder / STAMP).unlink(missing_ok=True)
+    run_pip(folder, ["--no-deps", "--no-build-isolation", "--editable", str(CHECKOUT)], "slime")
+
+
+def without_torch(folder: Path) -> Path:
+    """The CPU pins as constraints for another build of torch, whose own needs may differ."""
+    lines = (CHECKOUT / "requirements" / "cpu.txt").read_text(encoding="utf-8").splitlines()
+    loose = ("setuptools", "sympy", "networkx", "fsspec", "filelock", "typing-extensions", "jinja2", "mpmath")
+    kept = [line for line in lines if line and not line.startswith("#") and line.split("==")[0] not in loose]
+    path = folder / "constraints.txt"
+    path.write_text("\n".join(kept) + "\n", encoding="utf-8")
+    return path
+
+
+def header(text: str, name: str) -> str:
+    """A ``# name: value`` line of a lock file."""
+    found = re.search(rf"^# {re.escape(name)}: (\S+)", text, re.MULTILINE)
+    if not found:
+        raise SetupError(f"the lock file has no '# {name}:' line; make it anew with scripts/lock.py")
+    return found.group(1)
+
+
+def run_pip(folder: Path, arguments: Sequence[str], what: str, total: int = 0) -> None:
+    """``pip install`` with its words in ``install.log`` and a count in the terminal.
+
+    Raises:
+        SetupError: pip failed; the message has its last lines.
+    """
+    command = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input",
+               "--progress-bar", "off", *arguments]  # fmt: skip
+    lines: list[str] = []
+    count = 0
+    pip = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    try:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            lines.append(line)
+            if line.startswith(("Collecting ", "Requirement already satisfied")):
+                count += 1
+                tick(what, count, total, line.split()[-1] if line.startswith("Coll") else "")
+            elif line.startswith("Installing collected"):
+                say("unpacking" if total else f"unpacking {what}")
+        code = pip.wait()
+    except BaseException:
+        pip.terminate()
+        pip.wait(timeout=30)
+        raise
+    finally:
+        append_log(folder, "".join(lines))
+    if code != 0:
+        tail = "".join(line for line in lines if not line.startswith("WARNING: Location"))[-1500:]
+        raise SetupError(f"pip could not install {what} (all of it in {folder / 'install.log'}):\n{tail}")
+
+
+def tick(what: str, count: int, total: int, name: str) -> None:
+    """A counter on one line of a terminal; elsewhere four lines in all."""
+    if sys.stderr.isatty():
+        end = "\n" if count == total else ""
+        print(
+            f"\r\033[Kslime: {what} {count}{f'/{total}' if total else ''} {name[:50]}",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
+    elif total and count % max(total // 4, 1) == 0:
+        say(f"{what} {count}/{total}")
+
+
+def append_log(folder: Path, text: str) -> None:
+    with (folder / "install.log").open("a", encoding="utf-8") as file:
+        file.write(text)
+
+
+def say(text: str) -> None:
+    """To stderr: stdout is for the path alone."""
+    print(f"slime: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

