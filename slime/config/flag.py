@@ -1,0 +1,245 @@
+"""One dataclass field is one command-line flag: its default, type, help, choices and state live together."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+Status = Literal["works", "notice", "planned", "refused"]
+"""``works``; ``notice``: accepted, and one line says what it does not do; ``planned``: refused as not
+built yet; ``refused``: refused with the reason."""
+
+Kind = Literal["value", "switch", "negative", "toggle", "list", "pairs", "repeat", "json", "hook", "path"]
+"""How a flag is written: ``--x VALUE``; ``--x``; ``--disable-x`` sets False; ``--x/--no-x``; ``--x A B``;
+``--x NAME PATH`` (repeatable, appended); ``--x A --x B``; JSON; a path to the user's function; a file."""
+
+_KEY = "flag"
+
+
+class Loose(str):
+    """Type of a flag whose values may be numbers or expressions: ``8192``, ``8k``, ``[0]*3+[1]*58``."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Everything known about one flag."""
+
+    name: str  # attribute of Args
+    option: str  # as typed: "--rollout-batch-size"
+    kind: Kind
+    value_type: type  # int, float, str, bool or dict; the element type of lists
+    default: Any
+    help: str
+    group: str  # title of the dataclass it belongs to
+    choices: tuple[Any, ...] = ()
+    status: Status = "works"
+    reason: str = ""
+    limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # per value
+    reader: str = ""
+    metavar: str | None = None
+    optional: bool = True  # None is a value
+
+    @property
+    def takes_list(self) -> bool:
+        return self.kind in ("list", "pairs", "repeat")
+
+    @property
+    def is_bool(self) -> bool:
+        return self.kind in ("switch", "negative", "toggle")
+
+
+def flag(
+    default: Any,
+    *,
+    help: str,
+    option: str | None = None,
+    kind: Kind | None = None,
+    choices: Sequence[Any] = (),
+    status: Status = "works",
+    reason: str = "",
+    limits: Mapping[Any, tuple[Status, str]] | None = None,
+    reader: str = "",
+    metavar: str | None = None,
+) -> Any:
+    """Declare a field of a config dataclass as a flag.
+
+    Args:
+        default: the value when the flag is not given; None often means "derived", see ``defaults.py``.
+        help: one sentence.
+        option: as typed, when it is not the field's name with dashes.
+        kind: taken from the annotation when left out.
+        status, reason: see :data:`Status`. ``limits`` sets them for single values.
+        reader: file or room that reads the value.
+    """
+    meta = dict(
+        help=help,
+        option=option,
+        kind=kind,
+        choices=tuple(choices),
+        status=status,
+        reason=reason,
+        limits=dict(limits or {}),
+        reader=reader,
+        metavar=metavar,
+    )
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
+    return dataclasses.field(default=default, metadata={_KEY: meta})
+
+
+def flags_of(cls: type) -> dict[str, Flag]:
+    """The flags of a composed dataclass by attribute name, in order of declaration."""
+    return dict(_flags_of(cls))
+
+
+@functools.cache
+def _flags_of(cls: type) -> dict[str, Flag]:
+    hints = get_type_hints(cls)
+    groups = {
+        name: base.__dict__.get("_title", base.__name__)
+        for base in reversed(cls.__mro__)
+        for name in base.__dict__.get("__annotations__", {})
+    }
+    return {
+        field.name: _make(field, hints[field.name], groups[field.name])
+        for field in dataclasses.fields(cls)
+        if _KEY in field.metadata
+    }
+
+
+def _make(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag:
+    meta = field.metadata[_KEY]
+    default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+    value_type, container, optional = _unwrap(hint)
+    kind = meta["kind"] or _infer_kind(value_type, container, optional or default is None, field.name)
+    return Flag(
+        name=field.name,
+        option=meta["option"] or "--" + field.name.replace("_", "-"),
+        kind=kind,
+        value_type=value_type,
+        default=default,
+        help=meta["help"],
+        group=group,
+        choices=meta["choices"],
+        status=meta["status"],
+        reason=meta["reason"],
+        limits=meta["limits"],
+        reader=meta["reader"],
+        metavar=meta["metavar"],
+        optional=optional or default is None,
+    )
+
+
+def _unwrap(hint: Any) -> tuple[type, type | None, bool]:
+    """``list[int] | None`` -> (int, list, True)."""
+    optional = False
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [member for member in get_args(hint) if member is not type(None)]
+        optional, hint = len(members) < len(get_args(hint)), members[0]
+    if get_origin(hint) is list:
+        return get_args(hint)[0], list, optional
+    if get_origin(hint) is dict:
+        return dict, dict, optional
+    return hint, None, optional
+
+
+def _infer_kind(value_type: type, container: type | None, optional: bool, name: str) -> Kind:
+    if container is list:
+        return "list"
+    if container is dict or value_type is dict:
+        return "json"
+    if value_type is bool:
+        return "toggle" if optional else "switch"
+    if value_type not in (int, float, str):
+        raise TypeError(f"field {name!r}: say which kind of flag {value_type} is")
+    return "value"
+
+
+def convert(flag: Flag, value: Any) -> Any:
+    """Bring a word of the command line, or a value of a YAML file, to the flag's type.
+
+    Raises:
+        ValueError: the message says what was expected, without the name of the flag.
+    """
+    if value is None:
+        if flag.optional or flag.default is None:
+            return None
+        raise ValueError("needs a value, not null")
+    if flag.takes_list:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return [_convert_one(flag, item) for item in items]
+    return _convert_one(flag, value)
+
+
+def _convert_one(flag: Flag, value: Any) -> Any:
+    converted = _to_type(flag.value_type, value)
+    if flag.choices and converted not in flag.choices:
+        raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}")
+    return converted
+
+
+def _to_type(value_type: type, value: Any) -> Any:
+    if value_type is bool:
+        return _to_bool(value)
+    if value_type is dict:
+        return _to_dict(value)
+    if value_type is Loose:
+        return _to_loose(value)
+    if value_type is str:
+        return value if isinstance(value, str) else str(value)
+    if isinstance(value, bool):
+        raise ValueError(f"needs a number, not {value}")
+    if value_type is int:
+        return _to_int(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not a number") from None
+
+
+def _to_int(value: Any) -> int:
+    try:
+        number = float(value) if not isinstance(value, int) else value
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r} is not a whole number") from None
+    if number != number or number in (float("inf"), float("-inf")) or number != int(number):
+        raise ValueError(f"{value!r} is not a whole number")
+    return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+
+
+def _to_loose(value: Any) -> Any:
+    for number in (int, float):
+        try:
+            return number(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+    return value
+
+
+def _to_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in ("true", "yes", "on", "1"):
+        return True
+    if word in ("false", "no", "off", "0"):
+        return False
+    raise ValueError(f"{value!r} is neither true nor false")
+
+
+def _to_dict(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    try:
+        decoded = json.loads(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{value!r} is not JSON ({error})") from None
+    if not isinstance(decoded, dict):
+        raise ValueError(f"needs a JSON object like {{\"key\": 1}}, not {value!r}")
+    return decoded

@@ -1,0 +1,96 @@
+"""Metrics, dumps, profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.flag import flag
+
+_METRICS = "slime/observability"
+
+
+@dataclass
+class ObservabilityConfig:
+    _title = "observability"
+
+    use_tensorboard: bool = flag(True, kind="toggle", help="TensorBoard events in the run's folder", reader=_METRICS)
+    tb_project_name: str = flag(None, help="first part of the event folder's name", status="notice", reason="events lie in outputs/<run>")
+    tb_experiment_name: str = flag(None, help="second part of it", status="notice", reason="events lie in outputs/<run>; use --run-name")
+    use_wandb: bool = flag(False, help="log to Weights & Biases too", reader=_METRICS)
+    wandb_mode: str = flag(None, choices=("online", "offline", "disabled"), help="default: the environment's", reader=_METRICS)
+    wandb_dir: str = flag(None, help="folder of its files", reader=_METRICS)
+    wandb_key: str = flag(None, help="API key; better in the environment", reader=_METRICS)
+    wandb_host: str = flag(None, help="server", reader=_METRICS)
+    wandb_team: str = flag(None, help="entity", reader=_METRICS)
+    wandb_group: str = flag(None, help="group", reader=_METRICS)
+    wandb_project: str = flag(None, help="project", reader=_METRICS)
+    wandb_run_id: str = flag(None, help="go on with this run", reader=_METRICS)
+    wandb_random_suffix: bool = flag(
+        True, option="--disable-wandb-random-suffix", kind="negative", help="no random end to the group's name", reader=_METRICS
+    )
+    wandb_always_use_train_step: bool = flag(False, help="x-axis in optimizer steps", reader=_METRICS)
+    log_multi_turn: bool = flag(False, help="metrics of multi-turn samples", reader="slime/rollout")
+    log_passrate: bool = flag(False, help="pass@k of the training groups", reader="slime/rollout")
+    log_correct_samples: bool = flag(False, help="metrics of the correct samples apart", status="planned")
+    log_reward_category: str = flag(None, help="entry of a dict reward to count by", reader="slime/rollout")
+
+
+@dataclass
+class DebugConfig:
+    _title = "debugging and profiling"
+
+    debug_rollout_only: bool = flag(False, help="no trainer", reader="slime/cluster")
+    debug_train_only: bool = flag(False, help="no engines; needs --load-debug-rollout-data", reader="slime/cluster")
+    save_debug_rollout_data: str = flag(None, help="template of a dump of each rollout, with {rollout_id}", reader="slime/cluster/rollout_manager.py")
+    load_debug_rollout_data: str = flag(None, help="train on such dumps; implies --debug-train-only", reader="slime/cluster/rollout_manager.py")
+    load_debug_rollout_data_subsample: float = flag(None, help="share of the dump to use", status="planned")
+    load_forge_rollout_data: str = flag(None, help="replay dumps with engines alive", status="planned")
+    save_debug_train_data: str = flag(None, help="template of a dump of each train batch", status="planned")
+    dump_details: str = flag(None, help="folder; sets both dumps and keeps the tokenizer", status="planned")
+    memory_snapshot_dir: str = flag(".", help="folder of memory snapshots", status="planned")
+    memory_snapshot_num_steps: int = flag(None, help="steps of a memory snapshot", status="planned")
+    record_memory_history: bool = flag(False, help="record CUDA allocations", status="planned")
+    memory_recorder: str = flag("torch", choices=("torch", "memray"), help="recorder of memory", status="planned")
+    use_pytorch_profiler: bool = flag(False, help="torch profiler", status="planned")
+    profile_target: list[str] = flag(
+        ["train_overall"], choices=("train_overall", "train_actor", "train_log_probs"), help="what is profiled", status="planned"
+    )
+    ci_test: bool = flag(False, help="assertions for CI", status="refused", reason="tests hold them here, the product carries none")
+    ci_disable_kl_checker: bool = flag(False, help="part of --ci-test", status="refused", reason="there is no --ci-test")
+    ci_train_rollout_logprob_abs_diff_threshold: float = flag(
+        0.1, help="part of --ci-test", status="refused", reason="use --logprob-gap-threshold"
+    )
+    ci_save_grad_norm: str = flag(None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl")
+    ci_load_grad_norm: str = flag(None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl")
+
+
+@dataclass
+class MegatronExtrasConfig:
+    _title = "Megatron extras and teacher server"
+
+    mtp_num_layers: int = flag(None, help="multi-token prediction layers", status="planned")
+    mtp_loss_scaling_factor: float = flag(0.2, help="weight of their loss", status="planned")
+    enable_mtp_training: bool = flag(False, help="train them", status="planned")
+    custom_megatron_init_path: str = flag(None, kind="hook", help="called after Megatron's start", status="planned")
+    custom_megatron_before_log_prob_hook_path: str = flag(None, kind="hook", help="called before log-probs", status="planned")
+    custom_megatron_before_train_step_hook_path: str = flag(None, kind="hook", help="called before a step", status="planned")
+    megatron_deepgemm_forward_layers: list[int] | None = flag(
+        None, help="layers in FP8 DeepGEMM", status="refused", reason="there are no DeepGEMM kernels here"
+    )
+    megatron_deepgemm_forward_modules: list[str] | None = flag(
+        None, help="modules in FP8 DeepGEMM", status="refused", reason="there are no DeepGEMM kernels here"
+    )
+    megatron_deepgemm_moe_forward_layers: list[int] | None = flag(
+        None, help="MoE layers in FP8 DeepGEMM", status="refused", reason="there are no DeepGEMM kernels here"
+    )
+    megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
+        None, help="MoE modules in FP8 DeepGEMM", status="refused", reason="there are no DeepGEMM kernels here"
+    )
+    teacher_port: int = flag(7999, help="port of a Megatron teacher server", status="planned")
+    teacher_warmup_port: int = flag(7999, help="its warm-up port", status="planned")
+    teacher_warmup_timeout_s: int = flag(3000, help="its warm-up deadline", status="planned")
+    teacher_sample_reduction_chunk_size: int = flag(4096, help="its chunk of samples", status="planned")
+    teacher_label_reduction_chunk_size: int = flag(4096, help="its chunk of labels", status="planned")
+    megatron_server_max_length: int = flag(0, help="its longest sequence", status="planned")
+    megatron_server_update_timeout_s: int = flag(3600, help="its deadline of a weight update", status="planned")
+    megatron_server_warmup: bool = flag(True, kind="toggle", help="warm it up", status="planned")

@@ -1,0 +1,54 @@
+"""What kind of run this is, where it writes, and what scales it to a machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slime.config.flag import flag
+
+
+@dataclass
+class RunConfig:
+    _title = "run"
+
+    train_backend: str = flag(
+        None,
+        help="what trains: fsdp (Hugging Face models) or megatron; default: megatron on CUDA where installed, else fsdp",
+        choices=("fsdp", "megatron"),
+        limits={"megatron": ("planned", "use --train-backend fsdp")},
+        reader="slime/backends/create.py",
+    )
+    rollout_backend: str = flag(
+        None,
+        help="what generates: embedded (our own server) or sglang; default: sglang on CUDA where installed, else embedded",
+        choices=("embedded", "sglang"),
+        limits={"sglang": ("planned", "use --rollout-backend embedded")},
+        reader="slime/cluster/engine_actor.py",
+    )
+    deterministic: bool = flag(
+        False,
+        kind="toggle",
+        help="same seed, same run, bit for bit: fixed compute shapes, groups judged in submission order",
+        reader="slime/engines, slime/rollout, slime/backends",
+    )
+    seed: int = flag(1234, help="seed of initialisation, dropout and everything the trainer draws", reader="slime/backends")
+    output_dir: str = flag("outputs", help="each run writes a folder of its own below this one", reader="slime/observability/run_dir.py")
+    run_name: str = flag(
+        None,
+        help="name of the run's folder; default: model, estimator and time, or the resumed run's",
+        reader="slime/observability/run_dir.py",
+    )
+    override: str = flag(
+        None,
+        kind="path",
+        help="YAML file of flag names and values, applied last and printed: scales a recipe to a machine",
+        reader="slime/config/overrides.py",
+    )
+    custom_config_path: str = flag(
+        None,
+        kind="path",
+        help="YAML file; every key becomes an attribute of args (before the checks), for the user's own hooks",
+        reader="slime/config/overrides.py",
+    )
+    config: str = flag(None, kind="path", help="YAML of defaults", status="refused", reason="use --override FILE")
+    phase_timeout: float = flag(3600.0, help="seconds that generate, train or a weight sync may take", reader="slime/cluster")
