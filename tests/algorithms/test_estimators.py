@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import threading
 from types import SimpleNamespace
@@ -335,3 +336,9 @@ def test_rloo_hook_groups_by_group_index_not_by_position() -> None:
         for g, r in ((4, 1), (9, 0), (4, 0), (9, 0))
     ]
     assert post_process_rewards(make_args(), samples) == ([1, 0, 0, 0], [1, 0, -1, 0])
+
+
+def test_the_names_used_here_are_flags_of_the_run() -> None:
+    from slime.config.args import Args
+
+    assert set(vars(make_args())) <= {f.name for f in dataclasses.fields(Args)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,3 +110,9 @@ def test_reference_entropy_and_logits() -> None:
 )
 def test_when_zero_advantage_means_zero_gradient(changes: dict[str, Any], skippable: bool) -> None:
     assert zero_advantage_groups_skippable(make_args(**changes)) is skippable
+
+
+def test_the_names_used_here_are_flags_of_the_run() -> None:
+    from slime.config.args import Args
+
+    assert set(vars(make_args())) <= {f.name for f in dataclasses.fields(Args)}

@@ -1,0 +1,573 @@
+"""The shared loss path: against a scalar reference, independent of how a step is split, deaf to masked tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime.algorithms.reduce import Identity
+from slime.backends.loss import TokenBatch, compute_loss, is_max_metric, rescale_diagnostics
+
+quick = settings(deadline=None, max_examples=40)
+
+DEFAULTS: dict[str, Any] = dict(
+    loss_type="policy_loss", advantage_estimator="grpo", calculate_per_token_loss=False,
+    eps_clip=0.2, eps_clip_high=None, eps_clip_c=None, value_clip=0.2, entropy_coef=0.0,
+    use_kl_loss=False, kl_loss_coef=0.0, kl_loss_type="k3", use_unbiased_kl=False,
+    use_rollout_logprobs=False, use_tis=False, tis_clip=2.0, tis_clip_low=0.0, get_mismatch_metrics=False,
+    custom_tis_function_path=None, custom_pg_loss_reducer_function_path=None, custom_loss_function_path=None,
+    use_opsm=False, opsm_delta=1e-4,
+)  # fmt: skip
+PER_TOKEN = (
+    "log_probs", "entropy", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns",
+    "old_values", "opd_reverse_kl",
+)  # fmt: skip
+
+
+def make_args(**changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**(DEFAULTS | changes))
+
+
+def make_tokens(lengths: list[int], seed: int = 0, siblings: int = 1, dtype: torch.dtype = torch.float64) -> TokenBatch:
+    """Random tokens; each run of ``siblings`` samples is one rollout."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+
+    def draw(scale: float = 1.0) -> Tensor:
+        return (torch.randn(total, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+    base = -draw().abs() - 0.1
+    mask = (torch.rand(total, generator=generator) < 0.7).int()
+    sums = torch.tensor([float(m.sum()) for m in mask.split(lengths)])
+    rollout_sums = torch.cat([part.sum().repeat(len(part)) for part in sums.split(siblings)]) if lengths else sums
+    advantages = torch.cat([torch.randn(1, generator=generator, dtype=torch.float64).repeat(n) for n in lengths])
+    return TokenBatch(
+        response_lengths=list(lengths),
+        total_lengths=[n + 3 for n in lengths],
+        loss_mask=mask,
+        rollout_mask_sums=rollout_sums,
+        log_probs=base.clone().requires_grad_(),
+        entropy=draw().abs().requires_grad_(),
+        old_log_probs=base + draw(0.3),
+        ref_log_probs=base + draw(0.3),
+        rollout_log_probs=base + draw(0.3),
+        advantages=advantages.to(dtype),
+        returns=draw(),
+        old_values=draw(),
+        opd_reverse_kl=draw(),
+    )
+
+
+def take(tokens: TokenBatch, picked: list[int]) -> TokenBatch:
+    """The micro-batch of some samples; gradients flow back to the whole."""
+    changes: dict[str, Any] = {}
+    for name in ("loss_mask", *PER_TOKEN, "values"):
+        value = getattr(tokens, name)
+        if value is not None:
+            parts = value.split(tokens.response_lengths)
+            changes[name] = torch.cat([parts[i] for i in picked])
+    return dataclasses.replace(
+        tokens,
+        response_lengths=[tokens.response_lengths[i] for i in picked],
+        total_lengths=[tokens.total_lengths[i] for i in picked],
+        rollout_mask_sums=tokens.rollout_mask_sums[picked],
+        **changes,
+    )
+
+
+def counts(tokens: TokenBatch, siblings: int = 1) -> dict[str, float]:
+    per_sample = [max(float(m.sum()), 1.0) for m in tokens.loss_mask.split(tokens.response_lengths)]
+    return {"num_rollouts": len(per_sample) / siblings, "num_tokens": sum(per_sample)}
+
+
+# --- the formula -------------------------------------------------------------------------------
+
+
+def reference_policy_loss(a: SimpleNamespace, t: TokenBatch, siblings: int) -> dict[str, Any]:
+    """Token by token, straight from contract/algorithms.md 5.3-5.6, on float64 scalars."""
+    names = ("loss", "pg_loss", "entropy_loss", "kl_loss", "ppo_kl", "pg_clipfrac", "opsm_clipfrac", "tis",
+             "tis_clipfrac", "tis_abs", "ois", "train_rollout_logprob_abs_diff", "opd_reverse_kl")  # fmt: skip
+    sums: dict[str, Any] = dict.fromkeys(names, torch.zeros((), dtype=torch.float64))
+    high = a.eps_clip if a.eps_clip_high is None else a.eps_clip_high
+    position, largest = 0, 0.0
+    for i, length in enumerate(t.response_lengths):
+        span = range(position, position + length)
+        position += length
+        inside = [j for j in span if t.loss_mask[j]]
+        divisor = 1.0 if a.calculate_per_token_loss else max(float(t.rollout_mask_sums[i]), 1.0)
+        old = {j: t.rollout_log_probs[j] if a.use_rollout_logprobs else t.old_log_probs[j] for j in inside}
+        kl = {j: old[j] - t.log_probs[j] for j in inside}
+        mean_kl = sum(kl.values()) / max(len(inside), 1)
+        for j in inside:
+            ppo_kl = mean_kl if a.advantage_estimator == "gspo" else kl[j]
+            ratio, advantage = torch.exp(-ppo_kl), t.advantages[j]
+            bounded = torch.clamp(ratio, 1 - a.eps_clip, 1 + high)
+            if a.advantage_estimator == "cispo":
+                pg, clipped = -bounded.detach() * advantage * t.log_probs[j], float(bounded != ratio)
+            else:
+                pg = torch.max(-ratio * advantage, -bounded * advantage)
+                clipped = float(-bounded * advantage > -ratio * advantage)
+                if a.eps_clip_c is not None and advantage < 0:
+                    pg = torch.min(pg, -a.eps_clip_c * advantage)
+            dropped = a.use_opsm and advantage < 0 and float(torch.as_tensor(mean_kl).detach()) > a.opsm_delta
+            if dropped:
+                pg = pg * 0
+            gap = float(t.old_log_probs[j] - t.rollout_log_probs[j])
+            largest = max(largest, abs(gap))
+            weight = math.exp(gap)
+            kept = min(max(weight, a.tis_clip_low), a.tis_clip)
+            if a.use_tis:
+                pg = pg * kept
+            d = t.log_probs[j] - t.ref_log_probs[j]
+            ref_kl = torch.exp(-d) - 1 + d
+            if a.use_unbiased_kl:
+                ref_kl = ref_kl * torch.exp(t.log_probs[j] - old[j])
+            terms = {
+                "pg_loss": pg, "entropy_loss": t.entropy[j], "kl_loss": ref_kl, "ppo_kl": ppo_kl, "ois": ratio,
+                "pg_clipfrac": clipped, "opsm_clipfrac": float(dropped), "tis": weight, "tis_abs": abs(weight - 1),
+                "tis_clipfrac": float(kept != weight), "train_rollout_logprob_abs_diff": abs(gap),
+                "opd_reverse_kl": t.opd_reverse_kl[j],
+            }  # fmt: skip
+            terms["loss"] = pg - a.entropy_coef * t.entropy[j] + (a.kl_loss_coef * ref_kl if a.use_kl_loss else 0)
+            for name, x in terms.items():
+                sums[name] = sums[name] + x / divisor
+    n = counts(t, siblings)
+    count = n["num_tokens"] if a.calculate_per_token_loss else n["num_rollouts"]
+    return {name: x / count for name, x in sums.items()} | {"train_rollout_logprob_abs_diff_max": largest}
+
+
+flags = st.fixed_dictionaries(
+    {
+        "advantage_estimator": st.sampled_from(["grpo", "gspo", "cispo", "ppo"]),
+        "calculate_per_token_loss": st.booleans(),
+        "eps_clip_high": st.sampled_from([None, 0.28]),
+        "eps_clip_c": st.sampled_from([None, 3.0]),
+        "entropy_coef": st.sampled_from([0.0, 0.1]),
+        "use_kl_loss": st.booleans(),
+        "kl_loss_coef": st.sampled_from([0.0, 0.3]),
+        "use_unbiased_kl": st.booleans(),
+        "use_opsm": st.booleans(),
+        "off_policy": st.sampled_from([{}, {"use_tis": True, "tis_clip_low": 0.8}, {"use_rollout_logprobs": True}]),
+    }
+)
+
+
+@quick
+@given(
+    flag=flags,
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    seed=st.integers(0, 99),
+    fan_out=st.booleans(),
+)
+def test_policy_loss_metrics_and_gradient(flag: dict[str, Any], lengths: list[int], seed: int, fan_out: bool) -> None:
+    off_policy = flag.pop("off_policy")
+    args = make_args(**flag, **off_policy)
+    siblings = len(lengths) if fan_out else 1
+    tokens = make_tokens(lengths, seed, siblings)
+    loss, metrics = compute_loss(args, tokens, **counts(tokens, siblings))
+    assert tokens.log_probs is not None and tokens.entropy is not None
+    leaves = [tokens.log_probs, tokens.entropy]
+    got = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    expected = reference_policy_loss(args, tokens, siblings)
+    if tokens.loss_mask.any():
+        wanted = torch.autograd.grad(expected["loss"], leaves, allow_unused=True, materialize_grads=True)
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    absent = {"kl_loss": not args.use_kl_loss, "opsm_clipfrac": not args.use_opsm}
+    absent |= dict.fromkeys(("tis", "tis_clipfrac", "tis_abs"), not args.use_tis)
+    for name, value in expected.items():
+        if absent.get(name):
+            assert name not in metrics
+        else:
+            assert metrics[name].item() == pytest.approx(float(torch.as_tensor(value).detach()), rel=1e-9, abs=1e-12), (
+                name
+            )
+    assert loss.dtype == torch.float64 and not any(m.requires_grad for m in metrics.values())
+
+
+def test_one_step_worked_by_hand() -> None:
+    """Two samples, three trained tokens, ratio 1: the loss is the mean over samples of -A, plus 0.1 k3 - 0.01 H."""
+    tokens = TokenBatch(
+        response_lengths=[2, 2],
+        total_lengths=[4, 4],
+        loss_mask=torch.tensor([1, 1, 1, 0]),
+        rollout_mask_sums=torch.tensor([2.0, 1.0]),
+        log_probs=torch.tensor([-1.0, -2.0, -1.0, -7.0], requires_grad=True),
+        ref_log_probs=torch.tensor([-1.0 - math.log(2), -2.0, -1.0, 0.0]),
+        entropy=torch.tensor([1.0, 3.0, 2.0, 9.0]),
+        advantages=torch.tensor([0.5, 0.5, -1.0, 5.0]),
+    )
+    args = make_args(use_kl_loss=True, kl_loss_coef=0.1, entropy_coef=0.01)
+    loss, metrics = compute_loss(args, tokens, num_rollouts=2, num_tokens=3)
+    # pg: (-0.5 + 1.0) / 2 = 0.25   k3: (0.193147 + 0) / 2 samples / 2 tokens = 0.0482868   H: (2 + 2) / 2 = 2
+    assert metrics["pg_loss"].item() == pytest.approx(0.25)
+    assert metrics["kl_loss"].item() == pytest.approx((0.5 - 1 + math.log(2)) / 4)
+    assert metrics["entropy_loss"].item() == pytest.approx(2.0)
+    assert loss.item() == pytest.approx(0.25 + 0.1 * 0.0482868 - 0.02)
+    loss.backward()
+    assert tokens.log_probs is not None and tokens.log_probs.grad is not None
+    # -A/2 tokens/2 samples, plus 0.1 (1 - e^-d)/4 on the first
+    assert tokens.log_probs.grad.tolist() == pytest.approx([-0.125 + 0.0125, -0.125, 0.5, 0.0])
+    assert loss.dtype == torch.float32
+
+
+# --- splits ------------------------------------------------------------------------------------
+
+
+@quick
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    seed=st.integers(0, 99),
+    per_token=st.booleans(),
+    kind=st.sampled_from(["policy_loss", "sft_loss", "value_loss"]),
+    data=st.data(),
+)
+def test_shares_add_up_however_a_step_is_split(
+    lengths: list[int], seed: int, per_token: bool, kind: str, data: st.DataObject
+) -> None:
+    owner = data.draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    args = make_args(
+        loss_type=kind, calculate_per_token_loss=per_token, advantage_estimator="gspo", entropy_coef=0.1,
+        use_kl_loss=True, kl_loss_coef=0.1, use_tis=True, use_opsm=True,
+    )  # fmt: skip
+    tokens = make_tokens(lengths, seed, siblings=2, dtype=torch.float32)
+    if kind == "value_loss":
+        assert tokens.log_probs is not None
+        tokens.values = tokens.log_probs
+    count = counts(tokens, siblings=2)
+    assert tokens.log_probs is not None
+    whole, whole_metrics = compute_loss(args, tokens, **count)
+    (whole_grad,) = torch.autograd.grad(whole, tokens.log_probs)
+    parts = [[i for i in range(len(lengths)) if owner[i] == k] for k in range(4)]
+    shares = [compute_loss(args, take(tokens, part), **count) for part in parts if part]
+    torch.testing.assert_close(torch.stack([s for s, _ in shares]).sum(), whole, rtol=1e-5, atol=1e-6)
+    grad = sum(torch.autograd.grad(s, tokens.log_probs)[0] for s, _ in shares)
+    torch.testing.assert_close(grad, whole_grad, rtol=1e-5, atol=1e-7)
+    for name, value in whole_metrics.items():
+        together = torch.stack([m[name] for _, m in shares])
+        together = together.max() if is_max_metric(name) else together.sum()
+        torch.testing.assert_close(together, value, rtol=1e-5, atol=1e-6)
+
+
+class ThreadSum:
+    """over_sequence for ranks that are threads: forward sums the shares, backward sums the gradients."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier, self.shared, self.local = threading.Barrier(ranks, timeout=20), [None] * ranks, threading.local()
+
+    def total(self, x: Tensor) -> Tensor:
+        self.shared[self.local.rank] = x
+        self.barrier.wait()
+        total = sum(self.shared)
+        self.barrier.wait()
+        return total
+
+    def over_data(self, x: Tensor) -> Tensor:
+        raise AssertionError("a micro-batch must not wait for other data-parallel ranks")
+
+    def over_sequence(self, x: Tensor) -> Tensor:
+        outer = self
+
+        class Sum(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return outer.total(x)
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:
+                return outer.total(grad)
+
+        return Sum.apply(x)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo"])
+def test_a_context_parallel_group_agrees_with_one_rank(estimator: str, tmp_path: Any) -> None:
+    """Two ranks hold alternate tokens of every response; one of them holds none of the shortest."""
+    args = make_args(
+        advantage_estimator=estimator, use_opsm=True, opsm_delta=0.0, use_tis=True, tis_level="sequence",
+        tis_mode="mask", rs_veto_threshold=0.4, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights",
+    )  # fmt: skip
+    tokens = make_tokens([5, 1, 4, 6], seed=3)
+    count = counts(tokens)
+    assert tokens.log_probs is not None
+    whole, whole_metrics = compute_loss(args, tokens, **count)
+    (expected,) = torch.autograd.grad(whole, tokens.log_probs)
+    reduce = ThreadSum(2)
+    results: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        reduce.local.rank = rank
+        offsets = torch.cat([torch.arange(n) for n in tokens.response_lengths])
+        mine = offsets % 2 == rank
+        changes = {name: getattr(tokens, name).detach()[mine] for name in ("loss_mask", *PER_TOKEN)}
+        changes["log_probs"].requires_grad_()
+        shares = [(n + 1 - rank) // 2 for n in tokens.response_lengths]
+        part = dataclasses.replace(tokens, response_lengths=shares, **changes)
+        loss, metrics = compute_loss(args, part, **count, reduce=reduce)
+        loss.backward()
+        results[rank] = (loss.detach(), metrics, mine, part.log_probs.grad)  # type: ignore[union-attr]
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert all(results)
+    torch.testing.assert_close(results[0][0] + results[1][0], whole)
+    for _, _, mine, grad in results:
+        torch.testing.assert_close(grad, expected[mine])
+    for name in ("pg_clipfrac", "opsm_clipfrac", "mis_rejected_frac", "mis_train_ppl", "ppo_kl"):
+        torch.testing.assert_close(results[0][1][name] + results[1][1][name], whole_metrics[name])
+
+
+# --- what must not matter ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("-inf"), float("inf")])
+@pytest.mark.parametrize("kind", ["policy_loss", "sft_loss", "value_loss"])
+def test_masked_tokens_reach_neither_loss_nor_gradient(kind: str, poison: float) -> None:
+    args = make_args(
+        loss_type=kind,
+        entropy_coef=0.1,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        use_tis=True,
+        use_opsm=True,
+        use_unbiased_kl=True,
+    )
+    clean = make_tokens([4, 3], seed=1)
+    off = clean.loss_mask == 0
+    assert off.any()
+    changes = {
+        name: torch.where(off, torch.full_like(getattr(clean, name), poison), getattr(clean, name)).detach()
+        for name in PER_TOKEN
+    }
+    for name in ("log_probs", "entropy"):
+        changes[name].requires_grad_()
+    dirty = dataclasses.replace(clean, **changes)
+    if kind == "value_loss":
+        clean.values, dirty.values = clean.log_probs, dirty.log_probs
+    losses = [compute_loss(args, t, **counts(t)) for t in (clean, dirty)]
+    assert losses[0][0].item() == losses[1][0].item()
+    assert {k: v.item() for k, v in losses[0][1].items()} == {k: v.item() for k, v in losses[1][1].items()}
+    grads = [torch.autograd.grad(loss, t.log_probs)[0] for (loss, _), t in zip(losses, (clean, dirty), strict=True)]
+    assert torch.equal(*grads) and grads[0][off].abs().sum() == 0
+
+
+def test_nothing_unmasked_is_zero_and_still_has_a_gradient_path() -> None:
+    tokens = make_tokens([3, 2])
+    tokens.loss_mask = torch.zeros(5, dtype=torch.int32)
+    tokens.rollout_mask_sums = torch.zeros(2)
+    loss, metrics = compute_loss(make_args(use_tis=True), tokens, num_rollouts=2, num_tokens=2)
+    assert tokens.log_probs is not None
+    (grad,) = torch.autograd.grad(loss, tokens.log_probs)
+    assert loss.item() == 0 and grad.abs().sum() == 0
+    assert all(v.item() == 0 for v in metrics.values())
+
+
+def test_reused_log_probs_give_ratio_one_and_the_plain_policy_gradient() -> None:
+    tokens = make_tokens([4, 3], seed=5)
+    tokens.old_log_probs = None
+    loss, metrics = compute_loss(make_args(), tokens, **counts(tokens))
+    assert tokens.log_probs is not None and tokens.advantages is not None
+    (grad,) = torch.autograd.grad(loss, tokens.log_probs)
+    weights = torch.cat([m / max(float(m.sum()), 1) / 2 for m in tokens.loss_mask.split([4, 3])])
+    torch.testing.assert_close(grad, -tokens.advantages * weights, check_dtype=False)
+    assert metrics["ppo_kl"].item() == 0 and metrics["pg_clipfrac"].item() == 0
+    gap = (tokens.log_probs - tokens.rollout_log_probs).abs()  # type: ignore[operator]
+    expected = float((gap * weights).sum())
+    assert metrics["train_rollout_logprob_abs_diff"].item() == pytest.approx(expected)  # measured all the same
+
+
+def test_zero_advantages_have_exactly_zero_gradient_so_those_groups_can_be_left_out() -> None:
+    tokens = make_tokens([4, 3, 2], seed=5)
+    tokens.advantages = torch.cat([tokens.advantages[:4], torch.zeros(5)])  # type: ignore[index]
+    args = make_args(use_tis=True, use_opsm=True, eps_clip_c=3.0)
+    count = counts(tokens)
+    assert tokens.log_probs is not None
+    loss, metrics = compute_loss(args, tokens, **count)
+    (grad,) = torch.autograd.grad(loss, tokens.log_probs)
+    assert grad[4:].abs().max() == 0
+    left, left_metrics = compute_loss(args, take(tokens, [0]), **count)
+    assert left.item() == loss.item() and left_metrics["pg_clipfrac"] == metrics["pg_clipfrac"]
+    scaled = rescale_diagnostics({k: v.item() for k, v in left_metrics.items()}, 1 / 3)
+    alone = compute_loss(args, take(tokens, [0]), num_rollouts=1, num_tokens=4)[1]
+    for name in ("ppo_kl", "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max", "tis"):
+        assert scaled[name] == pytest.approx(alone[name].item()), name
+    assert scaled["pg_loss"] == left_metrics["pg_loss"].item()
+
+
+def test_half_precision_log_probs_are_computed_in_float32() -> None:
+    tokens = make_tokens([4], dtype=torch.bfloat16)
+    loss, metrics = compute_loss(make_args(), tokens, **counts(tokens))
+    assert loss.dtype == torch.float32 and all(m.dtype == torch.float32 for m in metrics.values())
+
+
+# --- hooks -------------------------------------------------------------------------------------
+
+HOOKS = """
+import torch
+
+def tis(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    assert [len(x) for x in train_log_probs] == [len(x) for x in loss_masks] == response_lengths
+    masks = [m.clone() for m in loss_masks]
+    masks[0][:] = 0                       # reject the first sample
+    return pg_loss * 2, masks, {"seen": torch.ones_like(pg_loss)}
+
+def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss):
+    mask = torch.cat(loss_masks)
+    return lambda x: (x * mask).sum() / 100
+
+def loss(args, batch, logits, sum_of_sample_mean):
+    log_probs = logits.log_softmax(-1).gather(-1, batch["targets"][:, None])[:, 0]
+    assert batch["unconcat_tokens"] == batch["tokens"] and len(batch["rewards"]) == len(batch["response_lengths"])
+    nll = sum_of_sample_mean(-log_probs)
+    return nll, {"nll": nll, "worst_max": (-log_probs).max()}
+"""
+
+
+@pytest.fixture
+def hooks(tmp_path: Any) -> str:
+    path = tmp_path / "my_hooks.py"
+    path.write_text(HOOKS)
+    return str(path)
+
+
+def test_rejected_tokens_leave_the_numerator_only(hooks: str) -> None:
+    tokens = make_tokens([4, 3], seed=2)
+    args = make_args(use_tis=True, custom_tis_function_path=f"{hooks}:tis")
+    _, metrics = compute_loss(args, tokens, **counts(tokens))
+    _, second = compute_loss(make_args(), take(tokens, [1]), **counts(tokens))
+    assert metrics["pg_loss"].item() == pytest.approx(2 * second["pg_loss"].item())
+    assert metrics["seen"].item() == pytest.approx(1.0)  # metrics keep the mask from before
+
+
+def test_mismatch_metrics_alone_change_nothing(hooks: str) -> None:
+    tokens = make_tokens([4, 3], seed=2)
+    plain, _ = compute_loss(make_args(), tokens, **counts(tokens))
+    args = make_args(get_mismatch_metrics=True, custom_tis_function_path=f"{hooks}:tis")
+    measured, metrics = compute_loss(args, tokens, **counts(tokens))
+    assert measured.item() == plain.item() and "seen" in metrics
+
+
+def test_custom_pg_reducer_replaces_the_reduction_of_pg_loss_only(hooks: str) -> None:
+    tokens = make_tokens([4, 3], seed=2)
+    args = make_args(
+        custom_pg_loss_reducer_function_path=f"{hooks}:reducer", entropy_coef=0.1, calculate_per_token_loss=True
+    )
+    loss, metrics = compute_loss(args, tokens, num_rollouts=2, num_tokens=5)
+    summed = compute_loss(make_args(calculate_per_token_loss=True), tokens, num_rollouts=2, num_tokens=5)[1]
+    assert metrics["pg_loss"].item() == pytest.approx(summed["pg_loss"].item() / 100)
+    assert metrics["entropy_loss"].item() == pytest.approx(summed["entropy_loss"].item())
+    assert loss.item() == pytest.approx(metrics["pg_loss"].item() - 0.1 * metrics["entropy_loss"].item())
+
+
+@pytest.mark.parametrize("divisor", [None, 50])
+def test_dr_grpo_divides_every_response_by_the_same_constant(divisor: int | None) -> None:
+    tokens = make_tokens([4, 3], seed=2)
+    args = make_args(
+        custom_pg_loss_reducer_function_path="slime.algorithms.dr_grpo.pg_loss_reducer", rollout_max_response_len=20
+    )
+    if divisor:
+        args.dr_grpo_divisor = divisor
+    tokens.old_log_probs = None
+    loss, _ = compute_loss(args, tokens, **counts(tokens))
+    assert tokens.advantages is not None
+    expected = -(tokens.advantages * tokens.loss_mask).sum() / (divisor or 20) / 2
+    assert loss.item() == pytest.approx(expected.item())
+
+
+def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    batch = {
+        "tokens": [[1, 2, 3, 4], [5, 6, 0]],
+        "rewards": [1.0, 0.0],
+        "total_lengths": [4, 3],
+        "response_lengths": [3, 2],
+        "loss_masks": [torch.tensor([1, 1, 0]), torch.tensor([1, 1])],
+        "rollout_mask_sums": [2.0, 2.0],
+        "micro_batch_indices": [[0], [1]],
+        "global_batch_sizes": [2],
+    }
+    targets = torch.tensor([2, 3, 4, 6, 0])
+    tokens = TokenBatch.from_rank_batch(batch, [0, 1], logits=logits, targets=targets)
+    assert "micro_batch_indices" not in tokens.sample_entries
+    args = make_args(loss_type="custom_loss", custom_loss_function_path=f"{hooks}:loss")
+    loss, metrics = compute_loss(args, tokens, num_rollouts=2, num_tokens=4)
+    nll = torch.nn.functional.cross_entropy(logits, targets, reduction="none").detach()
+    expected = (nll[[0, 1, 3, 4]].sum() / 2 / 2).item()
+    assert loss.item() == metrics["nll"].item() == pytest.approx(expected)
+    assert metrics["worst_max"].item() == pytest.approx(nll.max().item())
+    loss.backward()
+    assert logits.grad is not None and logits.grad[2].abs().sum() == 0
+
+
+# --- the batch ---------------------------------------------------------------------------------
+
+
+def test_from_rank_batch_picks_and_flattens_in_the_given_order() -> None:
+    lengths = [3, 1, 2]
+    batch: dict[str, Any] = {
+        "tokens": [torch.arange(n + 2) for n in lengths],
+        "total_lengths": [n + 2 for n in lengths],
+        "response_lengths": lengths,
+        "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
+        "rollout_mask_sums": [3.0, 3.0, 3.0],
+        "log_probs": [torch.full((n,), float(i)) for i, n in enumerate(lengths)],
+        "values": [torch.full((n,), 10.0 + i) for i, n in enumerate(lengths)],
+        "mis_weight_mean": 0.5,
+    }
+    tokens = TokenBatch.from_rank_batch(batch, [2, 0], log_probs=torch.zeros(5))
+    assert tokens.response_lengths == [2, 3] and tokens.total_lengths == [4, 5]
+    assert tokens.old_log_probs is not None and tokens.old_log_probs.tolist() == [2, 2, 0, 0, 0]
+    assert tokens.old_values is not None and tokens.old_values.tolist() == [12, 12, 10, 10, 10]
+    assert tokens.values is None and tokens.ref_log_probs is None and tokens.mis_weight_mean == 0.5
+    assert tokens.sample_entries == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "without", "message"),
+    [
+        (dict(use_kl_loss=True), "ref_log_probs", "--use-kl-loss needs TokenBatch.ref_log_probs"),
+        (dict(use_tis=True), "rollout_log_probs", "--use-tis"),
+        (dict(entropy_coef=0.1), "entropy", "--entropy-coef 0.1"),
+        ({}, "advantages", "TokenBatch.advantages"),
+        (dict(loss_type="sft"), "returns", "unknown --loss-type 'sft'.*sft_loss"),
+        (dict(loss_type="custom_loss"), "returns", "--custom-loss-function-path"),
+        (dict(advantage_estimator="grop"), "returns", "'grop'.*grpo"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_named(changes: dict[str, Any], without: str, message: str) -> None:
+    tokens = dataclasses.replace(make_tokens([2]), **{without: None})
+    with pytest.raises(ValueError, match=message):
+        compute_loss(make_args(**changes), tokens, num_rollouts=1, num_tokens=2)
+
+
+def test_a_tensor_of_another_length_is_named() -> None:
+    tokens = dataclasses.replace(make_tokens([2, 2]), ref_log_probs=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"ref_log_probs has shape \(3,\).*\(4,\)"):
+        compute_loss(make_args(), tokens, num_rollouts=2, num_tokens=4)
+
+
+def test_every_flag_that_the_loss_reads_is_a_flag_of_the_run() -> None:
+    """The namespace of these tests has the names of the real one, so they cannot drift apart."""
+    from slime.config.args import Args
+
+    known = {f.name for f in dataclasses.fields(Args)}
+    assert set(DEFAULTS) <= known, set(DEFAULTS) - known
+
+
+def test_identity_is_the_default_reduce() -> None:
+    tokens = make_tokens([3, 2])
+    args = make_args(advantage_estimator="gspo")
+    same = [compute_loss(args, tokens, **counts(tokens), **kw)[0].item() for kw in ({}, {"reduce": Identity()})]
+    assert same[0] == same[1]
