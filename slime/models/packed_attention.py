@@ -1,0 +1,151 @@
+"""Attention over a pack, as an implementation of transformers' AttentionInterface.
+
+A model loaded with ``attn_implementation="slime_packed"`` takes its batch as one row ``[1, T]`` with
+``position_ids`` and ``slime_pack=PackSegments`` among the keyword arguments of its forward, which
+transformers hands down to the attention of each layer. Since the name is not among transformers' mask
+functions, no mask of any kind is made.
+
+CUDA in bf16/fp16 uses torch's varlen attention, the CPU ``cpu_attention.py``. What neither can do
+(sliding windows, float32 on CUDA, value heads of another size) goes through padded SDPA with one mask
+per bucket of segments. Attention that would be silently wrong here is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from slime.models.cpu_attention import packed_attention_cpu
+from slime.models.loading import ModelError
+from slime.models.segments import PackSegments
+
+NAME = "slime_packed"
+UNSUPPORTED = {
+    "softcap": "soft-capped attention scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "position biases",
+}
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    slime_pack: PackSegments | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The AttentionInterface function: query ``[1, H, T, d]``, key/value ``[1, H_kv, T, d]`` -> ``[1, T, H, d]``.
+
+    Raises:
+        ModelError: a kind of attention that this does not compute.
+    """
+    _check(module, query, attention_mask, dropout, slime_pack, kwargs)
+    assert slime_pack is not None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    windowed = sliding_window is not None and sliding_window < slime_pack.max_k
+    window = int(sliding_window) - 1 if windowed and sliding_window is not None else -1
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and k.shape[-1] == v.shape[-1]:
+        out = _varlen(q, k, v, slime_pack, scale, window)
+    elif q.device.type == "cpu" and not windowed and k.shape[-1] == v.shape[-1]:
+        out = packed_attention_cpu(q, k, v, slime_pack, scale)
+    else:
+        out = padded_attention(q, k, v, slime_pack, scale, window)
+    return out.unsqueeze(0), None
+
+
+def _check(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    pack: PackSegments | None,
+    kwargs: dict[str, Any],
+) -> None:
+    name = type(module).__name__
+    for key, what in UNSUPPORTED.items():
+        if kwargs.get(key) is not None:
+            raise ModelError(f"{name} uses {what}, which packed attention does not compute: --attn-implementation eager")
+    if pack is None:
+        raise ModelError(f"{name} did not pass the pack to its attention: use --attn-implementation sdpa for this model")
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise ModelError(f"{name} is not causal: use --attn-implementation sdpa for this model")
+    if attention_mask is not None:
+        raise ModelError(f"{name} makes an attention mask of its own: use --attn-implementation sdpa for this model")
+    if dropout:
+        raise ModelError(f"{name} has attention dropout {dropout}: set attention_dropout to 0 in config.json")
+    if query.shape[0] != 1 or query.shape[2] != pack.num_tokens:
+        shape = (query.shape[0], query.shape[2])
+        raise ModelError(f"{name} got {shape} batch and tokens for a pack of (1, {pack.num_tokens})")
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if pack.kv_index is not None:
+        k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
+    extra: dict[str, Any] = {}
+    if k.shape[1] != q.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        extra["enable_gqa"] = True
+    return varlen_attn(
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        pack.cu_seqlens_q,
+        pack.cu_seqlens_k,
+        pack.max_q,
+        pack.max_k,
+        scale=scale,
+        window_size=(window, 0),
+        **extra,
+    )
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int = -1) -> Tensor:
+    """The general way: segments of similar size as one padded batch for SDPA, with a boolean mask.
+
+    Args:
+        q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``.
+        window: keys before the query that it sees at most; -1: all.
+    """
+    q_starts, k_starts = pack.cu_seqlens_q.tolist(), pack.cu_seqlens_k.tolist()
+    if pack.kv_index is not None:
+        k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
+    buckets: dict[tuple[int, int], list[int]] = {}
+    for i in range(len(q_starts) - 1):
+        sizes = (q_starts[i + 1] - q_starts[i], k_starts[i + 1] - k_starts[i])
+        buckets.setdefault(sizes, []).append(i)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    for (q_len, k_len), segments in buckets.items():
+        rows = torch.cat([torch.arange(q_starts[i], q_starts[i + 1], device=q.device) for i in segments])
+        keys = torch.cat([torch.arange(k_starts[i], k_starts[i + 1], device=q.device) for i in segments])
+        batch = [
+            x.index_select(0, index).unflatten(0, (len(segments), -1)).transpose(1, 2)
+            for x, index in ((q, rows), (k, keys), (v, keys))
+        ]
+        mask = _causal_mask(q_len, k_len, window, q.device)
+        part = F.scaled_dot_product_attention(*batch, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        out = out.index_copy(0, rows, part.transpose(1, 2).flatten(0, 1))
+    return out
+
+
+def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
+    """bool ``[q_len, k_len]``, aligned at the bottom right."""
+    query = torch.arange(k_len - q_len, k_len, device=device)[:, None]
+    key = torch.arange(k_len, device=device)[None, :]
+    mask = key <= query
+    return mask & (key >= query - window) if window >= 0 else mask
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,109 @@
+"""A pack's segments as an attention kernel wants them: on the device, bucketed by length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slime.data.packing import PackLayout
+
+MAX_PADDING_SHARE = 0.25
+"""A bucket may spend at most this share of its rows on padding."""
+
+
+@dataclass(frozen=True)
+class OwnBlock:
+    """Segments of similar length, each attending causally to itself.
+
+    ``rows`` int64 [N] are their rows in the pack, one segment after the other; ``slots`` int64 [N] is
+    where each row goes in the padded ``[n * length]``.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    n: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PrefixBlock:
+    """All segments that attend, without a mask, to one shared prompt."""
+
+    rows: Tensor  # int64 [N]: queries
+    start: int  # the prompt's rows in the pack
+    end: int
+
+
+@dataclass(frozen=True)
+class PackSegments:
+    """What the attention of every layer needs to know about a pack; built once per pack.
+
+    The ``cu_seqlens_*``, ``kv_index``, ``max_*`` are PackLayout's. ``own`` and ``prefixes`` say the same
+    for the CPU: queries of siblings are taken together against the prompt they share.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    kv_index: Tensor | None
+    max_q: int
+    max_k: int
+    num_tokens: int
+    own: list[OwnBlock] = field(default_factory=list)
+    prefixes: list[PrefixBlock] = field(default_factory=list)
+
+    @classmethod
+    def from_layout(cls, layout: PackLayout, device: torch.device | str) -> PackSegments:
+        def move(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device, non_blocking=True)
+
+        on_cpu = torch.device(device).type == "cpu"
+        return cls(
+            cu_seqlens_q=move(layout.cu_seqlens_q),
+            cu_seqlens_k=move(layout.cu_seqlens_k),
+            kv_index=None if layout.kv_index is None else move(layout.kv_index),
+            max_q=layout.max_q,
+            max_k=layout.max_k,
+            num_tokens=len(layout.tokens),
+            own=_own_blocks(layout.q_starts, layout.q_lens) if on_cpu else [],
+            prefixes=_prefix_blocks(layout) if on_cpu else [],
+        )
+
+
+def _own_blocks(starts: np.ndarray, lens: np.ndarray) -> list[OwnBlock]:
+    """Longest first, a bucket grows until padding would exceed its share."""
+    blocks: list[OwnBlock] = []
+    bucket: list[int] = []
+    tokens = 0
+    for i in np.argsort(-lens, kind="stable"):
+        longest = lens[bucket[0]] if bucket else lens[i]
+        if bucket and (tokens + lens[i]) < (1 - MAX_PADDING_SHARE) * longest * (len(bucket) + 1):
+            blocks.append(_own_block(bucket, starts, lens))
+            bucket, tokens = [], 0
+        bucket.append(int(i))
+        tokens += int(lens[i])
+    if bucket:
+        blocks.append(_own_block(bucket, starts, lens))
+    return blocks
+
+
+def _own_block(bucket: list[int], starts: np.ndarray, lens: np.ndarray) -> OwnBlock:
+    order = sorted(bucket)
+    length = int(lens[order].max())
+    rows = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in order])
+    slots = np.concatenate([np.arange(lens[i]) + slot * length for slot, i in enumerate(order)])
+    return OwnBlock(torch.from_numpy(rows), torch.from_numpy(slots), len(order), length)
+
+
+def _prefix_blocks(layout: PackLayout) -> list[PrefixBlock]:
+    queries: dict[tuple[int, int], list[np.ndarray]] = {}
+    for start, length, ranges in zip(layout.q_starts, layout.q_lens, layout.kv_ranges, strict=True):
+        *before, own = ranges
+        assert own == (start, start + length), "a segment's own keys come last"
+        for prompt in before:
+            queries.setdefault(prompt, []).append(np.arange(start, start + length))
+    return [PrefixBlock(torch.from_numpy(np.concatenate(rows)), *prompt) for prompt, rows in queries.items()]

@@ -1,0 +1,124 @@
+"""Packed attention (shared prompts or not) against a dense mask in float64, outputs and gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from slime.data.packing import PackLayout, build_pack
+from slime.models.cpu_attention import packed_attention_cpu
+from slime.models.loading import ModelError
+from slime.models.packed_attention import packed_attention, padded_attention
+from slime.models.segments import PackSegments
+
+Groups = list[tuple[int, list[int]]]  # prompt length, response lengths
+
+
+def layout_of(groups: Groups, share: bool) -> PackLayout:
+    rng = np.random.default_rng(0)
+    tokens, responses, keys = [], [], []
+    for key, (prompt_len, response_lens) in enumerate(groups):
+        prompt = rng.integers(1, 100, prompt_len)
+        for length in response_lens:
+            tokens.append(np.concatenate([prompt, rng.integers(1, 100, length)]))
+            responses.append(length)
+            keys.append(key)
+    return build_pack(tokens, responses, keys, share_prompts=share)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, scale: float, window: int = -1) -> Tensor:
+    """One softmax row per query over exactly the keys that its segment lists."""
+    mask = torch.zeros(len(q), len(q), dtype=torch.bool)
+    for start, length, ranges in zip(layout.q_starts, layout.q_lens, layout.kv_ranges, strict=True):
+        keys = np.concatenate([np.arange(*r) for r in ranges])
+        for i in range(length):
+            seen = keys[: len(keys) - length + i + 1]
+            mask[start + i, seen[-(window + 1) :] if window >= 0 else seen] = True
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+
+
+def tensors(layout: PackLayout, heads: int, kv_heads: int, value_dim: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(heads, 8), (kv_heads, 8), (kv_heads, value_dim), (heads, value_dim)]
+    return [torch.randn(len(layout.tokens), *shape, generator=generator) for shape in shapes]
+
+
+def assert_equal_to_dense(function: object, layout: PackLayout, inputs: list[Tensor], window: int = -1) -> None:
+    pack = PackSegments.from_layout(layout, "cpu")
+    *qkv, seed = inputs
+    mine = [x.clone().requires_grad_() for x in qkv]
+    exact = [x.double().requires_grad_() for x in qkv]
+    extra = (window,) if window >= 0 else ()
+    out = function(*mine, pack, 0.3, *extra)  # type: ignore[operator]
+    want = dense(*exact, layout, 0.3, window)
+    torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-6)
+    grads = torch.autograd.grad(out, mine, seed)
+    expected = torch.autograd.grad(want, exact, seed.double())
+    for got, exact_grad in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got.double(), exact_grad, rtol=1e-4, atol=1e-5)
+
+
+groups = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(0, 17), min_size=1, max_size=4)), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=groups, share=st.booleans(), kv_heads=st.sampled_from([1, 2, 4]))
+def test_cpu_kernel_equals_dense(groups: Groups, share: bool, kv_heads: int) -> None:
+    layout = layout_of(groups, share)
+    assert_equal_to_dense(packed_attention_cpu, layout, tensors(layout, 4, kv_heads))
+
+
+@settings(max_examples=25, deadline=None)
+@given(groups=groups, share=st.booleans(), window=st.sampled_from([-1, 0, 3]))
+def test_general_way_equals_dense(groups: Groups, share: bool, window: int) -> None:
+    layout = layout_of(groups, share)
+    assert_equal_to_dense(padded_attention, layout, tensors(layout, 4, 2, value_dim=6), window)
+
+
+def test_long_segments_cross_the_kernels_blocks() -> None:
+    layout = layout_of([(700, [1100, 40, 500]), (3, [2000])], share=True)
+    inputs = tensors(layout, 2, 1)
+    assert_equal_to_dense(packed_attention_cpu, layout, inputs)
+
+
+class Attention(nn.Module):
+    is_causal = True
+
+
+def run(module: nn.Module | None = None, mask: Tensor | None = None, pack: bool = True, **kwargs: object) -> Tensor:
+    layout = layout_of([(3, [4, 5])], share=True)
+    q, k, v, _ = tensors(layout, 4, 2)
+    heads = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    if pack:
+        kwargs["slime_pack"] = PackSegments.from_layout(layout, "cpu")
+    return packed_attention(module or Attention(), *heads, mask, **kwargs)[0]  # type: ignore[arg-type]
+
+
+def test_interface_function_shape_and_window() -> None:
+    full = run()
+    assert full.shape == (1, 12, 4, 8)
+    torch.testing.assert_close(run(sliding_window=100), full)
+    assert not torch.allclose(run(sliding_window=2), full)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"softcap": 30.0}, "soft-capped"),
+        ({"s_aux": torch.zeros(4)}, "sinks"),
+        ({"mask": torch.zeros(1, 1, 2, 2)}, "mask of its own"),
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "not causal"),
+        ({"pack": False}, "did not pass the pack"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        run(**kwargs)  # type: ignore[arg-type]
