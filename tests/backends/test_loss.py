@@ -118,7 +118,7 @@ def reference_policy_loss(a: SimpleNamespace, t: TokenBatch, siblings: int) -> d
                 clipped = float(-bounded * advantage > -ratio * advantage)
                 if a.eps_clip_c is not None and advantage < 0:
                     pg = torch.min(pg, -a.eps_clip_c * advantage)
-            dropped = a.use_opsm and advantage < 0 and float(torch.as_tensor(mean_kl).detach()) > a.opsm_delta
+            dropped = a.use_opsm and advantage < 0 and float(mean_kl.detach()) > a.opsm_delta
             if dropped:
                 pg = pg * 0
             gap = float(t.old_log_probs[j] - t.rollout_log_probs[j])
@@ -187,9 +187,8 @@ def test_policy_loss_metrics_and_gradient(flag: dict[str, Any], lengths: list[in
         if absent.get(name):
             assert name not in metrics
         else:
-            assert metrics[name].item() == pytest.approx(float(torch.as_tensor(value).detach()), rel=1e-9, abs=1e-12), (
-                name
-            )
+            wanted_value = value.item() if isinstance(value, Tensor) else value
+            assert metrics[name].item() == pytest.approx(wanted_value, rel=1e-9, abs=1e-12), name
     assert loss.dtype == torch.float64 and not any(m.requires_grad for m in metrics.values())
 
 
@@ -382,7 +381,7 @@ def test_reused_log_probs_give_ratio_one_and_the_plain_policy_gradient() -> None
     weights = torch.cat([m / max(float(m.sum()), 1) / 2 for m in tokens.loss_mask.split([4, 3])])
     torch.testing.assert_close(grad, -tokens.advantages * weights, check_dtype=False)
     assert metrics["ppo_kl"].item() == 0 and metrics["pg_clipfrac"].item() == 0
-    gap = (tokens.log_probs - tokens.rollout_log_probs).abs()  # type: ignore[operator]
+    gap = (tokens.log_probs.detach() - tokens.rollout_log_probs).abs()  # type: ignore[operator]
     expected = float((gap * weights).sum())
     assert metrics["train_rollout_logprob_abs_diff"].item() == pytest.approx(expected)  # measured all the same
 
