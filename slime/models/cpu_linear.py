@@ -35,7 +35,8 @@ def onednn_available() -> bool:
 
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b.T`` for ``a [M, K]`` and ``b [N, K]``, strided views welcome, without autograd."""
-    if a.device.type == "cpu" and a.dtype == torch.float32 and a.shape[0] >= MIN_ROWS and onednn_available():
+    fits = a.shape[0] >= MIN_ROWS and a.shape[1] > 0 and b.shape[0] > 0  # oneDNN knows no empty products
+    if fits and a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and onednn_available():
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return a @ b.t()
 
