@@ -1,0 +1,63 @@
+"""Images, videos and audio of a prompt: collected out of messages, and images read from wherever they lie."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from slime.data.sample import MultimodalTypes
+
+FETCH_SECONDS = 30.0
+
+
+def collect_media(messages: Sequence[dict[str, Any]]) -> dict[str, list[Any]] | None:
+    """The media parts of messages by the keyword that processors take them by; None where there are none."""
+    media: dict[str, list[Any]] = {}
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else []:
+            for kind in MultimodalTypes.ALL:
+                if isinstance(part, dict) and part.get("type") == kind.name:
+                    media.setdefault(kind.processor_key, []).append(part.get(kind.name))
+    return media or None
+
+
+def load_image(item: Any) -> Any:
+    """A PIL image in RGB from a PIL image, a path, a file:, http(s): or data: URL, bytes, or ``{"bytes"| "path"}``.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TypeError: none of these.
+    """
+    from PIL import Image
+
+    if isinstance(item, Image.Image):
+        return item.convert("RGB")
+    if isinstance(item, dict):
+        if item.get("bytes") is None and item.get("path") is None:
+            raise TypeError(f"an image given as an object needs bytes or path, this has {', '.join(map(str, item))}")
+        return load_image(item["bytes"] if item.get("bytes") is not None else item["path"])
+    if isinstance(item, bytes):
+        return Image.open(io.BytesIO(item)).convert("RGB")
+    if not isinstance(item, str | Path):
+        raise TypeError(f"an image must be a path, a URL, bytes or a PIL image, not {type(item).__name__}")
+    text = str(item)
+    if text.startswith("data:"):
+        return load_image(base64.b64decode(text.partition(",")[2]))
+    if urlsplit(text).scheme in ("http", "https"):
+        with urlopen(text, timeout=FETCH_SECONDS) as answer:
+            return load_image(answer.read())
+    path = Path(text.removeprefix("file://")).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"image {path} does not exist (looked for {path.absolute()})")
+    return load_image(path.read_bytes())
+
+
+def processor_inputs(media: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Media as a processor takes them: images read, everything else as it is."""
+    return {key: [load_image(i) for i in items] if key == "images" else items for key, items in media.items()}

@@ -1,0 +1,243 @@
+"""One row of a data set → prompt, label, metadata and tools. No tokenizer, no model: this is also what
+the checks before a start run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.data.rows import Problems, Row, read_rows
+from slime.data.sample import MultimodalTypes
+
+_MISSING = object()
+_OPTIONAL_DEFAULTS = {"label": "label", "metadata": "metadata", "tools": "tools"}
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """Which column holds what. A key may be dotted (``reward_model.ground_truth``) to reach into an object."""
+
+    prompt: str = "prompt"
+    label: str | None = "label"
+    metadata: str | None = "metadata"
+    tools: str | None = "tools"
+    multimodal: Mapping[str, str] = field(default_factory=dict)  # media type → column
+
+    @classmethod
+    def of_args(cls, args: Any) -> RowKeys:
+        """As ``--input-key, --label-key, --metadata-key, --tool-key, --multimodal-keys`` say."""
+        return cls(args.input_key, args.label_key, args.metadata_key, args.tool_key, args.multimodal_keys or {})
+
+
+@dataclass
+class PromptRow:
+    """A row that was understood. Messages hold their media as parts ``{"type": "image", "image": ...}``."""
+
+    where: str
+    prompt: str | list[dict[str, Any]]
+    label: Any
+    metadata: dict[str, Any]
+    tools: list[Any] | None
+
+
+class RowError(ValueError):
+    """What is wrong with one row, without its place."""
+
+
+def read_prompts(spec: str, keys: RowKeys, problems: Problems, as_messages: bool = False) -> list[PromptRow]:
+    """All prompts of a file; what is wrong goes to ``problems``, with file and row.
+
+    Args:
+        as_messages: wrap a prompt that is a string into one user message (chat template, media).
+    """
+    rows = read_rows(spec, problems)
+    if not rows:
+        if not problems.count:
+            problems.add(f"{spec}: no rows")
+        return []
+    absent = _columns_nobody_has(rows, keys)
+    if absent:  # said once, not for every row
+        for name, key in absent:
+            problems.add(f"{spec}: no row has the {name} column {key!r}; the rows have {_names(rows[0].data)}")
+        return []
+    prompts = []
+    for row in rows:
+        try:
+            prompts.append(parse_row(row, keys, as_messages or bool(keys.multimodal)))
+        except RowError as error:
+            problems.add(f"{row.where}: {error}")
+    return prompts
+
+
+def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
+    """Understand one row.
+
+    Raises:
+        RowError: says what is wrong with it.
+    """
+    prompt = _prompt(row.data, keys, as_messages)
+    metadata = _metadata(_optional(row.data, keys.metadata))
+    tools = _tools(_optional(row.data, keys.tools))
+    if tools:
+        metadata["tools"] = tools
+    return PromptRow(row.where, prompt, _label(_label_value(row.data, keys.label)), metadata, tools)
+
+
+def _columns_nobody_has(rows: Sequence[Row], keys: RowKeys) -> list[tuple[str, str]]:
+    """Columns that were asked for and are in no row. Default names of optional columns may be absent."""
+    asked = [("prompt", keys.prompt), *((kind, key) for kind, key in keys.multimodal.items())]
+    for name, default in _OPTIONAL_DEFAULTS.items():
+        key = getattr(keys, name)
+        if key is not None and key != default:
+            asked.append((name, key))
+    return [(name, key) for name, key in asked if all(_lookup(row.data, key) is _MISSING for row in rows)]
+
+
+def _lookup(data: Any, key: str) -> Any:
+    if isinstance(data, Mapping) and key in data:
+        return data[key]
+    head, dot, rest = key.partition(".")
+    if dot and isinstance(data, Mapping) and head in data:
+        return _lookup(data[head], rest)
+    return _MISSING
+
+
+def _optional(data: Mapping[str, Any], key: str | None) -> Any:
+    value = _MISSING if key is None else _lookup(data, key)
+    return None if value is _MISSING else value
+
+
+def _names(data: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, data)) or "no columns at all"
+
+
+def _prompt(data: Mapping[str, Any], keys: RowKeys, as_messages: bool) -> str | list[dict[str, Any]]:
+    value = _lookup(data, keys.prompt)
+    if value is _MISSING:
+        raise RowError(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
+    if isinstance(value, str):
+        if not value.strip():
+            raise RowError(f"the prompt {keys.prompt!r} is empty")
+        if not as_messages:
+            return value
+        value = [{"role": "user", "content": value}]
+    messages = _messages(value, keys.prompt)
+    return _insert_media(messages, data, keys.multimodal) if keys.multimodal else messages
+
+
+def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise RowError(f"the prompt {key!r} must be a text or a list of messages, not {_describe(value)}")
+    messages = []
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RowError(f"message {i} of {key!r} must be an object with a role, not {_describe(message)}")
+        content = message.get("content")
+        if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+            raise RowError(f"message {i} of {key!r} has a content that is {_describe(content)}, not a text or parts")
+        # Parquet gives every message every field; those that a message does not have are None.
+        messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
+    return messages
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _insert_media(
+    messages: list[dict[str, Any]], data: Mapping[str, Any], columns: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Replace each placeholder (``<image>``) in text contents by the next item of its column."""
+    kinds = {name: MultimodalTypes.get(name) for name in columns}
+    items = {name: _media_items(data, column) for name, column in columns.items()}
+    used = dict.fromkeys(columns, 0)
+    result = []
+    for message in messages:
+        content = message.get("content")
+        parts: list[dict[str, Any]] = []
+        text = content if isinstance(content, str) else ""
+        while True:
+            found = [(at, n) for n, kind in kinds.items() if (at := text.find(kind.placeholder)) >= 0]
+            if not found:
+                break
+            at, name = min(found)
+            if text[:at]:
+                parts.append({"type": "text", "text": text[:at]})
+            if used[name] < len(items[name]):
+                parts.append(_media_part(name, items[name][used[name]]))
+            used[name] += 1
+            text = text[at + len(kinds[name].placeholder) :]
+        if parts:
+            content = [*parts, {"type": "text", "text": text}] if text else parts
+        result.append({**message, "content": content})
+    for name, column in columns.items():
+        if used[name] != len(items[name]):
+            raise RowError(
+                f"{used[name]} placeholders {kinds[name].placeholder} in the prompt, "
+                f"but {len(items[name])} items in {column!r}"
+            )
+    return result
+
+
+def _media_items(data: Mapping[str, Any], column: str) -> list[Any]:
+    value = _optional(data, column)
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
+
+
+def _media_part(name: str, item: Any) -> dict[str, Any]:
+    """A dict that says its type is a part as it stands."""
+    return item if isinstance(item, dict) and "type" in item else {"type": name, name: item}
+
+
+def _label_value(data: Mapping[str, Any], key: str | None) -> Any:
+    if key is None:
+        return None
+    value = _lookup(data, key)
+    if value is _MISSING and key != _OPTIONAL_DEFAULTS["label"]:
+        raise RowError(f"no label column {key!r}; the row has {_names(data)}")
+    return None if value is _MISSING else value
+
+
+def _label(value: Any) -> Any:
+    """Scalars become text; lists and objects stay, for custom reward functions."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, bytes):
+        raise RowError(f"the label is bytes: {_describe(value)}")
+    return value if isinstance(value, str | list | dict) else str(value)
+
+
+def _metadata(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):
+        if not value.strip():
+            return {}
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"metadata is a text that is not valid JSON: {error}") from error
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RowError(f"metadata must be an object (or its JSON text), not {_describe(value)}")
+    return dict(value)
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(f"tools is a text that is not valid JSON: {error}") from error
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise RowError(f"tools must be a list of objects (or its JSON text), not {_describe(value)}")
+    return list(value) or None

@@ -1,0 +1,101 @@
+"""Everything that can be known to be wrong with the data before a process starts; without torch or a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from slime.config.hooks import load_function
+from slime.data.eval_config import resolve_eval_datasets
+from slime.data.prompts import PromptRow, RowKeys, read_prompts
+from slime.data.rows import DataError, Problems
+
+LabelCheck = Callable[[str, Any, Mapping[str, Any]], str | None]
+_LABEL_CHECK = "slime.rollout.rm_hub.check_label"  # by its path: this room imports no rollout code
+_BUILT_IN_SOURCES = ("slime.rollout.data_source.", "slime.data.source.")
+_SCORING_ROLLOUTS = ("slime.rollout.sglang_", "slime.rollout.fully_async_")
+
+
+def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
+    """Read all prompts and evaluation sets, and check rows and labels.
+
+    Args:
+        args: with the names of the data, evaluation and reward flags.
+        check_label: ``(rm_type, label, metadata) -> problem or None``; default: that of the rewards.
+
+    Returns:
+        One line per problem, with file and line; at most about twenty per file.
+    """
+    check = check_label or load_function(_LABEL_CHECK)
+    found: list[str] = []
+    if _reads_prompts(args):
+        if args.prompt_data:
+            found += _check_file(args.prompt_data, RowKeys.of_args(args), _reward_type(args, args), check)
+        else:
+            found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
+    try:
+        datasets = resolve_eval_datasets(args)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        return [*found, str(error)]
+    for config in datasets:
+        problems = _check_file(config.path, config.row_keys(), _reward_type(args, config), check)
+        found += [f"evaluation set {config.name}: {problem}" for problem in problems]
+    return found
+
+
+def has_labels(args: Any) -> bool:
+    """Does any row of ``--prompt-data`` have a label? Rows that cannot be read count as none."""
+    if not args.prompt_data:
+        return False
+    try:
+        rows = read_prompts(args.prompt_data, RowKeys.of_args(args), Problems())
+    except DataError:
+        return False
+    return any(row.label is not None for row in rows)
+
+
+def _reads_prompts(args: Any) -> bool:
+    """Whether the data source is a built-in one that will read ``--prompt-data``, or the user named a file anyway."""
+    if getattr(args, "load_debug_rollout_data", None) or getattr(args, "debug_train_only", False):
+        return False
+    source = getattr(args, "data_source_path", None) or _BUILT_IN_SOURCES[0]
+    if not source.startswith(_BUILT_IN_SOURCES) or not getattr(args, "rollout_global_dataset", True):
+        return bool(args.prompt_data)
+    return True
+
+
+def _reward_type(args: Any, settings: Any) -> str | None:
+    """The reward type that labels must suit; "" where none is configured but one is needed; None where none is."""
+    if getattr(args, "loss_type", "policy_loss") == "sft_loss" or getattr(settings, "custom_rm_path", None):
+        return None
+    if settings.rm_type:
+        return str(settings.rm_type)
+    rollout = getattr(args, "rollout_function_path", None) or _SCORING_ROLLOUTS[0]
+    users = getattr(settings, "custom_generate_function_path", None) or not rollout.startswith(_SCORING_ROLLOUTS)
+    return None if users else ""  # the user's own generation may set rewards itself
+
+
+def _check_file(spec: str, keys: RowKeys, rm_type: str | None, check_label: LabelCheck) -> list[str]:
+    problems = Problems()
+    try:
+        rows = read_prompts(spec, keys, problems)
+    except DataError as error:
+        return error.problems
+    if rm_type is None or not rows:
+        return problems.lines()
+    if not any(row.label is not None for row in rows) and (
+        said := _label_problem(rows[0], rm_type or "math", check_label)
+    ):
+        column = f"no row has a label (column {keys.label!r}, --label-key)"
+        unset = "there is neither --rm-type nor --custom-rm-path, and " if not rm_type else ""
+        problems.add(f"{spec}: {unset}{column}; {said}")
+        return problems.lines()
+    for row in rows:
+        problem = _label_problem(row, rm_type or "math", check_label)
+        if problem:
+            problems.add(f"{row.where}: {problem}")
+    return problems.lines()
+
+
+def _label_problem(row: PromptRow, rm_type: str, check_label: LabelCheck) -> str | None:
+    return check_label(rm_type, row.label, row.metadata)
