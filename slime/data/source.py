@@ -1,0 +1,233 @@
+"""Where prompts come from: the data set in the order of its epochs, and a buffer of groups that came back.
+
+A source's state is a small value (:meth:`RolloutDataSource.state_dict`). Restored, a source goes on
+with exactly the groups that it would have given: the order of an epoch depends on the seed and the
+epoch alone, and groups that wait in the buffer are part of the state.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+from slime.config.hooks import load_function
+from slime.data.dataset import Dataset, PromptDataset
+from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
+from slime.data.tokenizers import load_processor, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutDataSource:
+    """Gives groups of ``--n-samples-per-prompt`` copies of each prompt.
+
+    With ``--disable-rollout-global-dataset`` there is no data set: groups are of empty samples with
+    their indices, for generate functions that make their own prompts.
+
+    Args:
+        args: of the run.
+        dataset: instead of the one that ``args`` describe.
+    """
+
+    def __init__(self, args: Any, dataset: PromptDataset | None = None) -> None:
+        self.args = args
+        self.epoch_id = 0
+        self.sample_offset = 0  # prompts of this epoch that were given
+        self.sample_group_index = 0  # of the next group
+        self.sample_index = 0  # of the next sample
+        self.metadata: dict[str, Any] = {}  # for subclasses and hooks; saved
+        self.dataset = dataset
+        if dataset is None and getattr(args, "rollout_global_dataset", True):
+            self.dataset = load_dataset(args)
+        self._order_epoch()
+
+    def __len__(self) -> int:
+        """Prompts in an epoch; 0 without a data set."""
+        return 0 if self.dataset is None else len(self.dataset)
+
+    def __bool__(self) -> bool:
+        return True  # a source without a data set is still a source
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        """The next ``num_samples`` groups; goes on into as many further epochs as it takes."""
+        return [self._next_group() for _ in range(num_samples)]
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Take groups back. Nothing, here; :class:`RolloutDataSourceWithBuffer` keeps them."""
+
+    def _next_group(self) -> Group:
+        prompt = self._next_prompt()
+        group: Group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = self.sample_group_index, self.sample_index
+            self.sample_index += 1
+            group.append(sample)
+        self.sample_group_index += 1
+        return group
+
+    def _next_prompt(self) -> Sample:
+        if self.dataset is None:
+            return Sample()
+        if self.sample_offset >= len(self.dataset):
+            self.epoch_id += 1
+            self.sample_offset = 0
+            self._order_epoch()
+        self.sample_offset += 1
+        return self.dataset[self.sample_offset - 1]
+
+    def _order_epoch(self) -> None:
+        if self.dataset is not None and getattr(self.args, "rollout_shuffle", False):
+            self.dataset.shuffle(self.epoch_id)
+
+    # --- state -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resume needs, as a value that shares nothing with the source."""
+        return {
+            "sample_offset": self.sample_offset,
+            "epoch_id": self.epoch_id,
+            "sample_group_index": self.sample_group_index,
+            "sample_index": self.sample_index,
+            "metadata": copy.deepcopy(self.metadata),
+            "dataset_length": len(self),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the source of ``state`` stood."""
+        length = state.get("dataset_length", len(self))
+        if length != len(self):
+            logger.warning(
+                "the data set had %d prompts when the run was saved and has %d now: "
+                "the rest of epoch %d will repeat some prompts and leave out others",
+                *(length, len(self), state["epoch_id"]),
+            )
+        self.sample_offset = state["sample_offset"]
+        self.epoch_id = state["epoch_id"]
+        self.sample_group_index = state["sample_group_index"]
+        self.sample_index = state["sample_index"]
+        self.metadata = copy.deepcopy(state.get("metadata") or {})
+        self._order_epoch()
+
+    def save(self, rollout_id: int) -> None:
+        """Write the state to ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, whole or not at all."""
+        import torch
+
+        path = _state_path(self.args.save, rollout_id)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.tmp")
+        torch.save(self.state_dict(), aside)
+        aside.rename(path)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout, start afresh."""
+        if not self.args.load or rollout_id is None or rollout_id < 0:
+            return
+        import torch
+
+        path = _state_path(self.args.load, rollout_id)
+        if not path.is_file():
+            logger.warning("%s does not exist: the prompts start from the beginning", path)
+            return
+        self.load_state_dict(torch.load(path, map_location="cpu", weights_only=False))
+
+
+class RolloutDataSourceWithBuffer(RolloutDataSource):
+    """Gives groups from its buffer first, then from the data set.
+
+    Which groups leave the buffer is decided by :meth:`buffer_filter`: override it, or name a function
+    with ``--buffer-filter-path``. Without either, the oldest leave first.
+    """
+
+    def __init__(self, args: Any, dataset: PromptDataset | None = None) -> None:
+        super().__init__(args, dataset)
+        self.buffer: list[Group] = []
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        groups = self._from_buffer(num_samples)
+        return groups + super().get_samples(num_samples - len(groups))
+
+    def add_samples(self, samples: list[Group]) -> None:
+        """Keep groups (aborted, partial or stale ones) for a later :meth:`get_samples`.
+
+        Raises:
+            ValueError: a group with other than ``--n-samples-per-prompt`` members; a list of fan-out
+                siblings is one member.
+        """
+        for group in samples:
+            if isinstance(group, Sample) or len(group) != self.args.n_samples_per_prompt:
+                size = "a bare sample" if isinstance(group, Sample) else f"a group of {len(group)}"
+                raise ValueError(f"{size} came back, but groups have {self.args.n_samples_per_prompt} members")
+        self.buffer.extend(samples)
+
+    def buffer_filter(self, args: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+        """Choose at most ``num_samples`` groups of ``buffer``. It may remove them from it, and others too;
+        what it returns does not come again."""
+        if getattr(args, "buffer_filter_path", None):
+            return load_function(args.buffer_filter_path)(args, None, buffer, num_samples)
+        return pop_first(args, None, buffer, num_samples)
+
+    def _from_buffer(self, num_samples: int) -> list[Group]:
+        if not self.buffer or num_samples <= 0:
+            return []
+        before = len(self.buffer)
+        chosen = list(self.buffer_filter(self.args, self.buffer, num_samples))
+        taken = {id(sample) for sample in flatten(chosen)}
+        if len(chosen) > num_samples or len(taken) != len(flatten(chosen)):
+            raise ValueError(f"the buffer filter gave {len(chosen)} groups of {num_samples} asked for, or one twice")
+        self.buffer[:] = [group for group in self.buffer if not any(id(s) in taken for s in flatten(group))]
+        dropped = before - len(self.buffer) - len(chosen)
+        if dropped > 0:
+            logger.info("the buffer filter dropped %d groups", dropped)
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "buffer": groups_to_dicts(self.buffer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.buffer = groups_from_dicts(state.get("buffer") or [])
+
+
+def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+    """The default buffer filter: the oldest groups leave first."""
+    chosen = buffer[:num_samples]
+    del buffer[:num_samples]
+    return chosen
+
+
+def load_dataset(args: Any) -> Dataset:
+    """The data set of ``--prompt-data``.
+
+    Raises:
+        DataError: everything that is wrong with it.
+        ValueError: no ``--prompt-data``.
+    """
+    if not args.prompt_data:
+        raise ValueError("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset")
+    needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
+    options = {"trust_remote_code": True} if getattr(args, "trust_remote_code", False) else {}
+    tokenizer = load_tokenizer(args.hf_checkpoint, **options) if needs_tokenizer else None
+    processor = load_processor(args.hf_checkpoint, **options) if args.multimodal_keys else None
+    return Dataset(
+        args.prompt_data,
+        tokenizer,
+        processor,
+        args.rollout_max_prompt_len,
+        prompt_key=args.input_key,
+        multimodal_keys=args.multimodal_keys,
+        label_key=args.label_key,
+        tool_key=args.tool_key,
+        metadata_key=args.metadata_key,
+        seed=args.rollout_seed,
+        apply_chat_template=args.apply_chat_template,
+        apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+    )
+
+
+def _state_path(directory: str | None, rollout_id: int) -> Path:
+    if not directory:
+        raise ValueError("the data source cannot be saved without --save")
+    return Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"

@@ -1,0 +1,5 @@
+"""Documented import path of the data sources; the code is in :mod:`slime.data.source`."""
+
+from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+
+__all__ = ["RolloutDataSource", "RolloutDataSourceWithBuffer", "pop_first"]
