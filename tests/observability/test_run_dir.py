@@ -1,0 +1,65 @@
+"""The folder of a run: what is in it, who moves aside, what is never written there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from slime.observability.run_dir import RunDir, RunDirError
+
+
+@dataclass
+class Arguments:
+    output_dir: str
+    run_name: str | None = None
+    load: str | None = None
+    lr: float = 1e-5
+    wandb_key: str | None = "secret"
+    eval_prompt_data: list[str] = field(default_factory=lambda: ["a", "b"])
+
+
+def test_folders_config_and_link(tmp_path: Path) -> None:
+    args = Arguments(str(tmp_path), "first")
+    args.max_turns = 5  # type: ignore[attr-defined]  # hooks set extra attributes
+    run = RunDir.create(args)
+    assert all(folder.is_dir() for folder in (run.tensorboard, run.samples, run.traces, run.logs))
+    config = yaml.safe_load(run.config.read_text())
+    assert config["lr"] == 1e-5 and config["max_turns"] == 5 and config["eval_prompt_data"] == ["a", "b"]
+    assert "secret" not in run.config.read_text()
+    assert (tmp_path / "latest").resolve() == run.path
+    RunDir.create(Arguments(str(tmp_path), "second"))
+    assert (tmp_path / "latest").resolve().name == "second"
+
+
+def test_an_earlier_run_of_the_name_moves_aside_unless_it_is_resumed(tmp_path: Path) -> None:
+    for text in ("one", "two", "three"):
+        RunDir.create(Arguments(str(tmp_path), "run")).metrics.write_text(text)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "three"
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == "one"
+    assert (tmp_path / "run.2" / "metrics.jsonl").read_text() == "two"
+    run = RunDir.create(Arguments(str(tmp_path), "run"), resume=True)
+    assert run.metrics.read_text() == "three"
+    run = RunDir.create(Arguments(str(tmp_path), "run", load=str(run.checkpoints)))
+    assert run.metrics.read_text() == "three", "the folder that --load reads from must not move"
+
+
+def test_without_a_name_the_time_is_the_name(tmp_path: Path) -> None:
+    args = Arguments(str(tmp_path))
+    run = RunDir.create(args)
+    assert args.run_name == run.path.name and len(run.path.name) == len("20260101-120000")
+
+
+def test_a_real_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").mkdir()
+    RunDir.create(Arguments(str(tmp_path), "x"))
+    assert not (tmp_path / "latest").is_symlink()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirError, match="--output-dir"):
+        RunDir.create(SimpleNamespace(output_dir=str(tmp_path / "file"), run_name="x"))

@@ -1,0 +1,193 @@
+"""scripts/env.sh for real, on a tiny checkout whose packages are wheels made here: no network, real pip."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from base64 import urlsafe_b64encode
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.real
+
+BACKEND = """\
+import base64, hashlib, zipfile
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    name = "slime-0.0.1-py3-none-any.whl"
+    import os
+    files = {"slime_editable.pth": os.getcwd() + "\\n",
+             "slime-0.0.1.dist-info/METADATA": "Metadata-Version: 2.1\\nName: slime\\nVersion: 0.0.1\\n",
+             "slime-0.0.1.dist-info/WHEEL": "Wheel-Version: 1.0\\nGenerator: t\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"}
+    record = ""
+    with zipfile.ZipFile(os.path.join(wheel_directory, name), "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+            record += f"{path},sha256={digest},{len(text)}\\n"
+        archive.writestr("slime-0.0.1.dist-info/RECORD", record + "slime-0.0.1.dist-info/RECORD,,\\n")
+    return name
+
+build_wheel = build_editable
+"""  # noqa: E501
+
+
+def make_wheel(folder: Path, name: str, version: str) -> None:
+    """A wheel with one module that knows its version."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": f"__version__ = {version!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        record = ""
+        for path, text in files.items():
+            archive.writestr(path, text)
+            digest = urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+            record += f"{path},sha256={digest},{len(text)}\n"
+        archive.writestr(f"{info}/RECORD", record + f"{info}/RECORD,,\n")
+
+
+class Tiny:
+    """A checkout with the real scripts, a lock of its own, and a folder of wheels."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.root = tmp / "checkout"
+        self.wheels = tmp / "wheels"
+        (self.root / "scripts").mkdir(parents=True)
+        (self.root / "requirements").mkdir()
+        for name in ("env.sh", "env_setup.py"):
+            shutil.copy(CHECKOUT / "scripts" / name, self.root / "scripts" / name)
+        (self.root / "backend.py").write_text(BACKEND)
+        (self.root / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            '[project]\nname = "slime"\nversion = "0.0.1"\n'
+        )
+        make_wheel(self.wheels, "torch", "9.9.0+cpu")
+        make_wheel(self.wheels, "first", "1.0")
+        self.lock("first==1.0")
+
+    def lock(self, *pins: str) -> None:
+        text = "# torch: 9.9.0\n# download-mb: 1\n" + "".join(pin + "\n" for pin in pins)
+        (self.root / "requirements" / "cpu.txt").write_text(text)
+
+    def environment(self, **more: str) -> dict[str, str]:
+        clean = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "SLIME_", "PYTHON"))}
+        clean.pop("CI", None)
+        clean |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
+        return {**clean, "PYTHON": sys.executable, "SLIME_DEVICE": "cpu", **more}
+
+    def start(self, **more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(self.root / "scripts" / "env.sh")],
+            env=self.environment(**more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, **more: str) -> tuple[int, str, str]:
+        process = self.start(**more)
+        try:
+            out, err = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Tiny:
+    return Tiny(tmp_path)
+
+
+def version(python: str, module: str) -> str:
+    command = [python, "-c", f"import {module}; print({module}.__version__)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30, cwd="/").stdout.strip()
+
+
+def test_first_run_installs_second_is_instant_and_a_new_pin_is_added(tiny: Tiny) -> None:
+    code, out, err = tiny.run()
+    assert code == 0, err
+    assert out.splitlines() == [str(tiny.root / ".venv" / "bin" / "python")], "stdout is the path alone"
+    assert "1 MB to download" in err
+    python = out.strip()
+    assert version(python, "torch") == "9.9.0+cpu" and version(python, "first") == "1.0"
+    listed = subprocess.run([python, "-c", "import sys; print(sys.path)"], capture_output=True, text=True, timeout=30)
+    assert str(tiny.root) in listed.stdout, "slime itself is importable"
+
+    log = (tiny.root / ".venv" / "install.log").stat().st_mtime_ns
+    start = time.monotonic()
+    assert tiny.run() == (0, out, "")
+    assert time.monotonic() - start < 1.0
+    assert (tiny.root / ".venv" / "install.log").stat().st_mtime_ns == log
+
+    make_wheel(tiny.wheels, "second", "2.0")
+    tiny.lock("first==1.0", "second==2.0")
+    assert tiny.run()[0] == 0
+    assert version(python, "second") == "2.0"
+
+
+def test_two_calls_at_once_and_one_that_was_killed_before(tiny: Tiny) -> None:
+    killed = tiny.start()
+    deadline = time.monotonic() + 60
+    while not (tiny.root / ".venv" / "pyvenv.cfg").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=30)
+    assert not (tiny.root / ".venv" / "slime-stamp").exists()
+
+    calls = [tiny.start(), tiny.start()]
+    results = [call.communicate(timeout=120) for call in calls]
+    assert [call.returncode for call in calls] == [0, 0], results
+    assert results[0][0] == results[1][0]
+    assert sum("waiting for it" in err for _, err in results) == 1
+    assert sum("making a virtual environment" in err for _, err in results) <= 1
+    assert version(results[0][0].strip(), "first") == "1.0"
+
+
+def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_install(tmp_path: Path) -> None:
+    one, two = Tiny(tmp_path / "one"), Tiny(tmp_path / "two")
+    shared = str(tmp_path / "env")
+    assert one.run(SLIME_ENV_DIR=shared)[0] == 0
+    code, out, err = two.run(SLIME_ENV_DIR=shared)
+    assert code == 0 and "making" not in err and "packages" not in err
+    assert not (two.root / ".venv").exists() and out.strip() == f"{shared}/bin/python"
+    listed = subprocess.run(
+        [out.strip(), "-c", "import sys; print(sys.path)"], capture_output=True, text=True, timeout=30
+    )
+    assert str(two.root) in listed.stdout and str(one.root) not in listed.stdout
+
+
+def test_in_ci_the_environment_lies_in_the_cache_named_by_its_pins(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.lock("absent==3.0")
+    code, out, err = tiny.run(CI="1", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert code == 1 and out == ""
+    assert "could not install packages" in err and "absent==3.0" in err and "install.log" in err
+    (folder,) = (tmp_path / "cache" / "slime").glob("env-????????????")
+    assert not (folder / "slime-stamp").exists() and not (tiny.root / ".venv").exists()
+
+
+def test_what_cannot_be_used_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    code, _, err = tiny.run(SLIME_ENV_DIR=str(tmp_path / "mine"))
+    assert code == 1 and "holds other files" in err
+    code, _, err = tiny.run(SLIME_DEVICE="tpu")
+    assert code == 1 and "use cpu or cuda" in err
+    old = tmp_path / "old-python"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.8.1\nexit 1\n')
+    old.chmod(0o755)
+    code, out, err = tiny.run(PYTHON=str(old))
+    assert code == 1 and out == "" and "3.11 or newer" in err and "Python 3.8.1" in err
