@@ -36,7 +36,14 @@ MEGATRON_CONFIGS = {
     "OptimizerConfig": "megatron.core.optimizer.optimizer_config",
     "DistributedDataParallelConfig": "megatron.core.distributed.distributed_data_parallel_config",
 }
-NOT_NEEDED = ("transformers", "huggingface_hub", "pydantic", "fastapi", "sglang.srt.configs", "sglang.srt.layers")  # model files say nothing of flags
+NOT_NEEDED = (
+    "transformers",
+    "huggingface_hub",
+    "pydantic",
+    "fastapi",
+    "sglang.srt.configs",
+    "sglang.srt.layers",
+)  # model files say nothing of flags
 SIMPLE = (bool, int, float, str, type(None))
 
 

@@ -20,12 +20,20 @@ class AlgorithmConfig:
         help="how rewards become advantages; ppo brings a critic",
         reader=_ADVANTAGES,
     )
-    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"), help="what is minimised", reader=_LOSS)
+    loss_type: str = flag(
+        "policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"), help="what is minimised", reader=_LOSS
+    )
     custom_loss_function_path: str = flag(None, kind="hook", help="loss of custom_loss", reader=_LOSS)
     custom_advantage_function_path: str = flag(None, kind="hook", help="replaces the estimator", reader=_ADVANTAGES)
-    custom_pg_loss_reducer_function_path: str = flag(None, kind="hook", help="how the policy loss is averaged", reader=_LOSS)
+    custom_pg_loss_reducer_function_path: str = flag(
+        None, kind="hook", help="how the policy loss is averaged", reader=_LOSS
+    )
     compute_advantages_and_returns: bool = flag(
-        True, option="--disable-compute-advantages-and-returns", kind="negative", help="no advantages (SFT, custom loss)", reader=_ADVANTAGES
+        True,
+        option="--disable-compute-advantages-and-returns",
+        kind="negative",
+        help="no advantages (SFT, custom loss)",
+        reader=_ADVANTAGES,
     )
     eps_clip: float = flag(0.2, help="lower clip distance", reader=_LOSS)
     eps_clip_high: float = flag(None, help="upper clip distance; default --eps-clip", reader=_LOSS)
@@ -36,10 +44,18 @@ class AlgorithmConfig:
     lambd: float = flag(1.0, help="lambda of GAE", reader=_ADVANTAGES)
     normalize_advantages: bool = flag(False, help="whiten advantages over the whole batch", reader=_ADVANTAGES)
     grpo_std_normalization: bool = flag(
-        True, option="--disable-grpo-std-normalization", kind="negative", help="do not divide by the group's deviation (Dr.GRPO)", reader="slime/data/convert.py"
+        True,
+        option="--disable-grpo-std-normalization",
+        kind="negative",
+        help="do not divide by the group's deviation (Dr.GRPO)",
+        reader="slime/data/convert.py",
     )
     rewards_normalization: bool = flag(
-        True, option="--disable-rewards-normalization", kind="negative", help="train on raw rewards", reader="slime/data/convert.py"
+        True,
+        option="--disable-rewards-normalization",
+        kind="negative",
+        help="train on raw rewards",
+        reader="slime/data/convert.py",
     )
     calculate_per_token_loss: bool = flag(False, help="average over tokens instead of samples", reader=_LOSS)
     num_critic_only_steps: int = flag(0, help="rollouts that train the critic alone at the start", reader="train.py")
@@ -62,7 +78,11 @@ class KlConfig:
 class OffPolicyConfig:
     _title = "off-policy correction and routing replay"
 
-    use_rollout_logprobs: bool = flag(False, help="the engine's log-probs are the old policy; excludes --use-tis", reader="slime/backends/train_loop.py")
+    use_rollout_logprobs: bool = flag(
+        False,
+        help="the engine's log-probs are the old policy; excludes --use-tis",
+        reader="slime/backends/train_loop.py",
+    )
     use_tis: bool = flag(False, help="truncated importance weights between trainer and engine", reader=_LOSS)
     tis_clip: float = flag(2.0, help="upper bound of the weight", reader=_LOSS)
     tis_clip_low: float = flag(0.0, help="lower bound of the weight", reader=_LOSS)
@@ -80,7 +100,11 @@ class DistillationConfig:
 
     use_opd: bool = flag(False, help="distil from a teacher on the student's own samples", reader=_ADVANTAGES)
     opd_type: str = flag(
-        None, choices=("sglang", "megatron"), help="teacher behind an engine, or in the trainer", reader="slime/rollout", limits={"megatron": ("planned", "")}
+        None,
+        choices=("sglang", "megatron"),
+        help="teacher behind an engine, or in the trainer",
+        reader="slime/rollout",
+        limits={"megatron": ("planned", "")},
     )
     opd_kl_coef: float = flag(1.0, help="weight of the teacher", reader=_ADVANTAGES)
     opd_teacher_load: str = flag(None, help="teacher checkpoint of the megatron type", status="planned")

@@ -19,25 +19,44 @@ class DataConfig:
     label_key: str = flag("label", help="column of the label, if rows have it", reader=_READER)
     metadata_key: str = flag("metadata", help="column of metadata (object or JSON string)", reader=_READER)
     tool_key: str = flag("tools", help="column of tool schemas", reader=_READER)
-    multimodal_keys: dict[str, str] | None = flag(None, help='JSON; media type to column, {"image": "images"}', reader=_READER)
+    multimodal_keys: dict[str, str] | None = flag(
+        None, help='JSON; media type to column, {"image": "images"}', reader=_READER
+    )
     apply_chat_template: bool = flag(False, help="render messages with the tokenizer's template", reader=_READER)
     apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON; extra arguments of the template", reader=_READER)
-    num_rollout: int = flag(None, help="rollout-and-train iterations; default: one epoch", reader="slime/cluster/rollout_manager.py")
-    num_epoch: int = flag(None, help="epochs, when --num-rollout is not given", reader="slime/cluster/rollout_manager.py")
+    num_rollout: int = flag(
+        None, help="rollout-and-train iterations; default: one epoch", reader="slime/cluster/rollout_manager.py"
+    )
+    num_epoch: int = flag(
+        None, help="epochs, when --num-rollout is not given", reader="slime/cluster/rollout_manager.py"
+    )
     start_rollout_id: int = flag(None, help="where to go on; default: after the loaded checkpoint", reader="train.py")
     rollout_shuffle: bool = flag(False, help="shuffle the prompts in each epoch", reader=_READER)
     rollout_seed: int = flag(42, help="seed of shuffling and of sampling", reader="slime/data, slime/rollout")
     rollout_global_dataset: bool = flag(
-        True, option="--disable-rollout-global-dataset", kind="negative", help="the user's data source manages the data", reader=_READER
+        True,
+        option="--disable-rollout-global-dataset",
+        kind="negative",
+        help="the user's data source manages the data",
+        reader=_READER,
     )
     data_source_path: str = flag(
-        "slime.rollout.data_source.RolloutDataSourceWithBuffer", kind="hook", help="class of the data source", reader="slime/cluster/rollout_manager.py"
+        "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+        kind="hook",
+        help="class of the data source",
+        reader="slime/cluster/rollout_manager.py",
     )
-    buffer_filter_path: str = flag(None, kind="hook", help="chooses groups from the buffer", reader="slime/data/source.py")
+    buffer_filter_path: str = flag(
+        None, kind="hook", help="chooses groups from the buffer", reader="slime/data/source.py"
+    )
     num_data_workers: int = flag(0, help="processes that read and tokenise rows", reader=_READER)
     streaming_data: bool = flag(False, help="read rows as they are needed instead of the whole file", reader=_READER)
-    loss_mask_type: str = flag("qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks", reader=_READER)
+    loss_mask_type: str = flag(
+        "qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks", reader=_READER
+    )
     rollout_task_type: str = flag("math", help="task of an external rollout buffer", status="planned")
     rollout_buffer_url: str = flag(None, help="external rollout buffer server", status="planned")
     fetch_trajectory_retry_times: int = flag(-1, help="tries to fetch from the rollout buffer", status="planned")
-    min_batch_collection_ratio: float = flag(1.0, help="share of a batch to wait for", status="notice", reason="it has no reader")
+    min_batch_collection_ratio: float = flag(
+        1.0, help="share of a batch to wait for", status="notice", reason="it has no reader"
+    )

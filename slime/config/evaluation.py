@@ -18,7 +18,9 @@ class EvalConfig:
         None, kind="pairs", metavar="NAME PATH", help="data sets as NAME PATH pairs; may be repeated", reader=_READER
     )
     eval_config: str = flag(None, kind="path", help="YAML of data sets with their own settings", reader=_READER)
-    eval_function_path: str = flag(None, kind="hook", help="evaluation; default: the rollout function", reader="slime/cluster/rollout_manager.py")
+    eval_function_path: str = flag(
+        None, kind="hook", help="evaluation; default: the rollout function", reader="slime/cluster/rollout_manager.py"
+    )
     skip_eval_before_train: bool = flag(False, help="no evaluation before the first step", reader="train.py")
     eval_input_key: str = flag(None, help="default --input-key", reader=_READER)
     eval_label_key: str = flag(None, help="default --label-key", reader=_READER)
@@ -30,4 +32,19 @@ class EvalConfig:
     eval_max_response_len: int = flag(None, help="default --rollout-max-response-len", reader=_READER)
     eval_max_prompt_len: int = flag(None, help="default --rollout-max-prompt-len", reader=_READER)
     eval_min_new_tokens: int = flag(None, help="fewest new tokens", reader=_READER)
-    eval_max_context_len: int = flag(None, help="prompt and response together, for the user's functions", reader=_READER)
+    eval_max_context_len: int = flag(
+        None, help="prompt and response together, for the user's functions", reader=_READER
+    )
+
+
+def eval_pairs(args: EvalConfig) -> tuple[list[tuple[str, str]], list[str]]:
+    """``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` as (name, path) pairs, and what is wrong with it.
+
+    A single word is the path of a data set named ``aime``, as it always was.
+    """
+    words = args.eval_prompt_data or []
+    if len(words) == 1:
+        return [("aime", words[0])], []
+    if len(words) % 2:
+        return [], [f"--eval-prompt-data needs pairs NAME PATH; these are {len(words)} words: {' '.join(words)}"]
+    return list(zip(words[::2], words[1::2], strict=True)), []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 import types
 from collections.abc import Mapping, Sequence
@@ -104,7 +105,7 @@ def _flags_of(cls: type) -> dict[str, Flag]:
     groups = {
         name: base.__dict__.get("_title", base.__name__)
         for base in reversed(cls.__mro__)
-        for name in base.__dict__.get("__annotations__", {})
+        for name in inspect.get_annotations(base)
     }
     return {
         field.name: _make(field, hints[field.name], groups[field.name])
@@ -115,7 +116,7 @@ def _flags_of(cls: type) -> dict[str, Flag]:
 
 def _make(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag:
     meta = field.metadata[_KEY]
-    default = field.default_factory() if field.default is dataclasses.MISSING else field.default  # type: ignore[misc]
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     value_type, container, optional = _unwrap(hint)
     kind = meta["kind"] or _infer_kind(value_type, container, optional or default is None, field.name)
     return Flag(
@@ -241,5 +242,5 @@ def _to_dict(value: Any) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{value!r} is not JSON ({error})") from None
     if not isinstance(decoded, dict):
-        raise ValueError(f"needs a JSON object like {{\"key\": 1}}, not {value!r}")
+        raise ValueError(f'needs a JSON object like {{"key": 1}}, not {value!r}')
     return decoded

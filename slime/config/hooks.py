@@ -34,12 +34,16 @@ def load_function(path: str, default_name: str | None = None) -> Any:
     if not colon:
         head, _, name = path.rpartition(".")
     if not head or not name:
-        raise HookError(f"{path!r} names no function: write package.module.function, module:function or file.py:function")
+        raise HookError(
+            f"{path!r} names no function: write package.module.function, module:function or file.py:function"
+        )
     module = _load_file(head) if head.endswith(".py") else _import(head, path)
     try:
         return getattr(module, name)
     except AttributeError:
-        raise HookError(f"{path!r}: {head} has no {name!r}; it defines {', '.join(_public_names(module)) or 'nothing public'}") from None
+        raise HookError(
+            f"{path!r}: {head} has no {name!r}; it defines {', '.join(_public_names(module)) or 'nothing public'}"
+        ) from None
 
 
 def _import(module: str, path: str) -> ModuleType:
@@ -47,7 +51,9 @@ def _import(module: str, path: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
-            raise HookError(f"{path!r}: there is no module {error.name!r} on the import path (PYTHONPATH and the working directory)") from error
+            raise HookError(
+                f"{path!r}: there is no module {error.name!r} on the import path (PYTHONPATH and the working directory)"
+            ) from error
         raise
 
 

@@ -76,7 +76,9 @@ ALIASES: tuple[Alias, ...] = (
     _negative("--no-bias-gelu-fusion", "bias_gelu_fusion", field="bias_activation_fusion"),
     _negative("--no-bias-swiglu-fusion", "bias_swiglu_fusion", field="bias_activation_fusion"),
     _negative("--no-bias-dropout-fusion", "bias_dropout_fusion", field="bias_dropout_fusion"),
-    _negative("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", field="gradient_accumulation_fusion"),
+    _negative(
+        "--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", field="gradient_accumulation_fusion"
+    ),
     _negative("--no-persist-layer-norm", "persist_layer_norm", field="persist_layer_norm"),
     _switch("--accumulate-allreduce-grads-in-fp32", field="grad_reduce_in_fp32"),
     _switch("--grad-reduce-in-bf16"),
@@ -120,15 +122,48 @@ ALIASES: tuple[Alias, ...] = (
 )
 
 ARCHITECTURE = frozenset(
-    """
-    squared_relu quick_geglu swiglu normalization position_embedding_type use_rotary_position_embeddings
-    add_position_embedding rotary_percent rotary_scaling_factor rotary_interleaved use_rope_scaling rope_scaling_factor
-    rope_type group_query_attention add_bias_linear apply_layernorm_1p qk_layernorm post_self_attn_layernorm
-    post_mlp_layernorm use_gated_attention attention_output_gate spec max_position_embeddings seq_length
-    make_vocab_size_divisible_by padded_vocab_size multi_latent_attention mscale mscale_all_dim moe_layer_freq
-    moe_router_load_balancing_type moe_router_score_function moe_router_pre_softmax moe_router_enable_expert_bias
-    moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_shared_expert_gate
-    moe_shared_expert_intermediate_size enable_experimental rotary_seq_len_interpolation_factor
-    """.split()
+    {
+        "add_bias_linear",
+        "add_position_embedding",
+        "apply_layernorm_1p",
+        "attention_output_gate",
+        "enable_experimental",
+        "group_query_attention",
+        "make_vocab_size_divisible_by",
+        "max_position_embeddings",
+        "moe_layer_freq",
+        "moe_router_enable_expert_bias",
+        "moe_router_group_topk",
+        "moe_router_load_balancing_type",
+        "moe_router_num_groups",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_gate",
+        "moe_shared_expert_intermediate_size",
+        "mscale",
+        "mscale_all_dim",
+        "multi_latent_attention",
+        "normalization",
+        "padded_vocab_size",
+        "position_embedding_type",
+        "post_mlp_layernorm",
+        "post_self_attn_layernorm",
+        "qk_layernorm",
+        "quick_geglu",
+        "rope_scaling_factor",
+        "rope_type",
+        "rotary_interleaved",
+        "rotary_percent",
+        "rotary_scaling_factor",
+        "rotary_seq_len_interpolation_factor",
+        "seq_length",
+        "spec",
+        "squared_relu",
+        "swiglu",
+        "use_gated_attention",
+        "use_rope_scaling",
+        "use_rotary_position_embeddings",
+    }
 )
 """Dests that describe the model; FSDP takes all this from the checkpoint's own code and config."""

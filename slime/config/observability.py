@@ -14,10 +14,16 @@ class ObservabilityConfig:
     _title = "observability"
 
     use_tensorboard: bool = flag(True, kind="toggle", help="TensorBoard events in the run's folder", reader=_METRICS)
-    tb_project_name: str = flag(None, help="first part of the event folder's name", status="notice", reason="events lie in outputs/<run>")
-    tb_experiment_name: str = flag(None, help="second part of it", status="notice", reason="events lie in outputs/<run>; use --run-name")
+    tb_project_name: str = flag(
+        None, help="first part of the event folder's name", status="notice", reason="events lie in outputs/<run>"
+    )
+    tb_experiment_name: str = flag(
+        None, help="second part of it", status="notice", reason="events lie in outputs/<run>; use --run-name"
+    )
     use_wandb: bool = flag(False, help="log to Weights & Biases too", reader=_METRICS)
-    wandb_mode: str = flag(None, choices=("online", "offline", "disabled"), help="default: the environment's", reader=_METRICS)
+    wandb_mode: str = flag(
+        None, choices=("online", "offline", "disabled"), help="default: the environment's", reader=_METRICS
+    )
     wandb_dir: str = flag(None, help="folder of its files", reader=_METRICS)
     wandb_key: str = flag(None, help="API key; better in the environment", reader=_METRICS)
     wandb_host: str = flag(None, help="server", reader=_METRICS)
@@ -26,7 +32,11 @@ class ObservabilityConfig:
     wandb_project: str = flag(None, help="project", reader=_METRICS)
     wandb_run_id: str = flag(None, help="go on with this run", reader=_METRICS)
     wandb_random_suffix: bool = flag(
-        True, option="--disable-wandb-random-suffix", kind="negative", help="no random end to the group's name", reader=_METRICS
+        True,
+        option="--disable-wandb-random-suffix",
+        kind="negative",
+        help="no random end to the group's name",
+        reader=_METRICS,
     )
     wandb_always_use_train_step: bool = flag(False, help="x-axis in optimizer steps", reader=_METRICS)
     log_multi_turn: bool = flag(False, help="metrics of multi-turn samples", reader="slime/rollout")
@@ -41,8 +51,12 @@ class DebugConfig:
 
     debug_rollout_only: bool = flag(False, help="no trainer", reader="slime/cluster")
     debug_train_only: bool = flag(False, help="no engines; needs --load-debug-rollout-data", reader="slime/cluster")
-    save_debug_rollout_data: str = flag(None, help="template of a dump of each rollout, with {rollout_id}", reader="slime/cluster/rollout_manager.py")
-    load_debug_rollout_data: str = flag(None, help="train on such dumps; implies --debug-train-only", reader="slime/cluster/rollout_manager.py")
+    save_debug_rollout_data: str = flag(
+        None, help="template of a dump of each rollout, with {rollout_id}", reader="slime/cluster/rollout_manager.py"
+    )
+    load_debug_rollout_data: str = flag(
+        None, help="train on such dumps; implies --debug-train-only", reader="slime/cluster/rollout_manager.py"
+    )
     load_debug_rollout_data_subsample: float = flag(None, help="share of the dump to use", status="planned")
     load_forge_rollout_data: str = flag(None, help="replay dumps with engines alive", status="planned")
     save_debug_train_data: str = flag(None, help="template of a dump of each train batch", status="planned")
@@ -53,15 +67,26 @@ class DebugConfig:
     memory_recorder: str = flag("torch", choices=("torch", "memray"), help="recorder of memory", status="planned")
     use_pytorch_profiler: bool = flag(False, help="torch profiler", status="planned")
     profile_target: list[str] = flag(
-        ["train_overall"], choices=("train_overall", "train_actor", "train_log_probs"), help="what is profiled", status="planned"
+        ["train_overall"],
+        choices=("train_overall", "train_actor", "train_log_probs"),
+        help="what is profiled",
+        status="planned",
     )
-    ci_test: bool = flag(False, help="assertions for CI", status="refused", reason="tests hold them here, the product carries none")
-    ci_disable_kl_checker: bool = flag(False, help="part of --ci-test", status="refused", reason="there is no --ci-test")
+    ci_test: bool = flag(
+        False, help="assertions for CI", status="refused", reason="tests hold them here, the product carries none"
+    )
+    ci_disable_kl_checker: bool = flag(
+        False, help="part of --ci-test", status="refused", reason="there is no --ci-test"
+    )
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
         0.1, help="part of --ci-test", status="refused", reason="use --logprob-gap-threshold"
     )
-    ci_save_grad_norm: str = flag(None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl")
-    ci_load_grad_norm: str = flag(None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl")
+    ci_save_grad_norm: str = flag(
+        None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl"
+    )
+    ci_load_grad_norm: str = flag(
+        None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl"
+    )
 
 
 @dataclass
@@ -72,8 +97,12 @@ class MegatronExtrasConfig:
     mtp_loss_scaling_factor: float = flag(0.2, help="weight of their loss", status="planned")
     enable_mtp_training: bool = flag(False, help="train them", status="planned")
     custom_megatron_init_path: str = flag(None, kind="hook", help="called after Megatron's start", status="planned")
-    custom_megatron_before_log_prob_hook_path: str = flag(None, kind="hook", help="called before log-probs", status="planned")
-    custom_megatron_before_train_step_hook_path: str = flag(None, kind="hook", help="called before a step", status="planned")
+    custom_megatron_before_log_prob_hook_path: str = flag(
+        None, kind="hook", help="called before log-probs", status="planned"
+    )
+    custom_megatron_before_train_step_hook_path: str = flag(
+        None, kind="hook", help="called before a step", status="planned"
+    )
     megatron_deepgemm_forward_layers: list[int] | None = flag(
         None, help="layers in FP8 DeepGEMM", status="refused", reason="there are no DeepGEMM kernels here"
     )

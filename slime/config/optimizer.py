@@ -19,7 +19,10 @@ class OptimizerConfig:
     lr: float = flag(1e-6, help="peak learning rate", reader=_READER)
     min_lr: float = flag(0.0, help="where the decay ends", reader=_READER)
     lr_decay_style: str = flag(
-        "constant", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"), help="shape of the decay", reader=_READER
+        "constant",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        help="shape of the decay",
+        reader=_READER,
     )
     lr_decay_iters: int = flag(None, help="optimizer steps of the decay; default: the whole run", reader=_READER)
     lr_warmup_iters: int = flag(0, help="optimizer steps of linear warm-up", reader=_READER)
@@ -27,7 +30,10 @@ class OptimizerConfig:
     lr_warmup_init: float = flag(0.0, help="where the warm-up starts", reader=_READER)
     lr_wsd_decay_iters: int = flag(None, help="optimizer steps of the last phase of WSD", reader=_READER)
     lr_wsd_decay_style: str = flag(
-        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), help="shape of the last phase of WSD", reader=_READER
+        "exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        help="shape of the last phase of WSD",
+        reader=_READER,
     )
     warmup_ratio: float = flag(None, help="old name of --lr-warmup-fraction", reader="slime/config/defaults.py")
     weight_decay: float = flag(0.0, help="decoupled weight decay", reader=_READER)

@@ -26,7 +26,10 @@ MEGATRON_VERSION = "0.16.1"
 
 SET_BY_SLIME: dict[str, str] = {
     **dict.fromkeys(("model_path", "tokenizer_path"), "it follows from --hf-checkpoint"),
-    **dict.fromkeys(("tp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"), "use --rollout-num-gpus-per-engine"),
+    **dict.fromkeys(
+        ("tp_size", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"),
+        "use --rollout-num-gpus-per-engine",
+    ),
     **dict.fromkeys(("host", "port", "nccl_port"), "slime takes free ports"),
     "config": "pass the flags themselves",
     "trust_remote_code": "use --trust-remote-code",
@@ -70,7 +73,11 @@ def load_table(package: str, version: str) -> dict[str, dict[str, Any]]:
 @functools.cache
 def options() -> dict[str, PassOption]:
     """Every pass-through option by its spelling on the command line."""
-    return {**_megatron_options(), **_server_options("router", "sglang_router", (ROUTER_VERSION,)), **_server_options("sglang", "sglang", SGLANG_VERSIONS)}
+    return {
+        **_megatron_options(),
+        **_server_options("router", "sglang_router", (ROUTER_VERSION,)),
+        **_server_options("sglang", "sglang", SGLANG_VERSIONS),
+    }
 
 
 @functools.cache
@@ -105,7 +112,15 @@ def _megatron_options() -> dict[str, PassOption]:
         if name in covered:
             continue
         option = "--" + name.replace("_", "-")
-        flag = _flag(option, name, entry["kind"], entry.get("type", "str"), entry.get("default"), "megatron", entry.get("choices", ()))
+        flag = _flag(
+            option,
+            name,
+            entry["kind"],
+            entry.get("type", "str"),
+            entry.get("default"),
+            "megatron",
+            entry.get("choices", ()),
+        )
         found[option] = PassOption("megatron", flag, True if flag.is_bool else None)
         if flag.is_bool:
             found[f"--no-{option[2:]}"] = PassOption("megatron", flag, False)
@@ -168,7 +183,7 @@ def check(args: Any) -> list[str]:
 def _absent_in(given: Mapping[str, Any], version: str) -> list[str]:
     known = {entry["dest"] for entry in load_table("sglang", version).values()} | set(RENAMED.get(version, {}))
     return [
-        f"--sglang-{name.replace('_', '-')}: the installed SGLang {version} has no such option (another pinned version has)"
+        f"--sglang-{name.replace('_', '-')}: another SGLang has it, the installed {version} has not"
         for name in given
         if name not in known
     ]

@@ -13,14 +13,14 @@ class RunConfig:
 
     train_backend: str = flag(
         None,
-        help="what trains: fsdp (Hugging Face models) or megatron; default: megatron on CUDA where installed, else fsdp",
+        help="what trains; default: megatron on CUDA where installed, else fsdp (Hugging Face models)",
         choices=("fsdp", "megatron"),
         limits={"megatron": ("planned", "use --train-backend fsdp")},
         reader="slime/backends/create.py",
     )
     rollout_backend: str = flag(
         None,
-        help="what generates: embedded (our own server) or sglang; default: sglang on CUDA where installed, else embedded",
+        help="what generates; default: sglang on CUDA where installed, else embedded (our own server)",
         choices=("embedded", "sglang"),
         limits={"sglang": ("planned", "use --rollout-backend embedded")},
         reader="slime/cluster/engine_actor.py",
@@ -31,8 +31,12 @@ class RunConfig:
         help="same seed, same run, bit for bit: fixed compute shapes, groups judged in submission order",
         reader="slime/engines, slime/rollout, slime/backends",
     )
-    seed: int = flag(1234, help="seed of initialisation, dropout and everything the trainer draws", reader="slime/backends")
-    output_dir: str = flag("outputs", help="each run writes a folder of its own below this one", reader="slime/observability/run_dir.py")
+    seed: int = flag(
+        1234, help="seed of initialisation, dropout and everything the trainer draws", reader="slime/backends"
+    )
+    output_dir: str = flag(
+        "outputs", help="each run writes a folder of its own below this one", reader="slime/observability/run_dir.py"
+    )
     run_name: str = flag(
         None,
         help="name of the run's folder; default: model, estimator and time, or the resumed run's",
@@ -51,4 +55,6 @@ class RunConfig:
         reader="slime/config/overrides.py",
     )
     config: str = flag(None, kind="path", help="YAML of defaults", status="refused", reason="use --override FILE")
-    phase_timeout: float = flag(3600.0, help="seconds that generate, train or a weight sync may take", reader="slime/cluster")
+    phase_timeout: float = flag(
+        3600.0, help="seconds that generate, train or a weight sync may take", reader="slime/cluster"
+    )

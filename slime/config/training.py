@@ -12,51 +12,98 @@ class ModelConfig:
     _title = "model and trainer"
 
     hf_checkpoint: str = flag(
-        None, help="Hugging Face folder or hub id: tokenizer, engines and (FSDP) the model that is trained", reader="slime/models/loading.py"
+        None,
+        help="Hugging Face folder or hub id: tokenizer, engines and (FSDP) the model that is trained",
+        reader="slime/models/loading.py",
     )
     model_name: str = flag(
-        None, help="model family for weight names; default: from the checkpoint", status="notice", reason="FSDP takes names from the checkpoint"
+        None,
+        help="model family for weight names; default: from the checkpoint",
+        status="notice",
+        reason="FSDP takes names from the checkpoint",
     )
-    trust_remote_code: bool = flag(False, help="run model code that comes with the checkpoint", reader="slime/models/loading.py")
+    trust_remote_code: bool = flag(
+        False, help="run model code that comes with the checkpoint", reader="slime/models/loading.py"
+    )
     train_dtype: str = flag(
-        None, choices=("float32", "bfloat16"), help="default: bfloat16 on CUDA, float32 on the CPU", reader="slime/backends/fsdp"
+        None,
+        choices=("float32", "bfloat16"),
+        help="default: bfloat16 on CUDA, float32 on the CPU",
+        reader="slime/backends/fsdp",
     )
     fp16: bool = flag(False, help="train in float16", status="refused", reason="use --train-dtype bfloat16 or float32")
     bf16: bool = flag(False, help="Megatron's name for --train-dtype bfloat16", reader="slime/config/defaults.py")
     attn_implementation: str = flag(
         None,
-        help="attention of the trainer: varlen (packed, torch's own), sdpa, eager or flash_attention_2; default: varlen",
+        help="attention of the trainer; default: packed, without a mask (varlen on CUDA, its equal on the CPU)",
         reader="slime/backends/fsdp",
     )
     gradient_checkpointing: bool = flag(
-        False, help="recompute activations in the backward pass; --recompute-activations means the same", reader="slime/backends/fsdp"
+        False,
+        help="recompute activations in the backward pass; --recompute-activations means the same",
+        reader="slime/backends/fsdp",
     )
-    log_probs_chunk_size: int = flag(-1, help="tokens per chunk of logits -> log-prob; -1: chosen for you", reader="slime/backends")
+    log_probs_chunk_size: int = flag(
+        -1, help="tokens per chunk of logits -> log-prob; -1: chosen for you", reader="slime/backends"
+    )
     recompute_loss_function: bool = flag(
-        False, help="recompute logits in the backward pass", status="notice", reason="it is always done: logits of a whole batch are never kept"
+        False,
+        help="recompute logits in the backward pass",
+        status="notice",
+        reason="it is always done: logits of a whole batch are never kept",
     )
     share_prompt_in_pack: bool = flag(
-        True, kind="toggle", help="store the prompt of a group once per pack; same gradients, less work", reader="slime/data/packing.py"
+        True,
+        kind="toggle",
+        help="store the prompt of a group once per pack; same gradients, less work",
+        reader="slime/data/packing.py",
     )
     skip_zero_advantage_groups: bool = flag(
-        True, kind="toggle", help="no forward and backward pass for groups that cannot move the weights", reader="slime/backends/train_loop.py"
+        True,
+        kind="toggle",
+        help="no forward and backward pass for groups that cannot move the weights",
+        reader="slime/backends/train_loop.py",
     )
-    only_train_params_name_list: list[str] | None = flag(None, help="regular expressions: train only these", reader="slime/backends/fsdp")
-    freeze_params_name_list: list[str] | None = flag(None, help="regular expressions: freeze these", reader="slime/backends/fsdp")
-    keep_old_actor: bool = flag(False, help="keep the weights that generated, to compute old log-probs", reader="slime/backends")
+    only_train_params_name_list: list[str] | None = flag(
+        None, help="regular expressions: train only these", reader="slime/backends/fsdp"
+    )
+    freeze_params_name_list: list[str] | None = flag(
+        None, help="regular expressions: freeze these", reader="slime/backends/fsdp"
+    )
+    keep_old_actor: bool = flag(
+        False, help="keep the weights that generated, to compute old log-probs", reader="slime/backends"
+    )
     fsdp_cpu_offload: bool = flag(False, help="keep FSDP shards in CPU memory", status="planned")
     fsdp_state_dict_cpu_offload: bool = flag(
-        True, kind="toggle", help="gather state dicts in CPU memory", status="notice", reason="checkpoints are always written from CPU memory"
+        True,
+        kind="toggle",
+        help="gather state dicts in CPU memory",
+        status="notice",
+        reason="checkpoints are always written from CPU memory",
     )
     fsdp_cpu_backend: str = flag("gloo", help="backend of CPU collectives", status="notice", reason="it is always gloo")
-    deterministic_mode: bool = flag(False, help="Megatron's name for --deterministic", reader="slime/config/defaults.py")
-    custom_model_provider_path: str = flag(None, kind="hook", help="replaces Megatron's model builder", status="planned")
-    qwen_gdn_backend: str = flag(
-        "fla", choices=("fla", "flashqla"), help="gated-delta-net kernels", status="refused", reason="no kernels for Qwen3-Next layers yet"
+    deterministic_mode: bool = flag(
+        False, help="Megatron's name for --deterministic", reader="slime/config/defaults.py"
     )
-    freeze_indexer: bool = flag(False, help="freeze DSA indexers", status="refused", reason="there are no DSA models here yet")
-    allgather_cp: bool = flag(False, help="contiguous context parallel layout", status="refused", reason="it is for DSA models only")
-    megatron_config_path: str = flag(None, kind="path", help="YAML of overrides per role (actor, critic)", status="planned")
+    custom_model_provider_path: str = flag(
+        None, kind="hook", help="replaces Megatron's model builder", status="planned"
+    )
+    qwen_gdn_backend: str = flag(
+        "fla",
+        choices=("fla", "flashqla"),
+        help="gated-delta-net kernels",
+        status="refused",
+        reason="no kernels for Qwen3-Next layers yet",
+    )
+    freeze_indexer: bool = flag(
+        False, help="freeze DSA indexers", status="refused", reason="there are no DSA models here yet"
+    )
+    allgather_cp: bool = flag(
+        False, help="contiguous context parallel layout", status="refused", reason="it is for DSA models only"
+    )
+    megatron_config_path: str = flag(
+        None, kind="path", help="YAML of overrides per role (actor, critic)", status="planned"
+    )
 
 
 @dataclass
@@ -65,18 +112,26 @@ class WeightSyncConfig:
 
     update_weights_interval: int = flag(1, help="sync every N rollouts (train_async.py)", reader="train_async.py")
     update_weight_mode: str = flag(
-        "full", choices=("full", "delta"), help="all weights or changed bytes only", limits={"delta": ("planned", "")}, reader="slime/weights"
+        "full",
+        choices=("full", "delta"),
+        help="all weights or changed bytes only",
+        limits={"delta": ("planned", "")},
+        reader="slime/weights",
     )
     update_weight_transport: str = flag(
         "nccl",
         choices=("nccl", "disk"),
-        help="nccl: straight from process to process (shared memory or IPC on one host, else NCCL or gloo); disk: through a folder",
+        help="nccl: from process to process (shared memory or IPC on one host, else NCCL or gloo); disk: by files",
         reader="slime/weights/transports",
     )
     update_weight_buffer_size: int = flag(512 * 2**20, help="bytes per bucket", reader="slime/weights")
-    update_weight_disk_dir: str = flag(None, help="shared folder for the disk transport", reader="slime/weights/transports")
+    update_weight_disk_dir: str = flag(
+        None, help="shared folder for the disk transport", reader="slime/weights/transports"
+    )
     update_weight_disk_keep_files: bool = flag(False, help="keep published weights", reader="slime/weights/transports")
-    update_weight_delta_encoding: str = flag("xor", choices=("xor", "overwrite"), help="byte codec of deltas", status="planned")
+    update_weight_delta_encoding: str = flag(
+        "xor", choices=("xor", "overwrite"), help="byte codec of deltas", status="planned"
+    )
     update_weight_delta_checksum: str = flag(
         "xxh3-128", choices=("xxh3-128", "blake3", "adler32"), help="digest per tensor of a delta", status="planned"
     )
@@ -85,7 +140,12 @@ class WeightSyncConfig:
         None, kind="hook", help="called after files are written, before engines read", status="planned"
     )
     release_train: bool = flag(False, help="end trainer processes during rollout", status="planned")
-    audit_weights: bool = flag(True, kind="toggle", help="after each sync compare what engine and trainer hold", reader="slime/weights/audit.py")
+    audit_weights: bool = flag(
+        True,
+        kind="toggle",
+        help="after each sync compare what engine and trainer hold",
+        reader="slime/weights/audit.py",
+    )
     audit_threshold: float = flag(
         None, help="largest log-prob difference an audit accepts; default: by dtype", reader="slime/weights/audit.py"
     )
@@ -108,15 +168,28 @@ class BatchConfig:
     rollout_batch_size: int = flag(32, help="prompts per rollout", reader="slime/rollout, slime/data")
     n_samples_per_prompt: int = flag(8, help="samples per prompt: the group", reader="slime/data/source.py")
     global_batch_size: int = flag(
-        None, help="samples per optimizer step; default: rollout batch x samples / steps", reader="slime/data/schedule.py"
+        None,
+        help="samples per optimizer step; default: rollout batch x samples / steps",
+        reader="slime/data/schedule.py",
     )
-    num_steps_per_rollout: int = flag(None, help="optimizer steps per rollout; default 1", reader="slime/config/defaults.py")
-    micro_batch_size: int = flag(1, help="samples per forward pass, without --use-dynamic-batch-size", reader="slime/data/schedule.py")
-    use_dynamic_batch_size: bool = flag(False, help="fill micro-batches up to --max-tokens-per-gpu", reader="slime/data/schedule.py")
+    num_steps_per_rollout: int = flag(
+        None, help="optimizer steps per rollout; default 1", reader="slime/config/defaults.py"
+    )
+    micro_batch_size: int = flag(
+        1, help="samples per forward pass, without --use-dynamic-batch-size", reader="slime/data/schedule.py"
+    )
+    use_dynamic_batch_size: bool = flag(
+        False, help="fill micro-batches up to --max-tokens-per-gpu", reader="slime/data/schedule.py"
+    )
     max_tokens_per_gpu: int = flag(None, help="token budget of a micro-batch", reader="slime/data/schedule.py")
     log_probs_max_tokens_per_gpu: int = flag(
-        None, help="token budget of log-prob passes", status="notice", reason="log-probs use the micro-batches of training"
+        None,
+        help="token budget of log-prob passes",
+        status="notice",
+        reason="log-probs use the micro-batches of training",
     )
     balance_data: bool = flag(False, help="balance the work over the ranks", reader="slime/data/schedule.py")
-    balance_by_flops: bool = flag(False, help="balance by estimated FLOPs; implies --balance-data", reader="slime/data/schedule.py")
+    balance_by_flops: bool = flag(
+        False, help="balance by estimated FLOPs; implies --balance-data", reader="slime/data/schedule.py"
+    )
     data_pad_size_multiplier: int = flag(128, help="packs are padded to a multiple of this", reader="slime/backends")

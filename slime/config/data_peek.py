@@ -1,0 +1,43 @@
+"""The first row of a data file: enough to choose defaults; rows are checked in the data room."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+_SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
+
+
+def file_of(prompt_data: str) -> Path:
+    """The file of ``path`` or ``path@[a:b]``."""
+    return Path(_SLICE.sub("", prompt_data)).expanduser()
+
+
+def first_row(prompt_data: str) -> dict[str, Any] | None:
+    """The first row of a JSONL or Parquet file, or None when it cannot be read (the data room says why)."""
+    file = file_of(prompt_data)
+    if not file.is_file():
+        return None
+    if file.suffix == ".parquet":
+        return _first_parquet_row(file)
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        line = next((line for line in lines if line.strip()), "")
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _first_parquet_row(file: Path) -> dict[str, Any] | None:
+    import pyarrow.parquet as parquet
+    from pyarrow.lib import ArrowException
+
+    try:
+        batch = next(parquet.ParquetFile(file).iter_batches(batch_size=1), None)
+    except ArrowException:
+        return None
+    rows: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
+    return rows[0] if rows else None

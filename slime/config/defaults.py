@@ -1,0 +1,282 @@
+"""What a flag is when it was not given: derived from other flags, the machine and the first row of the data.
+
+Everything here writes to ``args`` and explains choices that a user could miss in ``args.notices``.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slime.config.args import FLAGS, Args
+from slime.config.data_peek import first_row
+from slime.config.hf_config import is_hf_folder
+from slime.config.machine import Machine, installed, this_machine
+
+SFT_LIKE = ("sft_loss", "custom_loss")
+DEFAULT_ROLLOUT_FUNCTION = FLAGS["rollout_function_path"].default
+
+
+def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
+    """Fill in everything that is still None and has a derived default. Returns problems."""
+    machine = machine or this_machine()
+    problems: list[str] = []
+    _backends(args, machine)
+    _model(args, machine)
+    _debug_modes(args)
+    problems += _data(args)
+    problems += _batch(args)
+    _algorithm(args)
+    _resources(args, machine, asynchronous)
+    _evaluation(args)
+    _run_folder(args)
+    return problems
+
+
+def default_args(**values: Any) -> Args:
+    """Resolved but unchecked Args, for tests and tools: ``default_args(rollout_batch_size=4)``.
+
+    Raises:
+        TypeError: a name that is no field of Args and no pass-through flag.
+    """
+    args = Args()
+    for name, value in values.items():
+        if not hasattr(args, name):
+            raise TypeError(f"args has no {name!r}")
+        setattr(args, name, value)
+    args.explicit = frozenset(values)
+    resolve_defaults(args)
+    return args
+
+
+def _is_built(flag: str, value: str) -> bool:
+    return value not in FLAGS[flag].limits
+
+
+def _backends(args: Args, machine: Machine) -> None:
+    if args.train_backend is None:
+        megatron = machine.cuda and _is_built("train_backend", "megatron") and installed("megatron.core")
+        args.train_backend = "megatron" if megatron else "fsdp"
+    if args.rollout_backend is None:
+        sglang = machine.cuda and _is_built("rollout_backend", "sglang") and installed("sglang")
+        args.rollout_backend = "sglang" if sglang else "embedded"
+    if args.distributed_backend is None:
+        args.distributed_backend = "nccl" if machine.cuda else "gloo"
+    if args.embedded_device is None:
+        args.embedded_device = "cuda" if machine.cuda else "cpu"
+    if args.reward_workers is None:
+        args.reward_workers = min(machine.cores, 8)
+
+
+def _model(args: Args, machine: Machine) -> None:
+    if args.hf_checkpoint is None:
+        for name in ("ref_load", "load"):
+            if is_hf_folder(getattr(args, name)):
+                args.hf_checkpoint = getattr(args, name)
+                args.notices.append(
+                    f"--hf-checkpoint is not given: --{name.replace('_', '-')} {args.hf_checkpoint} is used"
+                )
+                break
+    if args.ref_load is None:
+        args.ref_load = args.hf_checkpoint
+    args.deterministic = args.deterministic or args.deterministic_mode
+    if args.bf16 and args.train_dtype is None:
+        args.train_dtype = "bfloat16"
+    if args.train_dtype is None:
+        args.train_dtype = "bfloat16" if machine.cuda else "float32"
+    if args.rollout_dtype is None:
+        args.rollout_dtype = args.train_dtype
+    if args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity"):
+        args.gradient_checkpointing = True
+    if args.lr_warmup_fraction is None:
+        args.lr_warmup_fraction = args.warmup_ratio
+    if args.critic_lr is None:
+        args.critic_lr = args.lr
+    if args.critic_lr_warmup_iters is None:
+        args.critic_lr_warmup_iters = args.lr_warmup_iters
+
+
+def _debug_modes(args: Args) -> None:
+    if args.load_debug_rollout_data:
+        args.debug_train_only = True
+    if args.debug_rollout_only:
+        args.colocate = args.offload = False
+        args.offload_train = args.offload_rollout = False
+
+
+def _data(args: Args) -> list[str]:
+    row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
+    if row is not None:
+        if "input_key" not in args.explicit and args.input_key not in row and "input" in row:
+            args.input_key = "input"
+            args.notices.append("rows have no 'prompt' but an 'input': it is used (--input-key)")
+        if "label_key" not in args.explicit and args.label_key not in row:
+            args.label_key = None  # type: ignore[assignment]
+    if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
+        args.rollout_max_prompt_len = args.rollout_max_context_len - 1
+    if args.over_sampling_batch_size is None:
+        args.over_sampling_batch_size = args.rollout_batch_size
+    return _reward(args, row)
+
+
+def _reward(args: Args, row: dict[str, Any] | None) -> list[str]:
+    """Without a reward: ``math`` where rows have a label (decisions 1)."""
+    named = args.rm_type or args.custom_rm_path
+    scored_elsewhere = (
+        args.loss_type in SFT_LIKE or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION or args.debug_train_only
+    )
+    if named or scored_elsewhere or row is None:
+        return []
+    if args.label_key is not None and row.get(args.label_key) is not None:
+        args.rm_type = "math"
+        if args.custom_generate_function_path is None:
+            args.notices.append(
+                f"no --rm-type and no --custom-rm-path: rows have a {args.label_key!r}, so --rm-type math scores them"
+            )
+        return []
+    metadata = row.get(args.metadata_key)
+    if args.custom_generate_function_path or (metadata is not None and "rm_type" in str(metadata)):
+        return []
+    return [
+        f"nothing scores the samples: give --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "
+        f"their columns: {', '.join(map(str, row))})"
+    ]
+
+
+def _batch(args: Args) -> list[str]:
+    """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    given = (
+        f"--rollout-batch-size {args.rollout_batch_size} x "
+        f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
+    )
+    if args.balance_by_flops:
+        args.balance_data = True
+    if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:
+        return []
+    if args.global_batch_size is None:
+        steps = args.num_steps_per_rollout or 1
+        if samples % max(steps, 1):
+            return [f"{given} samples cannot be split into --num-steps-per-rollout {steps} equal steps"]
+        args.num_steps_per_rollout = steps
+        args.global_batch_size = samples // max(steps, 1)
+        return []
+    if args.global_batch_size < 1:
+        return []
+    steps = args.num_steps_per_rollout
+    if steps is None and samples % args.global_batch_size == 0:
+        args.num_steps_per_rollout = samples // args.global_batch_size
+        return []
+    if steps is None:
+        fits = [n for n in range(1, samples + 1) if samples % n == 0]
+        near = min(fits, key=lambda n: (abs(n - args.global_batch_size), -n))
+        return [f"{given}, which is no multiple of --global-batch-size {args.global_batch_size}: {near} would fit"]
+    if samples != args.global_batch_size * steps:
+        wanted = args.global_batch_size * steps
+        return [
+            f"{given}, but --global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} = {wanted}: "
+            "leave one of the last two out, and it follows"
+        ]
+    return []
+
+
+def _algorithm(args: Args) -> None:
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.n_samples_per_prompt == 1:
+        args.grpo_std_normalization = False
+    args.use_critic = args.advantage_estimator == "ppo"
+    if args.use_rollout_routing_replay:
+        args.use_routing_replay = True
+
+
+def _resources(args: Args, machine: Machine, asynchronous: bool) -> None:
+    if args.num_gpus_per_node is None:
+        args.num_gpus_per_node = machine.gpus or 8
+    _default_placement(args, machine, asynchronous)
+    train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.rollout_num_gpus is None:
+        args.rollout_num_gpus = train if args.colocate else args.rollout_num_gpus_per_engine
+    args.world_size = train
+    shared = args.colocate and not args.debug_rollout_only
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(args, name) is None:
+            setattr(args, name, bool(shared or args.offload))
+    if args.use_critic and shared:
+        args.offload_train = True
+
+
+def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:
+    """Neither trainer nor engines were given GPUs: share what is here, or split it where sharing is not possible."""
+    if args.actor_num_gpus_per_node is not None:
+        return
+    if not machine.cuda:
+        args.actor_num_gpus_per_node = 1
+        return
+    if args.colocate or args.debug_train_only or args.debug_rollout_only:
+        args.actor_num_gpus_per_node = machine.gpus
+        return
+    if args.rollout_num_gpus is not None:
+        args.actor_num_gpus_per_node = max(machine.gpus - args.rollout_num_gpus, 1)
+        return
+    if asynchronous and machine.gpus > 1:
+        args.actor_num_gpus_per_node = machine.gpus // 2
+        args.rollout_num_gpus = machine.gpus - machine.gpus // 2
+        args.notices.append(
+            f"{args.actor_num_gpus_per_node} GPUs train and {args.rollout_num_gpus} generate "
+            "(--actor-num-gpus-per-node, --rollout-num-gpus)"
+        )
+        return
+    args.actor_num_gpus_per_node = machine.gpus
+    if not asynchronous:
+        args.colocate = True
+        args.notices.append(
+            f"no placement is given: trainer and engines share {machine.gpus} GPU(s), as with --colocate"
+        )
+
+
+def _evaluation(args: Args) -> None:
+    fallbacks: dict[str, str] = {
+        "eval_function_path": "rollout_function_path",
+        "eval_input_key": "input_key",
+        "eval_label_key": "label_key",
+        "eval_tool_key": "tool_key",
+        "eval_reward_key": "reward_key",
+        "eval_temperature": "rollout_temperature",
+        "eval_top_p": "rollout_top_p",
+        "eval_top_k": "rollout_top_k",
+        "eval_max_response_len": "rollout_max_response_len",
+        "eval_max_prompt_len": "rollout_max_prompt_len",
+        "eval_max_context_len": "rollout_max_context_len",
+    }
+    for name, source in fallbacks.items():
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(args, source))
+    if args.eval_interval and not args.eval_prompt_data and not args.eval_config:
+        args.notices.append(
+            f"--eval-interval {args.eval_interval} evaluates nothing: give --eval-prompt-data NAME PATH"
+        )
+        args.eval_interval = None  # type: ignore[assignment]
+
+
+def _run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime("%Y%m%d-%H%M%S")) -> None:
+    if args.run_name is None:
+        resumed = _resumed_run(args)
+        model = re.sub(r"[^\w.-]+", "-", Path(args.hf_checkpoint).name) if args.hf_checkpoint else "run"
+        kind = args.advantage_estimator if args.loss_type == "policy_loss" else args.loss_type
+        args.run_name = resumed or f"{model}-{kind}-{now()}"
+    if args.save_interval and args.save is None:
+        args.save = str(Path(args.output_dir) / args.run_name / "checkpoints")
+        args.notices.append(f"--save is not given: snapshots go to {args.save}")
+
+
+def _resumed_run(args: Args) -> str | None:
+    """Name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it goes on in its own folder."""
+    if args.load is None:
+        return None
+    load, outputs = Path(args.load).resolve(), Path(args.output_dir).resolve()
+    inside = load.name == "checkpoints" and load.parent.parent == outputs and load.is_dir()
+    return load.parent.name if inside else None

@@ -1,0 +1,47 @@
+"""Hugging Face checkpoints on this machine: where they are and what their config.json says. No transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def is_hf_folder(path: str | None) -> bool:
+    """Whether ``path`` is a local Hugging Face checkpoint."""
+    return path is not None and (Path(path).expanduser() / "config.json").is_file()
+
+
+def looks_like_hub_id(name: str) -> bool:
+    """``Qwen/Qwen3-4B`` or ``gpt2``-like names that no local path claims."""
+    return bool(_HUB_ID.fullmatch(name)) and not Path(name).parent.is_dir()
+
+
+def read_config(checkpoint: str) -> dict[str, Any] | None:
+    """config.json of a local folder or of the hub cache; None when there is none here to read.
+
+    A vision-language model's text part is what the flags speak of.
+    """
+    folder = Path(checkpoint).expanduser()
+    file = folder / "config.json" if folder.is_dir() else _cached(checkpoint)
+    if file is None or not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _cached(hub_id: str) -> Path | None:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = sorted((hub / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+    return found[-1] if found else None

@@ -1,0 +1,56 @@
+"""What this machine has, asked without torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs that torch can use here (0 on a CPU machine), CPU cores of this process, and how Ray is reached."""
+
+    gpus: int
+    cores: int
+    in_cluster: bool  # RAY_ADDRESS names a cluster, so this machine says little about the run's
+
+    @property
+    def cuda(self) -> bool:
+        return self.gpus > 0
+
+
+def this_machine() -> Machine:
+    """Look at devices, affinity and environment; takes a millisecond."""
+    return Machine(count_gpus(), len(os.sched_getaffinity(0)), bool(os.environ.get("RAY_ADDRESS")))
+
+
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """GPUs that are visible to this process and usable by the installed torch."""
+    if _torch_is_cpu_build():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        return len(names[: names.index("-1")] if "-1" in names else [name for name in names if name])
+    return sum(1 for device in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", device.name))
+
+
+@functools.cache
+def _torch_is_cpu_build() -> bool:
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def installed(module: str) -> bool:
+    """Whether ``module`` could be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

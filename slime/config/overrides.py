@@ -1,0 +1,101 @@
+"""YAML files that set flags: ``--custom-config-path`` (before the checks) and ``--override`` (last of all)."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slime.config.args import FLAGS, Args
+from slime.config.flag import Flag, convert
+from slime.config.passthrough import FAMILIES, Family, by_name
+
+
+def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
+    """A flat mapping from a file, and what is wrong with it."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return {}, [f"{option} {path}: no such file"]
+    try:
+        content = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        return {}, [f"{option} {path}: not YAML: {' '.join(str(error).split())}"]
+    if content is None:
+        return {}, []
+    if not isinstance(content, dict):
+        return {}, [f"{option} {path}: needs a mapping of flag names to values, not a {type(content).__name__}"]
+    return content, []
+
+
+def names_of_flag(flag: Flag) -> set[str]:
+    """How a file may spell a flag: by attribute, or by option without the dashes in front."""
+    return {flag.name, flag.option[2:].replace("-", "_")}
+
+
+def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]:
+    """Set every key of the file on ``args``.
+
+    Args:
+        new_names: whether a key that is no flag becomes an attribute, or is a problem.
+
+    Returns:
+        Problems, one line each.
+    """
+    content, problems = read_yaml(path, option)
+    for key, value in content.items():
+        problem = set_value(args, str(key), value, new_names)
+        if problem:
+            problems.append(f"{option} {path}: {problem}")
+    return problems
+
+
+def set_value(args: Args, key: str, value: Any, new_names: bool = False) -> str | None:
+    """Set one flag by name; returns what is wrong, if anything. None un-sets a pass-through flag."""
+    name = key.removeprefix("--").replace("-", "_")
+    own = _own_flags().get(name)
+    try:
+        if own is not None:
+            flag, spelled_by_option = own
+            value = flag.default if value is None else convert(flag, value)
+            setattr(args, flag.name, not value if spelled_by_option and flag.kind == "negative" else value)
+            args.explicit |= {flag.name}
+            return None
+        found = _pass_option(name)
+        if found is not None:
+            family, short = found
+            _set_pass(args, family, short, value)
+            return None
+    except ValueError as error:
+        return f"{key}: {error}"
+    if new_names or name in args.__dict__:
+        setattr(args, name, value)
+        args.explicit |= {name}
+        return None
+    near = difflib.get_close_matches(name, [*_own_flags(), *_pass_names()], n=1)
+    return f"{key}: no such flag" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def _own_flags() -> dict[str, tuple[Flag, bool]]:
+    return {name: (flag, name != flag.name) for flag in FLAGS.values() for name in names_of_flag(flag)}
+
+
+def _pass_option(name: str) -> tuple[Family, str] | None:
+    for family in FAMILIES:
+        prefix = "" if family == "megatron" else f"{family}_"
+        if name.startswith(prefix) and name.removeprefix(prefix) in by_name(family):
+            return family, name.removeprefix(prefix)
+    return None
+
+
+def _pass_names() -> list[str]:
+    return [("" if family == "megatron" else f"{family}_") + name for family in FAMILIES for name in by_name(family)]
+
+
+def _set_pass(args: Args, family: Family, name: str, value: Any) -> None:
+    given: dict[str, Any] = getattr(args, family)
+    if value is None:
+        given.pop(name, None)
+    else:
+        given[name] = convert(by_name(family)[name].flag, value)

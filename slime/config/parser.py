@@ -1,0 +1,265 @@
+"""The command line: argparse made from the dataclass fields, all mistakes told together."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from slime.config import passthrough
+from slime.config.args import FLAGS, Args
+from slime.config.defaults import resolve_defaults
+from slime.config.errors import ConfigError
+from slime.config.flag import Flag, convert
+from slime.config.gone import GONE
+from slime.config.overrides import apply_file
+from slime.config.states import check_states
+from slime.config.validate import validate
+
+AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+ExtraCheck = Callable[[Args], list[str]]
+
+_PASS = "pass:"
+_EPILOG = """\
+SGLang's own flags take the prefix --sglang- (--sglang-mem-fraction-static 0.7), the router's --router-;
+Megatron's are typed as they are (--tensor-model-parallel-size 2). All flags, with those that are refused and
+why: docs/en/reference/flags.md
+"""
+
+
+class _Misuse(Exception):
+    """argparse gave up on the command line."""
+
+
+class FlagParser(argparse.ArgumentParser):
+    """argparse that raises instead of leaving at the first mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _Misuse(message)
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=46, width=120)
+
+
+def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | None = None) -> FlagParser:
+    """Every flag; the user's own first, so that slime's definition wins where both have one."""
+    parser = FlagParser(
+        prog=prog,
+        usage="%(prog)s [flags] ${MODEL_ARGS[@]}",
+        formatter_class=_Help,
+        allow_abbrev=False,
+        conflict_handler="resolve",
+        epilog=_EPILOG,
+    )
+    if add_custom_arguments is not None:
+        returned = add_custom_arguments(parser)
+        if returned is not parser:
+            raise TypeError(f"add_custom_arguments must return the parser that it was given, not {returned!r}")
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(flag.group for flag in FLAGS.values())}
+    for flag in FLAGS.values():
+        _add_own(groups[flag.group], flag)
+    for option, entry in passthrough.options().items():
+        if option not in parser._option_string_actions:
+            _add_pass(parser, option, entry)
+    return parser
+
+
+def _add_own(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    shown = argparse.SUPPRESS if flag.status == "refused" else help_text(flag)
+    common: dict[str, Any] = {"dest": flag.name, "default": argparse.SUPPRESS, "help": shown}
+    if flag.kind == "switch":
+        group.add_argument(flag.option, action="store_const", const=True, **common)
+    elif flag.kind == "negative":
+        group.add_argument(flag.option, action="store_const", const=False, **common)
+    elif flag.kind == "toggle":
+        group.add_argument(flag.option, action=argparse.BooleanOptionalAction, **common)
+    elif flag.kind == "list":
+        group.add_argument(flag.option, nargs="+", metavar=metavar(flag), **common)
+    elif flag.kind == "pairs":
+        group.add_argument(flag.option, nargs="+", action="append", metavar=metavar(flag), **common)
+    elif flag.kind == "repeat":
+        group.add_argument(flag.option, action="append", metavar=metavar(flag), **common)
+    else:
+        group.add_argument(flag.option, metavar=metavar(flag), **common)
+
+
+def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.PassOption) -> None:
+    common: dict[str, Any] = {
+        "dest": f"{_PASS}{entry.family}:{entry.flag.name}",
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS,
+    }
+    if entry.sets is not None:
+        parser.add_argument(option, action="store_const", const=entry.sets, **common)
+    elif entry.flag.kind == "toggle":
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, **common)
+    elif entry.flag.kind == "list":
+        parser.add_argument(option, nargs="*", **common)
+    else:
+        parser.add_argument(option, **common)
+
+
+def help_text(flag: Flag) -> str:
+    """One line for ``--help``: meaning, default, state."""
+    text = flag.help
+    if flag.kind == "negative" or flag.default in (None, False, [], {}):
+        default = ""
+    else:
+        words = flag.default if isinstance(flag.default, list) else [flag.default]
+        default = f" [{' '.join(map(str, words))}]"
+    state = " (not built yet)" if flag.status == "planned" else ""
+    return (text + default + state).replace("%", "%%")
+
+
+def metavar(flag: Flag) -> str:
+    """What stands for the value in help and reference."""
+    if flag.metavar:
+        return flag.metavar
+    if flag.choices:
+        return "{" + ",".join(map(str, flag.choices)) + "}"
+    by_kind = {"hook": "FUNCTION", "path": "FILE", "json": "JSON", "repeat": "FUNCTION"}
+    by_type = {int: "N", float: "X", str: "TEXT"}
+    return by_kind.get(flag.kind) or by_type.get(flag.value_type, "VALUE")
+
+
+def read_command_line(
+    argv: Sequence[str], add_custom_arguments: AddArguments | None = None, prog: str | None = None
+) -> tuple[Args, list[str]]:
+    """Words to unresolved :class:`Args`, with everything that is wrong with the words."""
+    parser = build_parser(add_custom_arguments, prog)
+    try:
+        namespace, rest = parser.parse_known_args(list(argv))
+        problems = _unknown(parser, rest)
+    except _Misuse as error:
+        namespace = argparse.Namespace()
+        problems = [str(error), *_unknown(parser, [word for word in argv if word.startswith("--")], strict=False)]
+    args = Args()
+    given: set[str] = set()
+    for dest, value in vars(namespace).items():
+        problem = _store(args, dest, value, given)
+        if problem:
+            problems.append(problem)
+    args.explicit = frozenset(given)
+    return args, problems
+
+
+def _store(args: Args, dest: str, value: Any, given: set[str]) -> str | None:
+    """Convert one value and keep it; the user's own arguments are kept as they are."""
+    if dest in FLAGS:
+        flag, target = FLAGS[dest], dest
+        value = [item for words in value for item in words] if flag.kind == "pairs" else value
+    elif dest.startswith(_PASS):
+        _, family, name = dest.split(":")
+        flag = passthrough.by_name(family)[name].flag
+        target = name
+    else:
+        setattr(args, dest, value)
+        return None
+    try:
+        converted = convert(flag, value)
+    except ValueError as error:
+        return f"{flag.option}: {error}"
+    if dest in FLAGS:
+        setattr(args, target, converted)
+        given.add(dest)
+    else:
+        getattr(args, family)[target] = converted
+    return None
+
+
+def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str], strict: bool = True) -> list[str]:
+    """One line per flag that does not exist, with the nearest that does."""
+    known = [option for option in parser._option_string_actions if option.startswith("--")]
+    problems = []
+    for position, word in enumerate(rest):
+        option = word.partition("=")[0]
+        if not option.startswith("--"):
+            if strict and not any(earlier.startswith("--") for earlier in rest[:position]):
+                problems.append(f"{word!r} belongs to no flag")
+        elif option in GONE:
+            problems.append(f"{option} is gone: {GONE[option]}")
+        elif option not in known:
+            problems.append(f"{option}: no such flag{_suggestion(option, known)}")
+    return problems
+
+
+def _suggestion(option: str, known: list[str]) -> str:
+    normal = option.replace("_", "-")
+    if normal in known:
+        return f"; did you mean {normal}?"
+    near = difflib.get_close_matches(normal, known, n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    add_custom_arguments: AddArguments | None = None,
+    *,
+    asynchronous: bool = False,
+    extra_checks: Sequence[ExtraCheck] = (),
+) -> Args:
+    """The command line of train.py, resolved and checked.
+
+    Args:
+        argv: words after the program's name; default: ``sys.argv[1:]``.
+        add_custom_arguments: adds the user's own arguments to the parser and returns it.
+        asynchronous: True in train_async.py.
+        extra_checks: more checks to report together with the configuration's, e.g. of the data.
+
+    Raises:
+        SystemExit: 2, after every problem was printed to stderr; 0 after ``--help``.
+    """
+    prog = os.path.basename(sys.argv[0]) or "slime"
+    try:
+        args = load_args(argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks)
+    except ConfigError as error:
+        count = len(error.problems)
+        print(f"{prog}: {count} problem{'s' * (count > 1)} with the arguments\n{error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    for notice in args.notices:
+        print(f"{prog}: {notice}", file=sys.stderr)
+    return args
+
+
+def load_args(
+    argv: Sequence[str] | None = None,
+    add_custom_arguments: AddArguments | None = None,
+    *,
+    asynchronous: bool = False,
+    extra_checks: Sequence[ExtraCheck] = (),
+) -> Args:
+    """Like :func:`parse_args`, but raises :class:`ConfigError` and prints nothing."""
+    args, problems = read_command_line(sys.argv[1:] if argv is None else argv, add_custom_arguments)
+    if args.custom_config_path:
+        problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
+    if args.override:
+        problems += _apply_override(args)
+    refused, notices = check_states(args)
+    args.notices += notices
+    problems += refused
+    problems += resolve_defaults(args, asynchronous=asynchronous)
+    problems += validate(args, asynchronous=asynchronous)
+    for check in extra_checks:
+        problems += check(args)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return args
+
+
+def _apply_override(args: Args) -> list[str]:
+    before = {**vars(args), **args.megatron}
+    problems = apply_file(args, args.override, "--override", new_names=False)
+    after = {**vars(args), **args.megatron}
+    hidden = {"explicit", "sglang", "router", "megatron", "notices"}
+    changed = [
+        f"{name}: {before.get(name)} -> {after.get(name)}"
+        for name in after
+        if name not in hidden and before.get(name) != after[name]
+    ]
+    args.notices.append(f"--override {args.override}: " + ("; ".join(changed) or "changes nothing"))
+    return problems

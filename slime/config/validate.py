@@ -1,0 +1,24 @@
+"""All checks between flags. Each rule says what is wrong and what to change; all are reported together."""
+
+from __future__ import annotations
+
+from slime.config import passthrough
+from slime.config.args import Args
+from slime.config.machine import Machine, this_machine
+from slime.config.validate_algorithm import ALGORITHM_RULES
+from slime.config.validate_files import FILE_RULES
+from slime.config.validate_model import MODEL_RULES
+from slime.config.validate_resources import check_machine, check_placement
+from slime.config.validate_rollout import ROLLOUT_RULES, check_loop
+
+
+def validate(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
+    """Problems of resolved args, in the order of the rooms. Notices go to ``args.notices``."""
+    problems: list[str] = []
+    for rule in (*FILE_RULES, *ROLLOUT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
+        problems += rule(args)
+    problems += check_loop(args, asynchronous)
+    problems += check_placement(args)
+    problems += check_machine(args, machine or this_machine())
+    problems += passthrough.check(args)
+    return problems

@@ -1,0 +1,145 @@
+"""Files, folders and hooks that the flags name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from slime.config.args import FLAGS, Args
+from slime.config.data_peek import file_of
+from slime.config.evaluation import eval_pairs
+from slime.config.hf_config import is_hf_folder, looks_like_hub_id
+from slime.config.hooks import HookError, load_function
+from slime.config.overrides import read_yaml
+
+HOOK_NAMES = {"custom_generate_function_path": "custom_generate", "custom_rm_path": "CustomRewardModel"}
+"""What a bare ``file.py`` means, where the seeds show a name."""
+
+_DERIVED = ("eval_function_path",)
+
+
+def check_checkpoint(args: Args) -> list[str]:
+    if args.hf_checkpoint is None:
+        return [
+            "no --hf-checkpoint: name a Hugging Face folder or hub id with the weights and the tokenizer "
+            "(MODEL_ARGS describe only the shape)"
+        ]
+    return _hf_problem("--hf-checkpoint", args.hf_checkpoint)
+
+
+def _hf_problem(option: str, name: str) -> list[str]:
+    folder = Path(name).expanduser()
+    if is_hf_folder(name) or (not folder.exists() and looks_like_hub_id(name)):
+        return []
+    if folder.is_dir():
+        return [f"{option} {name}: no config.json there; it needs a Hugging Face folder"]
+    return [f"{option} {name}: no such folder, and not the form of a hub id (owner/model)"]
+
+
+def check_reference(args: Args) -> list[str]:
+    uses = args.use_kl_loss or args.kl_coef != 0
+    if args.ref_load is None or args.ref_load == args.hf_checkpoint:
+        return []
+    problems = _hf_problem("--ref-load", args.ref_load)
+    if not problems:
+        return []
+    if not uses:
+        args.notices.append(f"{problems[0]}; nothing uses a reference model, so it is left aside")
+        return []
+    return [
+        f"{problem}; the KL needs it (without --ref-load, --hf-checkpoint is the reference)" for problem in problems
+    ]
+
+
+def check_load(args: Args) -> list[str]:
+    if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
+        return []
+    if looks_like_hub_id(args.load):
+        return []
+    return [f"--load {args.load}: no such folder (a first run may name the folder of --save)"]
+
+
+def check_data_files(args: Args) -> list[str]:
+    needs_data = args.rollout_global_dataset and not args.debug_train_only
+    custom_source = args.data_source_path != FLAGS["data_source_path"].default
+    if args.prompt_data is None:
+        if needs_data and not custom_source:
+            return ["no --prompt-data: name a JSONL or Parquet file (or a source of your own with --data-source-path)"]
+        return []
+    if file_of(args.prompt_data).is_file() or custom_source:
+        return []
+    return [f"--prompt-data {args.prompt_data}: no such file"]
+
+
+def check_eval_files(args: Args) -> list[str]:
+    pairs, problems = eval_pairs(args)
+    problems += [
+        f"--eval-prompt-data {name} {path}: no such file" for name, path in pairs if not file_of(path).is_file()
+    ]
+    names = [name for name, _ in pairs]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        problems.append(f"--eval-prompt-data: {', '.join(doubled)} names two data sets; give each its own name")
+    if args.eval_config:
+        problems += read_yaml(args.eval_config, "--eval-config")[1]
+    return problems
+
+
+def check_disk_sync(args: Args) -> list[str]:
+    if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
+        return [
+            "--update-weight-transport disk needs --update-weight-disk-dir, a folder that trainer and engines share"
+        ]
+    return []
+
+
+def check_debug_files(args: Args) -> list[str]:
+    problems = []
+    if args.debug_train_only and args.debug_rollout_only:
+        problems.append(
+            "--debug-rollout-only and --debug-train-only (or --load-debug-rollout-data) leave nothing to run: drop one"
+        )
+    if args.debug_train_only and not args.load_debug_rollout_data:
+        problems.append("--debug-train-only needs rollouts to train on: --load-debug-rollout-data TEMPLATE")
+    template = args.load_debug_rollout_data
+    if template and not Path(template).expanduser().parent.is_dir() and "{" not in str(Path(template).parent):
+        problems.append(f"--load-debug-rollout-data {template}: no such folder")
+    return problems
+
+
+def check_hooks(args: Args) -> list[str]:
+    """Every function that a flag names can be found."""
+    return [problem for option, name, path in _hooks(args) if (problem := _hook_problem(option, name, path))]
+
+
+def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
+    for name, flag in FLAGS.items():
+        value = getattr(args, name)
+        if name in _DERIVED and value == args.rollout_function_path:
+            continue
+        if flag.kind == "hook" and value is not None and value != flag.default:
+            yield flag.option, name, value
+        if flag.kind == "repeat":
+            yield from ((flag.option, name, path) for path in value)
+
+
+def _hook_problem(option: str, name: str, path: str) -> str | None:
+    try:
+        load_function(path, HOOK_NAMES.get(name))
+    except HookError as error:
+        return f"{option}: {error}"
+    except Exception as error:  # the user's module ran and failed: any error of theirs
+        return f"{option} {path}: importing it failed with {type(error).__name__}: {error}"
+    return None
+
+
+FILE_RULES = (
+    check_checkpoint,
+    check_reference,
+    check_load,
+    check_data_files,
+    check_eval_files,
+    check_disk_sync,
+    check_debug_files,
+    check_hooks,
+)

@@ -1,0 +1,97 @@
+"""Whether the machine can hold what the flags ask for."""
+
+from __future__ import annotations
+
+from slime.config.args import Args
+from slime.config.machine import Machine, installed
+
+EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglang")}
+
+
+def check_placement(args: Args) -> list[str]:
+    """Rules that hold on any machine."""
+    problems = []
+    per_engine = args.rollout_num_gpus_per_engine
+    external = bool(args.rollout_external_engine_addrs)
+    if not args.debug_train_only and not external:
+        if args.rollout_num_gpus == 0:
+            problems.append(
+                "--rollout-num-gpus 0 leaves no engine: give at least 1, or --rollout-external-engine-addrs"
+            )
+        elif per_engine >= 1 and args.rollout_num_gpus % per_engine:
+            problems.append(
+                f"--rollout-num-gpus {args.rollout_num_gpus} is no multiple of "
+                f"--rollout-num-gpus-per-engine {per_engine}"
+            )
+    if args.rollout_backend == "embedded" and per_engine > 1:
+        problems.append(
+            f"--rollout-num-gpus-per-engine {per_engine}: the embedded engine runs on one GPU; "
+            "use 1 (more engines: --rollout-num-gpus)"
+        )
+    if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in ("cpu", "cuda"):
+        problems.append(f"--embedded-device {args.embedded_device}: cpu or cuda")
+    return problems
+
+
+def check_machine(args: Args, machine: Machine) -> list[str]:
+    """Rules about this machine; a cluster that Ray reaches is asked when it is joined."""
+    problems = _absent_packages(args)
+    if args.train_dtype == "float32" and machine.cuda:
+        args.notices.append("--train-dtype float32 on a GPU is for comparisons; bfloat16 is several times faster")
+    if machine.in_cluster:
+        return problems
+    return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
+
+
+def _absent_packages(args: Args) -> list[str]:
+    problems = []
+    for option, value in (("--train-backend", args.train_backend), ("--rollout-backend", args.rollout_backend)):
+        module, extra = EXTRAS.get(value, ("", ""))
+        if module and not installed(module):
+            problems.append(f"{option} {value}: {value} is not installed; pip install 'slime[{extra}]'")
+    if args.use_wandb and not installed("wandb"):
+        problems.append("--use-wandb: wandb is not installed; pip install 'slime[wandb]'")
+    return problems
+
+
+def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
+    train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    external = bool(args.rollout_external_engine_addrs)
+    rollout = 0 if args.debug_train_only or external else args.rollout_num_gpus
+    needed = max(train, rollout) if args.colocate else train + rollout
+    if needed <= machine.gpus:
+        return []
+    share = "" if args.colocate else "--colocate to share them, "
+    return [
+        f"{needed} GPUs are asked for ({_asked(args)}, {'shared' if args.colocate else 'each their own'}) and this "
+        f"machine has {machine.gpus}: {share}smaller numbers, "
+        "or a Ray cluster (ray start, then ray job submit or RAY_ADDRESS)"
+    ]
+
+
+def _too_many_slots(args: Args, machine: Machine) -> list[str]:
+    """Without a GPU a "GPU" is a process: more than cores only gets in its own way."""
+    asked = {
+        "--actor-num-gpus-per-node": args.actor_num_nodes * args.actor_num_gpus_per_node
+        if "actor_num_gpus_per_node" in args.explicit
+        else 0,
+        "--rollout-num-gpus": args.rollout_num_gpus if "rollout_num_gpus" in args.explicit else 0,
+    }
+    if args.debug_rollout_only:
+        del asked["--actor-num-gpus-per-node"]
+    if args.debug_train_only:
+        del asked["--rollout-num-gpus"]
+    if all(count <= machine.cores for count in asked.values()):
+        return []
+    change = " ".join(f"{option} 1" for option in asked)
+    return [
+        f"{_asked(args)}: this machine has no GPU and {machine.cores} CPU cores, so at most {machine.cores} processes "
+        f"of each kind run here: use {change} (or those lines in a file for --override), or a Ray cluster"
+    ]
+
+
+def _asked(args: Args) -> str:
+    nodes = f"--actor-num-nodes {args.actor_num_nodes} " if args.actor_num_nodes > 1 else ""
+    return (
+        f"{nodes}--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}"
+    )

@@ -1,0 +1,148 @@
+"""Checks of data, batches, rollout, reward and the two loops."""
+
+from __future__ import annotations
+
+from slime.config.args import FLAGS, Args
+
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random", "remote_rm")
+
+_AT_LEAST_ONE = (
+    "rollout_batch_size",
+    "n_samples_per_prompt",
+    "global_batch_size",
+    "num_steps_per_rollout",
+    "micro_batch_size",
+    "max_tokens_per_gpu",
+    "num_epoch",
+    "rollout_max_response_len",
+    "eval_max_response_len",
+    "n_samples_per_eval_prompt",
+    "save_interval",
+    "eval_interval",
+    "update_weights_interval",
+    "async_buffer_size",
+    "ref_update_interval",
+    "actor_num_nodes",
+    "actor_num_gpus_per_node",
+    "rollout_num_gpus_per_engine",
+    "threads_per_process",
+    "sglang_server_concurrency",
+    "embedded_max_running_requests",
+    "embedded_max_total_tokens",
+    "update_weight_buffer_size",
+    "reward_workers",
+    "max_turns",
+)
+_NOT_NEGATIVE = (
+    "num_rollout",
+    "num_data_workers",
+    "rollout_num_gpus",
+    "lr",
+    "min_lr",
+    "weight_decay",
+    "clip_grad",
+    "num_critic_only_steps",
+)
+_ABOVE_ZERO = ("rollout_temperature", "phase_timeout", "reward_timeout", "adam_eps", "distributed_timeout_minutes")
+
+
+def check_ranges(args: Args) -> list[str]:
+    problems = []
+    for names, low, words in ((_AT_LEAST_ONE, 1, "at least 1"), (_NOT_NEGATIVE, 0, "0 or more")):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < low:
+                problems.append(f"{FLAGS[name].option} {value}: needs to be {words}")
+    for name in _ABOVE_ZERO:
+        value = getattr(args, name)
+        if not value > 0:
+            hint = (
+                " (greedy sampling cannot explore; evaluate greedily with --eval-temperature 0)"
+                if name == "rollout_temperature"
+                else ""
+            )
+            problems.append(f"{FLAGS[name].option} {value}: needs to be above 0{hint}")
+    for name in ("rollout_top_p", "eval_top_p"):
+        if not 0 < getattr(args, name) <= 1:
+            problems.append(f"{FLAGS[name].option} {getattr(args, name)}: needs to be above 0 and at most 1")
+    return problems
+
+
+def check_batch(args: Args) -> list[str]:
+    problems = []
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        problems.append(
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
+            f"{args.rollout_batch_size}: it must fetch at least one rollout"
+        )
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        problems.append(
+            "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch (e.g. 4096)"
+        )
+    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
+        args.notices.append("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size")
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        problems.append("--balance-by-flops needs --use-dynamic-batch-size")
+    if "num_rollout" in args.explicit and "num_epoch" in args.explicit:
+        args.notices.append(f"--num-rollout {args.num_rollout} wins over --num-epoch {args.num_epoch}")
+    return problems + _static_split(args)
+
+
+def _static_split(args: Args) -> list[str]:
+    """Fixed micro-batches must deal out evenly over the data-parallel ranks."""
+    if (
+        args.use_dynamic_batch_size
+        or not args.global_batch_size
+        or args.train_backend != "fsdp"
+        or args.debug_rollout_only
+    ):
+        return []
+    unit = args.micro_batch_size * args.world_size
+    if args.num_steps_per_rollout is None or unit < 1 or args.global_batch_size % unit == 0:
+        return []
+    return [
+        f"--global-batch-size {args.global_batch_size} does not split into --micro-batch-size "
+        f"{args.micro_batch_size} x {args.world_size} training ranks = {unit}: change one of them, or pass "
+        "--use-dynamic-batch-size --max-tokens-per-gpu N"
+    ]
+
+
+def check_rollout(args: Args) -> list[str]:
+    problems = []
+    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
+        problems.append("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
+    if args.rollout_max_context_len is not None and args.rollout_max_context_len < 2:
+        problems.append(
+            f"--rollout-max-context-len {args.rollout_max_context_len}: leaves no room for a prompt and a response"
+        )
+    if (args.sglang_router_ip is None) != (args.sglang_router_port is None):
+        problems.append("--sglang-router-ip and --sglang-router-port go together: give both or none")
+    return problems
+
+
+def check_reward(args: Args) -> list[str]:
+    problems = []
+    if args.rm_type is not None:
+        base = args.rm_type.removeprefix("boxed_")
+        if base not in RM_TYPES:
+            problems.append(
+                f"--rm-type {args.rm_type}: not one of {', '.join(RM_TYPES)} (boxed_ may stand before each)"
+            )
+        if base == "remote_rm" and not args.rm_url:
+            problems.append("--rm-type remote_rm needs --rm-url, the endpoint that scores")
+    if args.rm_type is not None and args.custom_rm_path is not None:
+        args.notices.append(f"--custom-rm-path {args.custom_rm_path} wins over --rm-type {args.rm_type}")
+    return problems
+
+
+def check_loop(args: Args, asynchronous: bool) -> list[str]:
+    if asynchronous and args.colocate:
+        return ["train_async.py needs GPUs of their own for the engines: drop --colocate, or use train.py"]
+    if not asynchronous:
+        for name in ("async_buffer_size", "update_weights_interval"):
+            if name in args.explicit and getattr(args, name) != FLAGS[name].default:
+                args.notices.append(f"{FLAGS[name].option} is for train_async.py; train.py syncs after every rollout")
+    return []
+
+
+ROLLOUT_RULES = (check_ranges, check_batch, check_rollout, check_reward)
