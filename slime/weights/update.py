@@ -22,11 +22,15 @@ DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
 
 @dataclass
 class Bucket:
-    """Some tensors that travel together. The sender keeps them alive until the engine has answered."""
+    """Some tensors that travel together. The sender keeps them alive until the engine has answered.
+
+    ``flat`` is set when all tensors are views into one uint8 buffer: it can be handed over as a whole.
+    """
 
     index: int
     tensors: list[NamedTensor]
     last: bool = False
+    flat: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,208 @@
+"""Do the engines hold what the trainer sent? Asked after each sync; a mismatch ends the run.
+
+(a) :func:`check_probe`: a fixed sequence is scored by every engine and by the trainer.
+(b) :func:`check_engines_agree`: engines of one layout have equal checksums.
+(c) :func:`snapshot_and_reset` and :func:`compare_with_snapshot` around a sync of the same weights: every
+    tensor was written.
+(d) :func:`check_digests`: digests by checkpoint name, on engines that know these names.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slime.config.seeds import derive_seed
+from slime.engines.handle import EngineHandle, EngineInfo
+from slime.weights.fleet import on_each
+
+PROBE_LENGTH = 64
+THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
+"""Largest difference of a log-prob by the engines' dtype: other kernels round otherwise, other weights differ more."""
+_SHOWN = 5
+
+
+class WeightAuditError(RuntimeError):
+    """An engine holds other weights than the trainer. ``engine``: its URL; ``tensors``: names, where known."""
+
+    def __init__(self, message: str, engine: str, tensors: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.engine, self.tensors = engine, list(tensors)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.engine, self.tensors)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A sequence and the trainer's log-prob of each of its tokens but the first (length ``len(tokens) - 1``)."""
+
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+
+
+def probe_tokens(vocab_size: int, seed: int = 0, length: int = PROBE_LENGTH) -> list[int]:
+    """The fixed sequence: random ids, the same for the whole run and on every machine."""
+    draw = random.Random(derive_seed(seed, "weight-probe"))
+    return [draw.randrange(vocab_size) for _ in range(length)]
+
+
+def threshold(args: Any, infos: Iterable[EngineInfo]) -> float:
+    """``--audit-threshold``, or what the coarsest dtype of the engines allows."""
+    if args.audit_threshold is not None:
+        return float(args.audit_threshold)
+    named = [THRESHOLDS.get(info.dtype.removeprefix("torch."), THRESHOLDS["bfloat16"]) for info in infos]
+    return max(named, default=THRESHOLDS["bfloat16"])
+
+
+async def audit_engines(
+    engines: Sequence[EngineHandle],
+    infos: Mapping[str, EngineInfo],
+    digests: Mapping[str, str],
+    probe: Probe | None,
+    limit: float,
+    deadline: float,
+) -> None:
+    """Checks (a), (b) and (d), as far as there is something to compare with.
+
+    Raises:
+        WeightAuditError: names the engine and the tensors.
+    """
+    if probe is not None:
+        await check_probe(engines, probe, limit, deadline)
+    named = [engine for engine in engines if engine.capabilities.named_checksums]
+    asked = engines if len(engines) > 1 else named if digests else []
+    sums, failed = await on_each(asked, lambda engine: engine.checksum(), "compute its checksums", deadline)
+    for error in failed.values():
+        raise error
+    for layout in _layouts(asked, infos):
+        check_engines_agree({engine.url: sums[engine.url] for engine in layout})
+    for engine in named if digests else []:
+        check_digests(engine.url, digests, sums[engine.url])
+
+
+# --- (a) -----------------------------------------------------------------------------------------
+
+
+async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
+    """The engine's log-prob of each token but the first, through ``/generate``."""
+    request = {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = await engine.generate(request)
+    scored = answer["meta_info"]["input_token_logprobs"]
+    values = [entry[0] for entry in scored if entry[0] is not None]
+    if len(values) != len(tokens) - 1:
+        raise WeightAuditError(
+            f"engine {engine.url} scored {len(values)} of the {len(tokens) - 1} tokens of the probe", engine.url
+        )
+    return [float(value) for value in values]
+
+
+async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: float, deadline: float) -> dict[str, float]:
+    """Score the probe on every engine; returns the largest difference by URL.
+
+    Raises:
+        WeightAuditError: a difference over ``limit``, or no number at all.
+    """
+    scores, failed = await on_each(engines, lambda engine: score(engine, probe.tokens), "score the probe", deadline)
+    for error in failed.values():
+        raise error
+    gaps = {}
+    for url, values in scores.items():
+        differences = [abs(ours - theirs) for ours, theirs in zip(probe.log_probs, values, strict=True)]
+        worst = max(range(len(differences)), key=lambda i: (differences[i] != differences[i], differences[i]))
+        gaps[url] = differences[worst]
+        if not differences[worst] <= limit:  # also for NaN
+            raise WeightAuditError(
+                f"engine {url} and the trainer disagree on the probe after the sync: token {worst + 1} has log-prob "
+                f"{values[worst]:.6f} there and {probe.log_probs[worst]:.6f} here (difference "
+                f"{differences[worst]:.2g}, allowed {limit:.2g}). Either the weights differ, or --audit-threshold is too small for these dtypes",
+                url,
+            )
+    return gaps
+
+
+# --- (b), (d) ------------------------------------------------------------------------------------
+
+
+def check_engines_agree(sums: Mapping[str, Mapping[str, str]]) -> None:
+    """Raises :class:`WeightAuditError` for the engine that differs from the majority."""
+    if len(sums) < 2:
+        return
+    names = sorted({name for named in sums.values() for name in named})
+    wrong: dict[str, list[str]] = {url: [] for url in sums}
+    for name in names:
+        values = [named.get(name, "absent") for named in sums.values()]
+        common = max(values, key=values.count)
+        for url, named in sums.items():
+            if named.get(name, "absent") != common:
+                wrong[url].append(name)
+    for url, tensors in wrong.items():
+        if tensors:
+            raise WeightAuditError(
+                f"engine {url} holds other weights than the other engines: {_list(tensors)}", url, tensors
+            )
+
+
+def check_digests(url: str, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Compare what was sent with what an engine holds, by checkpoint name.
+
+    Names that only one side has are no difference here: tied weights have one name there, frozen ones are
+    not sent, and :func:`compare_with_snapshot` shows what was never written.
+
+    Raises:
+        WeightAuditError: digests differ, or there is no common name.
+    """
+    common = sent.keys() & held.keys()
+    if not common:
+        raise WeightAuditError(
+            f"engine {url} knows none of the {len(sent)} tensors that were sent (e.g. {min(sent)!r}); "
+            f"it has e.g. {min(held, default='nothing')!r}", url
+        )  # fmt: skip
+    wrong = sorted(name for name in common if sent[name] != held[name])
+    if wrong:
+        raise WeightAuditError(
+            f"engine {url} holds other bytes than were sent for {len(wrong)} of {len(common)} tensors: {_list(wrong)}",
+            url,
+            wrong,
+        )
+
+
+def _layouts(engines: Sequence[EngineHandle], infos: Mapping[str, EngineInfo]) -> list[list[EngineHandle]]:
+    """Engines whose checksums must be equal: same server, dtype and tensor parallel size."""
+    groups: dict[tuple[str, str, str, int], list[EngineHandle]] = {}
+    for engine in engines:
+        info = infos[engine.url]
+        groups.setdefault((info.kind, info.version, info.dtype, info.tensor_parallel_size), []).append(engine)
+    return list(groups.values())
+
+
+def _list(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+# --- (c) -----------------------------------------------------------------------------------------
+
+
+async def snapshot_and_reset(engine: EngineHandle) -> None:
+    """Let the engine keep a copy of its weights and overwrite them."""
+    await engine.check_weights("snapshot")
+    await engine.check_weights("reset_tensors")
+
+
+async def compare_with_snapshot(engines: Sequence[EngineHandle], deadline: float) -> None:
+    """After a sync of the same weights: is every tensor back?
+
+    Raises:
+        WeightAuditError: carries the engine's own list of what differs.
+    """
+    _, failed = await on_each(engines, lambda engine: engine.check_weights("compare"), "compare its weights", deadline)
+    for url, error in failed.items():
+        raise WeightAuditError(f"engine {url} does not hold what it held before the sync: {error}", url) from error

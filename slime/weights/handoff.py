@@ -1,0 +1,76 @@
+"""Buckets from the thread that gathers weights to the event loop that sends them.
+
+Gathering is a collective and stays on the trainer's own thread, in the same order on every rank.
+While one bucket is on its way, the next is gathered.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from slime.weights.update import Bucket
+
+
+class Handoff:
+    """An iterable of buckets with room for one; both sides wait with a deadline.
+
+    The gathering side calls :meth:`put` and then :meth:`close`; the sending side iterates, from
+    whatever thread. :meth:`put` returns when the bucket was taken, so at most one bucket is being
+    gathered while one is being sent.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._item: Bucket | None = None
+        self._closed = False
+        self._abandoned = False
+        self._error: BaseException | None = None
+
+    def put(self, bucket: Bucket) -> bool:
+        """Hand over one bucket. False when the sending side has given up: go on gathering, send no more."""
+        with self._changed:
+            if self._abandoned:
+                return False
+            self._item = bucket
+            self._changed.notify_all()
+            self._wait(
+                lambda: self._item is None or self._abandoned, f"bucket {bucket.index} to be taken by the sender"
+            )
+            self._item = None
+            return not self._abandoned
+
+    def close(self, error: BaseException | None = None) -> None:
+        """No more buckets; with ``error`` the iteration ends by raising it."""
+        with self._changed:
+            self._closed, self._error = True, error
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """The sending side has given up."""
+        with self._changed:
+            self._abandoned = True
+            self._changed.notify_all()
+
+    def __iter__(self) -> Iterator[Bucket]:
+        while (bucket := self._take()) is not None:
+            yield bucket
+
+    def _take(self) -> Bucket | None:
+        with self._changed:
+            self._wait(
+                lambda: self._item is not None or self._closed or self._abandoned,
+                "the trainer to gather the next bucket",
+            )
+            if self._item is None:
+                if self._error is not None:
+                    raise self._error
+                return None
+            bucket, self._item = self._item, None
+            self._changed.notify_all()
+            return bucket
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        if not self._changed.wait_for(done, self._deadline):
+            raise TimeoutError(f"waited {self._deadline:.0f} s for {what}")

@@ -1,0 +1,59 @@
+"""Ways to bring weights to engines: shared memory or CUDA IPC, a process group, or a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slime.weights.transports.base import SendResult, Transport
+
+__all__ = ["SendResult", "Transport", "create_transport", "sync_deadline"]
+
+_DRIVER_MARGIN = 0.9  # of --phase-timeout: a sync ends with an error of its own before the driver gives up
+
+
+def sync_deadline(args: Any) -> float:
+    """Seconds that one step of a sync may take (one bucket on all engines, one control call)."""
+    return float(min(args.distributed_timeout_minutes * 60, args.phase_timeout * _DRIVER_MARGIN))
+
+
+def create_transport(args: Any, colocated_host: bool) -> Transport:
+    """Choose a transport from the flags and the placement.
+
+    Args:
+        args: reads ``update_weight_transport``, ``update_weight_disk_dir``, ``update_weight_disk_keep_files``,
+            ``hf_checkpoint``, ``colocate``, ``distributed_timeout_minutes``, ``phase_timeout``.
+        colocated_host: all engines run on the sender's host. On GPUs shared memory is for engines on the
+            *same* GPU (``--colocate``); across GPUs NCCL is faster and needs no peer access by handle.
+    """
+    deadline = sync_deadline(args)
+    if args.update_weight_transport == "disk":
+        return _disk(args, deadline)
+    if colocated_host and (args.colocate or not _on_cuda()):
+        from slime.weights.transports.ipc import IpcTransport
+
+        return IpcTransport(deadline)
+    from slime.weights.transports.distributed import DistributedTransport
+
+    return DistributedTransport("nccl" if _on_cuda() else "gloo", deadline)
+
+
+def _on_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _disk(args: Any, deadline: float) -> Transport:
+    from slime.weights.transports.disk import DiskTransport
+
+    if not args.update_weight_disk_dir:
+        raise ValueError(
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines see"
+        )
+    model = Path(args.hf_checkpoint).expanduser()
+    if not model.is_dir():
+        from huggingface_hub import snapshot_download
+
+        model = Path(snapshot_download(args.hf_checkpoint, local_files_only=True))
+    return DiskTransport(Path(args.update_weight_disk_dir), model, deadline, args.update_weight_disk_keep_files)

@@ -1,0 +1,115 @@
+"""Through a folder that trainer and engines see: a whole Hugging Face model per version."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from slime.engines.handle import EngineHandle
+from slime.weights.fleet import Failures, on_each
+from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.update import Bucket, WeightUpdate
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
+_TEMPORARY = ".tmp-"
+
+
+class DiskTransport:
+    """Writes ``<folder>/weight_v<version>`` aside, syncs and renames it, then lets the engines load it.
+
+    Engines are paused only while they load.
+
+    Args:
+        folder: seen by trainer and engines under the same path (``--update-weight-disk-dir``).
+        model: Hugging Face folder whose configuration and tokenizer files go along.
+        deadline: seconds that an engine has to load a version.
+        keep_files: leave every version there; otherwise a version goes when the next one is loaded.
+    """
+
+    name = "disk"
+    bracketed = False
+
+    def __init__(self, folder: Path, model: Path, deadline: float, keep_files: bool = False) -> None:
+        self.folder, self.model, self.deadline, self.keep_files = folder, model, deadline, keep_files
+        self._published: Path | None = None
+
+    async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
+        return {}
+
+    async def send(
+        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+    ) -> SendResult:
+        result = SendResult()
+        path = await self._write(update, result)
+        ready = await open_window() if open_window is not None else engines
+        what = f"load {path}"
+        _, result.failed = await on_each(
+            ready, lambda engine: engine.load_from_disk(str(path), update.version), what, self.deadline
+        )
+        if self._published is not None and not self.keep_files:
+            await asyncio.to_thread(shutil.rmtree, self._published, True)
+        self._published = path
+        return result
+
+    async def close(self) -> None:
+        """Remove the last version, unless files are kept."""
+        if self._published is not None and not self.keep_files:
+            await asyncio.to_thread(shutil.rmtree, self._published, True)
+        self._published = None
+
+    async def _write(self, update: WeightUpdate, result: SendResult) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        final = self.folder / f"weight_v{update.version}"
+        aside = self.folder / f".{final.name}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
+        await asyncio.to_thread(_copy_model_files, self.model, aside)
+        try:
+            files: dict[str, str] = {}
+            async for bucket in stream(update.buckets):
+                result.count(bucket)
+                files.update(await asyncio.to_thread(_write_shard, aside, bucket))
+            await asyncio.to_thread(_publish, aside, final, files, result.nbytes)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        return final
+
+
+def _copy_model_files(model: Path, folder: Path) -> None:
+    """Everything but weights: configuration, tokenizer, chat template, remote code."""
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copy2(path, folder / path.name)
+
+
+def _write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
+    """One safetensors file per bucket; returns tensor name to file name."""
+    from safetensors.torch import save_file
+
+    name = f"model-{bucket.index + 1:05d}.safetensors"
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in bucket.tensors}
+    starts = [tensor.data_ptr() for tensor in tensors.values()]
+    if len(set(starts)) < len(starts):  # tied weights under two names: safetensors wants memory of their own
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    return dict.fromkeys(tensors, name)
+
+
+def _publish(aside: Path, final: Path, files: dict[str, str], nbytes: int) -> None:
+    """Index, sync, rename: a reader sees a whole model or none."""
+    index = {"metadata": {"total_size": nbytes}, "weight_map": files}
+    (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for path in [*aside.iterdir(), aside]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    if final.exists():  # the same version again, after a sync that failed
+        shutil.rmtree(final)
+    os.replace(aside, final)

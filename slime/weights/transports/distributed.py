@@ -1,0 +1,196 @@
+"""Engines anywhere: one broadcast per tensor over a process group of the trainer and all engines.
+
+An engine that dies or hangs in the middle of a broadcast would hold everybody up for ever under NCCL.
+So the broadcast runs in a watched thread. At the deadline, or when an engine reports an error, only that
+communicator is aborted, the group is forgotten, and the sync counts as failed; the next one makes a new
+group with whoever is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from slime.engines.handle import EngineError, EngineHandle
+from slime.weights.fleet import Failures, on_each
+from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.transports.group import BroadcastGroup, Rendezvous, address_towards, in_thread
+from slime.weights.update import Bucket, WeightUpdate
+
+GLOO_STALL_SECONDS = 30.0
+GRACE_SECONDS = 10.0  # for engines to notice that the communicator is gone
+PROBE_SECONDS = 5.0
+
+
+class DistributedTransport:
+    """Broadcasts over ``gloo`` or ``nccl``.
+
+    Args:
+        backend: of the process group.
+        deadline: seconds that all engines have to receive and load one bucket, or to join the group.
+        grace: seconds that engines have to leave a broadcast that was aborted.
+    """
+
+    name = "distributed"
+    bracketed = True
+
+    def __init__(self, backend: str, deadline: float, grace: float = GRACE_SECONDS) -> None:
+        self.backend, self.deadline, self.grace = backend, deadline, grace
+        self.stall = min(GLOO_STALL_SECONDS, deadline)
+        self._group: BroadcastGroup | None = None
+        self._members: dict[str, EngineHandle] = {}
+        self._groups_made = 0
+
+    async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
+        if self._group is not None and list(self._members) == [engine.url for engine in engines]:
+            self._members = {engine.url: engine for engine in engines}
+            return {}
+        await self.close()
+        failed: Failures = {}
+        alive = list(engines)
+        while alive:
+            dropped = await self._join(alive)
+            if not dropped:
+                break
+            failed.update(dropped)
+            alive = [engine for engine in alive if engine.url not in dropped]
+        return failed
+
+    async def send(
+        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+    ) -> SendResult:
+        result = SendResult()
+        sending: asyncio.Task[Failures] | None = None
+        ready = list(engines)
+        try:
+            async for bucket in stream(update.buckets):
+                if sending is None and open_window is not None:
+                    ready = await self._regrouped(await open_window(), result)
+                if sending is not None and await sending:
+                    break
+                if not ready:
+                    break
+                result.count(bucket)
+                sending = asyncio.create_task(self._broadcast(bucket, ready, update.version))
+        finally:
+            failed = await sending if sending is not None else {}
+        result.failed.update(failed)
+        result.torn = [engine.url for engine in ready if failed and engine.url not in failed]
+        return result
+
+    async def _regrouped(self, ready: Sequence[EngineHandle], result: SendResult) -> list[EngineHandle]:
+        """Engines may have dropped out since :meth:`connect`; then those that are left form a new group."""
+        failed = await self.connect(ready) if ready else {}
+        result.failed.update(failed)
+        return [engine for engine in ready if engine.url not in failed]
+
+    async def close(self) -> None:
+        group, members = self._group, list(self._members.values())
+        self._group, self._members = None, {}
+        if group is not None:
+            await on_each(members, lambda engine: engine.destroy_group(group.name), "leave the group", PROBE_SECONDS)
+
+    # --- one group ---------------------------------------------------------------------------
+
+    async def _join(self, engines: Sequence[EngineHandle]) -> Failures:
+        """Make a group with exactly these engines. On failure there is none, and the culprits are returned."""
+        infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", self.deadline)
+        if failed:
+            return failed
+        self._groups_made += 1
+        name = f"slime-weights-{self._groups_made}-{secrets.token_hex(4)}"
+        offsets, world_size = {}, 1
+        for engine in engines:
+            offsets[engine.url] = world_size
+            world_size += infos[engine.url].tensor_parallel_size
+        address = address_towards([engine.url for engine in engines])
+        rendezvous = Rendezvous(address, world_size, self.deadline)
+        ours = in_thread("weights-join", lambda: BroadcastGroup(rendezvous, name, self.backend, self.stall))
+        joined, failed = await on_each(
+            engines,
+            lambda e: e.init_group(address, rendezvous.port, offsets[e.url], world_size, name, self.backend),
+            f"join group {name}",
+            self.deadline,
+        )
+        if failed:
+            ours.add_done_callback(_ignore)
+            there = [engine for engine in engines if engine.url in joined]
+            await on_each(there, lambda engine: engine.destroy_group(name), "leave the group", PROBE_SECONDS)
+            return failed
+        self._group = await asyncio.wait_for(ours, self.deadline)
+        self._members = {engine.url: engine for engine in engines}
+        return {}
+
+    async def _broadcast(self, bucket: Bucket, engines: Sequence[EngineHandle], version: str) -> Failures:
+        """One bucket to all engines; returns who is to blame when it did not get through."""
+        group = self._group
+        assert group is not None, "send() without connect()"
+        tensors = [tensor.detach().contiguous() for _, tensor in bucket.tensors]
+        names, dtypes, shapes = _describe(bucket)
+        receiving: dict[str, asyncio.Future[None]] = {
+            engine.url: asyncio.ensure_future(engine.receive(names, dtypes, shapes, group.name, version))
+            for engine in engines
+        }
+        sending = in_thread("weights-broadcast", lambda: group.broadcast(tensors))
+        everything: list[asyncio.Future[None]] = [sending, *receiving.values()]
+        _, late = await asyncio.wait(everything, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
+        if not late and not any(future.exception() for future in everything):
+            return {}
+        what = f"bucket {bucket.index} of weights {version}"
+        return await self._give_up(group, sending, receiving, engines, what)
+
+    async def _give_up(
+        self,
+        group: BroadcastGroup,
+        sending: asyncio.Future[None],
+        receiving: dict[str, asyncio.Future[None]],
+        engines: Sequence[EngineHandle],
+        what: str,
+    ) -> Failures:
+        """Abort the communicator, forget the group, and find out who is to blame."""
+        self._group, self._members = None, {}
+        refused = {url: error for url, future in receiving.items() if (error := _error(future))}
+        if self.backend == "nccl":
+            await asyncio.wait([in_thread("weights-abort", group.abort)], timeout=self.grace)
+        await asyncio.wait([sending], timeout=self.grace if self.backend == "nccl" else self.stall + 1.0)
+        sending.add_done_callback(_ignore)
+        group.release()
+        _, stuck = await asyncio.wait(receiving.values(), timeout=self.grace)
+        for future in receiving.values():
+            future.cancel()
+            future.add_done_callback(_ignore)
+        _, failed = await on_each(
+            engines, lambda engine: engine.info(), f"answer after {what} was aborted", PROBE_SECONDS
+        )
+        for url, future in receiving.items():
+            if future in stuck:
+                failed.setdefault(url, EngineError(f"{url} is stuck in the broadcast of {what}"))
+        failed = failed or refused
+        if not failed:
+            raise RuntimeError(f"the broadcast of {what} failed on the trainer, all engines are well") from _error(
+                sending
+            )
+        left = [engine for engine in engines if engine.url not in failed]
+        await on_each(left, lambda engine: engine.destroy_group(group.name), "leave the group", PROBE_SECONDS)
+        return {url: refused.get(url, error) for url, error in failed.items()}
+
+
+def _describe(bucket: Bucket) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names, dtypes (``"bfloat16"``) and shapes."""
+    tensors = bucket.tensors
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors]
+    return [name for name, _ in tensors], dtypes, [list(tensor.shape) for _, tensor in tensors]
+
+
+def _error(future: asyncio.Future[None]) -> Exception | None:
+    """What a future ended with, as far as it has ended."""
+    error = future.exception() if future.done() and not future.cancelled() else None
+    return error if isinstance(error, Exception) else None
+
+
+def _ignore(future: asyncio.Future[Any]) -> None:
+    """Nobody waits for this any more: take note of its error, so that asyncio does not report it."""
+    if not future.cancelled():
+        future.exception()

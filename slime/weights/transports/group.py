@@ -1,0 +1,145 @@
+"""Rank 0 of a process group that trainer and engines share, apart from the trainer's own groups.
+
+The engines join through SGLang's ``/init_weights_update_group``: torch's TCP rendezvous under
+``group_name``, then ``_new_process_group_helper``. Here the same keys are used on a backend object of its
+own, so torch's default group, its registry and its communicators are never touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+_NEVER = timedelta(days=1)  # NCCL's own watchdog would end this process; we abort the communicator instead
+
+
+class Rendezvous:
+    """The key-value store through which the members find each other; listens on one address only."""
+
+    def __init__(self, address: str, world_size: int, deadline: float) -> None:
+        from torch.distributed import TCPStore
+
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self.address, self.port = address, listener.getsockname()[1]
+        self.world_size = world_size
+        self.store = TCPStore(
+            address, self.port, world_size, True, timedelta(seconds=deadline),
+            wait_for_workers=False, master_listen_fd=listener.detach(),
+        )  # fmt: skip
+
+
+class BroadcastGroup:
+    """Sends tensors to all members. Every method blocks: call it through :func:`in_thread`.
+
+    Args:
+        stall: gloo only; seconds after which one tensor that does not get through is an error.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str, backend: str, stall: float) -> None:
+        from torch.distributed import PrefixStore
+
+        self.name, self.backend = name, backend
+        device = "cuda" if backend == "nccl" else "cpu"
+        store: Any = rendezvous.store
+        for prefix in (name, f"{name}/", f"{device}/"):
+            store = PrefixStore(prefix, store)
+        make = _nccl if backend == "nccl" else _gloo
+        self._group: Any = make(store, rendezvous, stall)
+        self._stream: torch.cuda.Stream | None = None
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """One broadcast per tensor, in order; returns when all of it was sent. Raises what the backend raises."""
+        import torch
+
+        if self.backend != "nccl":
+            self._launch(tensors)
+            return
+        device = tensors[0].device
+        with torch.cuda.device(device):
+            self._stream = self._stream or torch.cuda.Stream(device)
+            with torch.cuda.stream(self._stream):
+                self._launch(tensors)
+            self._stream.synchronize()
+
+    def _launch(self, tensors: Sequence[torch.Tensor]) -> None:
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        works = [self._group.broadcast([tensor], options) for tensor in tensors]
+        for work in works:
+            work.wait()
+
+    def abort(self) -> None:
+        """End what is under way on this communicator only. gloo has no such call: its ``stall`` ends it."""
+        self._group.abort()
+
+    def release(self) -> None:
+        """Close the connections: members that still wait for a tensor get an error."""
+        self._group = None
+
+
+def _gloo(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=stall)
+    options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.address)]
+    return ProcessGroupGloo(store, 0, rendezvous.world_size, options)
+
+
+def _nccl(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = _NEVER
+    return ProcessGroupNCCL(store, 0, rendezvous.world_size, options)
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """This host's address as the engines see it: loopback only when all of them are on loopback."""
+    hosts = {urlsplit(url).hostname or "127.0.0.1" for url in urls}
+    addresses = {host: socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0] for host in sorted(hosts)}
+    far = [info for info in addresses.values() if not ipaddress.ip_address(info[4][0]).is_loopback]
+    if not far:
+        return "127.0.0.1"
+    family, _, _, _, target = far[0]
+    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        probe.connect((target[0], 9))  # sends nothing: only asks the routing table
+        return str(probe.getsockname()[0])
+
+
+def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
+    """Run a blocking call in a thread of its own that may be left behind, also at exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            setter(value)
+
+    def work() -> None:
+        try:
+            result = call()
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would keep connections and buckets alive
+            outcome: tuple[Callable[[Any], None], Any] = (future.set_exception, error)
+        else:
+            outcome = (future.set_result, result)
+        with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=work, name=what, daemon=True).start()
+    return future

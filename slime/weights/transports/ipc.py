@@ -1,0 +1,185 @@
+"""Engines on the same host: shared memory on the CPU, CUDA IPC on the GPU.
+
+Each bucket is copied once into one flat buffer and handed over by name or handle, not by value. The
+buffer lives until every engine has answered. While engines load one bucket, the next is copied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.engines.handle import EngineHandle
+from slime.weights.fleet import Failures, on_each
+from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.update import Bucket, WeightUpdate
+
+if TYPE_CHECKING:
+    import torch
+
+SHARED_MEMORY = "/dev/shm"
+_ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
+
+
+@dataclass
+class Staged:
+    """A bucket in memory that other processes can open."""
+
+    bucket: Bucket
+    segment: Segment | None  # None on CUDA
+
+    def drop(self) -> None:
+        self.bucket.tensors.clear()
+        self.bucket.flat = None
+
+
+class Segment:
+    """A shared memory file that goes away with its last user, as long as none of them dies with a reference."""
+
+    def __init__(self, flat: torch.Tensor, path: str) -> None:
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        self.path = path
+        self._storage = StorageWeakRef(flat.untyped_storage())
+
+    def remove(self) -> bool:
+        """Remove the file of a dead user by name. False while this process still maps it: torch ends a process
+        that finds its file gone."""
+        if not self._storage.expired():
+            return False
+        if os.path.exists(self.path):
+            os.unlink(self.path)
+        return True
+
+
+class IpcTransport:
+    """See the module. ``deadline``: seconds that an engine has to load one bucket."""
+
+    name = "ipc"
+    bracketed = True
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._left: list[Segment] = []  # of engines that failed
+
+    async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
+        import torch.multiprocessing
+
+        # Pickling a tensor otherwise passes a file descriptor, which SGLang's server does not survive.
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        self._sweep()
+        return {}
+
+    async def send(
+        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+    ) -> SendResult:
+        result = SendResult()
+        alive = list(engines)
+        loading: asyncio.Task[Failures] | None = None
+        try:
+            async for bucket in stream(update.buckets):
+                staged = await asyncio.to_thread(stage, bucket)
+                if loading is None and open_window is not None:
+                    alive = list(await open_window())
+                if loading is not None:
+                    alive = _without(alive, await loading, result)
+                result.count(staged.bucket)
+                loading = asyncio.create_task(self._push(staged, alive, update.version))
+                if not alive:
+                    break
+        finally:
+            if loading is not None:
+                _without(alive, await loading, result)
+        return result
+
+    async def close(self) -> None:
+        """Remove what engines that died have left in shared memory."""
+        self._sweep()
+
+    def _sweep(self) -> None:
+        self._left = [segment for segment in self._left if not segment.remove()]
+
+    async def _push(self, staged: Staged, engines: Sequence[EngineHandle], version: str) -> Failures:
+        failed: Failures = {}
+        try:
+            what = f"load bucket {staged.bucket.index} of weights {version}"
+            _, failed = await on_each(engines, lambda e: e.push(staged.bucket, version), what, self.deadline)
+        finally:
+            staged.drop()
+            if failed and staged.segment is not None:
+                self._left.append(staged.segment)
+        return failed
+
+
+def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult) -> list[EngineHandle]:
+    result.failed.update(failed)
+    return [engine for engine in alive if engine.url not in failed]
+
+
+def stage(bucket: Bucket) -> Staged:
+    """Copy a bucket into one shareable buffer; the new bucket's tensors are views into it."""
+    import torch
+
+    offsets, size = _layout(bucket)
+    device = bucket.tensors[0][1].device
+    segment: Segment | None = None
+    if device.type == "cpu":
+        flat, segment = _shared_memory(max(size, 1))
+    else:
+        with _plain_allocator():
+            flat = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+    views = []
+    for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
+        nbytes = tensor.numel() * tensor.element_size()
+        view = flat[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+        view.copy_(tensor.detach())
+        views.append((name, view))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return Staged(Bucket(bucket.index, views, bucket.last, flat), segment)
+
+
+def _layout(bucket: Bucket) -> tuple[list[int], int]:
+    """Where each tensor begins in the flat buffer, and the buffer's size; both in bytes."""
+    offsets, end = [], 0
+    for _, tensor in bucket.tensors:
+        offsets.append(end)
+        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+def _shared_memory(size: int) -> tuple[torch.Tensor, Segment]:
+    """A uint8 buffer that other processes open by name, and its file."""
+    import torch
+
+    room = os.statvfs(SHARED_MEMORY)
+    free = room.f_bavail * room.f_frsize
+    if size > free:  # writing past the end of the file system would kill this process without a word
+        raise MemoryError(
+            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB left, a bucket of weights needs {size / 2**20:.0f} MiB: "
+            "make it larger, lower --update-weight-buffer-size, or use --update-weight-transport disk"
+        )
+    storage = torch.UntypedStorage._new_using_filename_cpu(size)
+    name = storage._share_filename_cpu_()[1].decode()
+    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return flat, Segment(flat, os.path.join(SHARED_MEMORY, name.lstrip("/")))
+
+
+@contextmanager
+def _plain_allocator() -> Iterator[None]:
+    """Allocate from cudaMalloc'ed segments: memory of expandable segments cannot be shared by handle."""
+    import torch
+
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:True" not in settings:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
