@@ -85,7 +85,7 @@ def test_roll_back_splits_rows_by_step_and_loses_none(rows: list[tuple[str, int]
         path = Path(folder) / "metrics.jsonl"
         path.write_text("".join(json.dumps({key: value}) + "\n" for key, value in rows))
         moved = roll_back(path, step)
-        kept = [tuple(row.items())[0] for row in read_metrics(path)]
+        kept = [next(iter(row.items())) for row in read_metrics(path)]
     assert kept == [row for row in rows if row[1] < step]
     assert moved == len(rows) - len(kept)
 
