@@ -1,0 +1,179 @@
+"""Which tokens of a conversation are trained on: those that the assistant wrote.
+
+The token ids are always those of the tokenizer's own template over the whole conversation. Where an
+assistant message stands in the rendered text is found without knowing the template: the same
+conversation is rendered once more with that message replaced by a mark, and what differs is the message
+(with its tool calls and reasoning). The end-of-turn marker that follows belongs to it; the header
+that asks for the answer does not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MARK = "\ue000slime\ue001"  # private-use characters: in no text and no template
+_R1_ASSISTANT = "<｜Assistant｜>"
+_THINK = "<think>\n"
+_HEADER_TOKENS = 4  # context that tells equal answers apart when masks are aligned
+TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class MultiTurnLossMaskGenerator:
+    """Token ids and loss mask of conversations, for supervised training.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        tokenizer_type: ``qwen`` and ``qwen3``: any template with one block per message (switches to
+            ``distill_qwen`` for tokenizers of the R1-distilled models); ``qwen3_5``: the same, with the
+            ``<think>`` that opens an answer masked out, since its template's header writes it;
+            ``distill_qwen``: only the last message, which must be the assistant's, is trained on.
+
+    A message with ``step_loss_mask: 0`` is not trained on.
+    """
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+        if tokenizer_type not in TYPES:
+            raise ValueError(f"unknown --loss-mask-type {tokenizer_type!r} (known: {', '.join(TYPES)})")
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(f"loss masks need a fast tokenizer, which maps tokens to text; this is {type(tokenizer)}")
+        if tokenizer_type == "qwen" and _R1_ASSISTANT in tokenizer.get_vocab():
+            tokenizer_type = "distill_qwen"
+        self.tokenizer = tokenizer
+        self.tokenizer_type = tokenizer_type
+
+    def get_loss_mask(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
+        """Ids of the whole conversation, and 1 for each one that the assistant wrote, else 0.
+
+        Raises:
+            ValueError: no assistant message, or a template in which one cannot be found.
+        """
+        if self.tokenizer_type == "distill_qwen":
+            return self._last_answer(messages, tools)
+        text = self._render(messages, tools)
+        spans = [
+            self._span(messages, i, text, tools)
+            for i, message in enumerate(messages)
+            if message["role"] == "assistant" and message.get("step_loss_mask", 1)
+        ]
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ValueError("a conversation without an assistant message has nothing to train on")
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # A token that begins before the answer belongs to the header, even where it reaches into it.
+        mask = [int(any(a <= begin < b for a, b in spans)) for begin, _ in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), mask
+
+    def get_loss_mask_with_multimodal_alignment(
+        self, messages: Messages, input_ids: Sequence[int], tools: list[Any] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """As :meth:`get_loss_mask`, for ids in which a processor has put many tokens in the place of each medium.
+
+        Raises:
+            ValueError: an answer is not found in ``input_ids``.
+        """
+        ids, mask = self.get_loss_mask(messages, tools)
+        input_ids = [int(i) for i in input_ids]
+        aligned = [0] * len(input_ids)
+        cursor = 0
+        for begin, end in _runs(mask):
+            context = min(_HEADER_TOKENS, begin)
+            at = _find(input_ids, ids[begin - context : end], cursor)
+            if at < 0:
+                raise ValueError(
+                    f"the answer in tokens {begin} to {end} of the text is not in the processor's input_ids"
+                )
+            cursor = at + context + end - begin
+            aligned[at + context : cursor] = [1] * (end - begin)
+        return input_ids, aligned
+
+    @staticmethod
+    def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
+        """Per mask, the number of tokens from the first 1 to the end; 0 without a 1."""
+        return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
+
+    def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
+        """The text of each run of trained tokens."""
+        return [self.tokenizer.decode(list(token_ids[a:b])) for a, b in _runs(loss_masks)]
+
+    def _render(self, messages: Messages, tools: list[Any] | None, ask: bool = False) -> str:
+        clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
+        return self.tokenizer.apply_chat_template(
+            copy.deepcopy(clean), tools=tools, tokenize=False, add_generation_prompt=ask
+        )
+
+    def _span(self, messages: Messages, i: int, text: str, tools: list[Any] | None) -> tuple[int, int]:
+        """Where the i-th message, an assistant's, stands in the rendered text."""
+        marked = [*messages[:i], {"role": "assistant", "content": _MARK}, *messages[i + 1 :]]
+        other = self._render(marked, tools)
+        if other.count(_MARK) != 1:
+            raise ValueError(f"the chat template does not show the content of message {i} exactly once")
+        begin = _common_prefix(text, other)
+        end = len(text) - _common_prefix(text[::-1], other[::-1])
+        turn_end = self._end_of_turn(messages[:i], tools)
+        begin = self._after_header(text, begin, messages[:i], tools, turn_end.strip())
+        if self.tokenizer_type == "qwen3_5" and text.startswith(_THINK, begin):
+            begin += len(_THINK)
+        return begin, end + len(turn_end)
+
+    def _after_header(self, text: str, begin: int, before: Messages, tools: list[Any] | None, turn_end: str) -> int:
+        """``begin``, or the end of the generation header before it: what the template puts between that and
+        the content (an empty ``<think>`` block) is the model's to write, so it is trained on."""
+        from jinja2 import TemplateError
+
+        try:
+            history, asked = self._render(before, tools), self._render(before, tools, ask=True)
+        except (TemplateError, IndexError):  # a template may refuse a conversation that ends (or starts) here
+            return begin
+        if text.startswith(asked) and len(asked) <= begin:
+            return len(asked)
+        # Templates that drop the reasoning of earlier turns: the text does not start with what was once asked.
+        header = asked.removeprefix(history)
+        at = text.rfind(header, 0, begin) if header and header != asked else -1
+        between = text[at + len(header) : begin]
+        is_an_earlier_turns = turn_end in between if turn_end else bool(between)
+        return begin if at < 0 or is_an_earlier_turns else at + len(header)
+
+    def _end_of_turn(self, before: Messages, tools: list[Any] | None) -> str:
+        """What the template writes after an assistant's content to end its turn."""
+        return self._render([*before, {"role": "assistant", "content": _MARK}], tools).partition(_MARK)[2]
+
+    def _last_answer(self, messages: Messages, tools: list[Any] | None) -> tuple[list[int], list[int]]:
+        if not messages or messages[-1]["role"] != "assistant":
+            raise ValueError("distill_qwen trains on the last message, which must be the assistant's")
+        prompt = self._render(messages[:-1], tools, ask=True)
+        answer = str(messages[-1]["content"])
+        if prompt.endswith(_THINK) and answer.startswith(_THINK):
+            answer = answer[len(_THINK) :]  # newer templates open the reasoning in their header
+        prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        answer_ids = self.tokenizer(answer + self.tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+        trained = int(messages[-1].get("step_loss_mask", 1))
+        return [*prompt_ids, *answer_ids], [0] * len(prompt_ids) + [trained] * len(answer_ids)
+
+
+def _common_prefix(a: str, b: str) -> int:
+    """Length of the beginning that two texts share."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Begin and end of each run of ones."""
+    edges = [i for i in range(len(mask) + 1) if (mask[i - 1] if i else 0) != (mask[i] if i < len(mask) else 0)]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _find(values: list[int], wanted: list[int], start: int) -> int:
+    """First position from ``start`` on where ``wanted`` stands in ``values``, or -1."""
+    for at in range(start, len(values) - len(wanted) + 1):
+        if values[at] == wanted[0] and values[at : at + len(wanted)] == wanted:
+            return at
+    return -1

@@ -1,0 +1,238 @@
+"""The data source: groups, epochs, the buffer, and a state from which it goes on exactly."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.data.sample import Group, Sample, flatten
+from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
+
+
+class Prompts:
+    """A data set in memory, shuffled the way the real one is asked to."""
+
+    def __init__(self, count: int) -> None:
+        self.order = list(range(count))
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, position: int) -> Sample:
+        return Sample(prompt=f"p{self.order[position]}", metadata={"n": self.order[position]})
+
+    def shuffle(self, epoch_id: int) -> None:
+        self.order = list(range(len(self.order)))
+        random.Random(epoch_id).shuffle(self.order)
+
+
+def make_args(**more: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"n_samples_per_prompt": 2, "rollout_shuffle": True, "save": None, "load": None, **more})
+
+
+def buffered(count: int = 5, **more: Any) -> RolloutDataSourceWithBuffer:
+    return RolloutDataSourceWithBuffer(make_args(**more), Prompts(count))
+
+
+def seen(groups: list[Group]) -> list[tuple[Any, ...]]:
+    return [tuple((s.prompt, s.group_index, s.index, s.response) for s in flatten(g)) for g in groups]
+
+
+def test_groups_of_copies() -> None:
+    source = RolloutDataSource(make_args(rollout_shuffle=False), Prompts(3))
+    first, second = source.get_samples(2)
+    assert [s.prompt for s in first] == ["p0", "p0"] and [s.prompt for s in second] == ["p1", "p1"]
+    assert [(s.group_index, s.index) for s in [*first, *second]] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    first[0].metadata["n"] = 99
+    assert first[1].metadata == {"n": 0} and len(source) == 3
+
+
+def test_wraps_as_often_as_needed() -> None:
+    """trap 12: a batch larger than the data set, and no use of the global generator"""
+    source = RolloutDataSource(make_args(), Prompts(3))
+    random.seed(1)
+    before = random.getstate()
+    groups = source.get_samples(10)
+    assert random.getstate() == before
+    assert len(groups) == 10 and [g[0].group_index for g in groups] == list(range(10))
+    for epoch in range(3):
+        assert sorted(str(g[0].prompt) for g in groups[3 * epoch : 3 * epoch + 3]) == ["p0", "p1", "p2"]
+    assert source.epoch_id == 3 and source.sample_offset == 1
+
+
+def test_base_takes_nothing_back_and_the_buffer_does() -> None:
+    plain = RolloutDataSource(make_args(), Prompts(3))
+    plain.add_samples(plain.get_samples(1))
+    assert [g[0].group_index for g in plain.get_samples(1)] == [1]
+    source = buffered()
+    a, _, c = source.get_samples(3)
+    source.add_samples([c, a])
+    assert [g[0].group_index for g in source.get_samples(3)] == [2, 0, 3]
+    assert source.buffer == []
+
+
+def test_groups_that_come_back_are_whole() -> None:
+    source = buffered()
+    source.add_samples([[Sample(), [Sample(), Sample()]]])  # fan-out siblings are one member
+    with pytest.raises(ValueError, match="a group of 1 came back, but groups have 2 members"):
+        source.add_samples([[Sample()]])
+    with pytest.raises(ValueError, match="a bare sample came back"):
+        source.add_samples([Sample()])  # type: ignore[list-item]
+
+
+def best_first(args: Any, rollout_id: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+    assert rollout_id is None
+    buffer.sort(key=lambda group: -group[0].metadata["score"])
+    return [buffer.pop(0) for _ in range(min(num_samples, len(buffer)))]
+
+
+def drop_all(args: Any, rollout_id: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+    buffer.clear()
+    return []
+
+
+def scored(source: RolloutDataSourceWithBuffer, scores: list[int]) -> None:
+    groups = source.get_samples(len(scores))
+    for group, score in zip(groups, scores, strict=True):
+        group[0].metadata["score"] = score
+    source.add_samples(groups)
+
+
+def test_filter_hook(caplog: pytest.LogCaptureFixture) -> None:
+    source = buffered(buffer_filter_path=f"{__file__}:best_first")
+    scored(source, [1, 3, 2])
+    assert [g[0].metadata["score"] for g in source.get_samples(2)] == [3, 2] and len(source.buffer) == 1
+    source.args.buffer_filter_path = f"{__file__}:drop_all"
+    with caplog.at_level(logging.INFO):
+        assert [g[0].group_index for g in source.get_samples(1)] == [3]
+    assert "dropped 1 groups" in caplog.text
+
+
+class Selecting(RolloutDataSourceWithBuffer):
+    """As in the seeds: the method selects, and leaves the removal to the source."""
+
+    def buffer_filter(self, args: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+        return sorted(buffer, key=lambda group: -group[0].metadata["score"])[:num_samples]
+
+
+class Greedy(RolloutDataSourceWithBuffer):
+    def buffer_filter(self, args: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+        return [buffer[0], buffer[0]]
+
+
+def test_filter_method() -> None:
+    source = Selecting(make_args(), Prompts(5))
+    scored(source, [1, 3, 2])
+    assert [g[0].metadata["score"] for g in source.get_samples(2)] == [3, 2]
+    assert [g[0].metadata["score"] for g in source.buffer] == [1], "what was given does not come again"
+    greedy = Greedy(make_args(), Prompts(5))
+    scored(greedy, [1])
+    with pytest.raises(ValueError, match="gave 2 groups of 1 asked for, or one twice"):
+        greedy.get_samples(1)
+
+
+def test_pop_first() -> None:
+    buffer: list[Group] = [[1], [2], [3]]
+    assert pop_first(None, None, buffer, 2) == [[1], [2]] and buffer == [[3]]
+
+
+steps = st.lists(st.tuples(st.integers(1, 7), st.integers(0, 3)), min_size=1, max_size=8)
+
+
+def walk(source: RolloutDataSourceWithBuffer, plan: list[tuple[int, int]]) -> list[Any]:
+    """Take groups, change and give some back, as a run with partial rollouts does."""
+    history = []
+    for take, back in plan:
+        groups = source.get_samples(take)
+        history.append(seen(groups))
+        for group in groups[:back]:
+            group[0].response += "x"
+        source.add_samples(groups[:back])
+    return history
+
+
+@settings(deadline=None)
+@given(steps, st.integers(0, 8), st.integers(1, 6), st.booleans())
+def test_any_split_point_gives_the_same_sequence(plan: list[Any], split: int, count: int, shuffle: bool) -> None:
+    whole = walk(buffered(count, rollout_shuffle=shuffle), plan)
+    first = buffered(count, rollout_shuffle=shuffle)
+    history = walk(first, plan[:split])
+    state = pickle.dumps(first.state_dict())
+    walk(first, plan)  # what the first process does after its snapshot was taken does not matter
+    second = buffered(count, rollout_shuffle=shuffle)
+    second.load_state_dict(pickle.loads(state))
+    assert history + walk(second, plan[split:]) == whole
+
+
+def test_the_state_is_a_value() -> None:
+    source = buffered()
+    group = source.get_samples(1)
+    source.add_samples(group)
+    source.metadata["mine"] = [1]
+    state = source.state_dict()
+    group[0][0].tokens.append(5)
+    source.metadata["mine"].append(2)
+    assert isinstance(state["buffer"][0][0], dict) and state["buffer"][0][0]["tokens"] == []
+    assert state["metadata"] == {"mine": [1]}
+    restored = buffered()
+    restored.load_state_dict(state)
+    restored.buffer[0][0].tokens.append(7)
+    assert state["buffer"][0][0]["tokens"] == []
+
+
+def test_save_and_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = {"save": str(tmp_path), "load": str(tmp_path)}
+    source = buffered(**args)
+    source.add_samples(source.get_samples(2))
+    source.save(3)
+    file = tmp_path / "rollout" / "global_dataset_state_dict_3.pt"
+    assert [p.name for p in file.parent.iterdir()] == [file.name]
+    other = buffered(**args)
+    other.load(3)
+    assert seen(other.get_samples(4)) == seen(source.get_samples(4))
+    with caplog.at_level(logging.WARNING):
+        other.load(9)
+        buffered(count=7, **args).load(3)
+    assert "global_dataset_state_dict_9.pt does not exist" in caplog.text
+    assert "had 5 prompts when the run was saved and has 7 now" in caplog.text
+    fresh = buffered(**args)
+    fresh.load(-1)
+    fresh.load()
+    assert fresh.sample_index == 0
+    with pytest.raises(ValueError, match="without --save"):
+        buffered().save(0)
+
+
+def test_without_prompts() -> None:
+    source = RolloutDataSourceWithBuffer(make_args(rollout_global_dataset=False))
+    groups = source.get_samples(2)
+    assert [(s.prompt, s.group_index, s.index) for g in groups for s in g] == [
+        ("", 0, 0),
+        ("", 0, 1),
+        ("", 1, 2),
+        ("", 1, 3),
+    ]
+    assert len(source) == 0 and source
+
+
+def test_from_args(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "one", "a": 1}\n{"q": "two", "a": 2}\n')
+    args = make_args(
+        prompt_data=str(path), input_key="q", label_key="a", metadata_key="metadata", tool_key="tools", rollout_seed=1
+    )
+    args.multimodal_keys = args.rollout_max_prompt_len = None
+    args.apply_chat_template, args.apply_chat_template_kwargs = False, {}
+    groups = RolloutDataSource(args).get_samples(2)
+    assert sorted((str(g[0].prompt), g[0].label) for g in groups) == [("one", "1"), ("two", "2")]
+    args.prompt_data = None
+    with pytest.raises(ValueError, match="give --prompt-data FILE"):
+        RolloutDataSource(args)

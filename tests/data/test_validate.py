@@ -1,0 +1,129 @@
+"""Checks before a start: files, rows, keys and labels, of prompts and evaluation sets, all reported together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.data.validate import check_data, has_labels
+
+
+def make_args(**more: Any) -> SimpleNamespace:
+    defaults: dict[str, Any] = {
+        **{"prompt_data": None, "input_key": "prompt", "label_key": "label", "metadata_key": "metadata"},
+        **{"tool_key": "tools", "multimodal_keys": None, "rm_type": None, "custom_rm_path": None},
+        **{"eval_prompt_data": None, "eval_config": None},
+    }
+    return SimpleNamespace(**{**defaults, **more})
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def numbers_only(rm_type: str, label: Any, metadata: Mapping[str, Any]) -> str | None:
+    """A label check that says what it was asked."""
+    name = metadata.get("rm_type", rm_type)
+    return None if label and str(label).isdigit() else f"{name} cannot read {label!r}"
+
+
+def test_good_data_has_no_problems(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "4"}])
+    args = make_args(prompt_data=path, eval_prompt_data=["one", path, "two", path + "@[:1]"])
+    assert check_data(args) == [], "with the label check of the rewards themselves"
+    assert has_labels(args)
+
+
+def test_everything_is_reported_together(tmp_path: Path) -> None:
+    train = write(
+        tmp_path / "train.jsonl", [{"prompt": "p", "label": "x"}, "{", {"label": "1"}, {"prompt": "p", "label": "7"}]
+    )
+    held_out = write(tmp_path / "eval.jsonl", [{"question": "p", "label": "1"}])
+    args = make_args(
+        prompt_data=train, eval_prompt_data=["a", held_out, "b", str(tmp_path / "absent.jsonl")], rm_type="math"
+    )
+    found = check_data(args, numbers_only)
+    assert len(found) == 5
+    assert found[0].startswith(f"{train}:2: not valid JSON")
+    assert found[1].startswith(f"{train}:3: no prompt column 'prompt'")
+    assert found[2] == f"{train}:1: math cannot read 'x'"
+    assert found[3].startswith(f"evaluation set a: {held_out}: no row has the prompt column 'prompt'")
+    assert found[4].startswith("evaluation set b: data file") and "absent.jsonl does not exist" in found[4]
+
+
+def test_a_row_may_ask_for_another_verifier(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "label": "x", "metadata": {"rm_type": "f1"}}]
+    found = check_data(make_args(prompt_data=write(tmp_path / "a.jsonl", rows), rm_type="math"), numbers_only)
+    assert found == [f"{tmp_path}/a.jsonl:1: f1 cannot read 'x'"]
+
+
+def test_rewards_without_labels(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p"}] * 30)
+    (problem,) = check_data(make_args(prompt_data=path), numbers_only)
+    assert "neither --rm-type nor --custom-rm-path, and no row has a label (column 'label', --label-key)" in problem
+    (problem,) = check_data(make_args(prompt_data=path, rm_type="deepscaler"), numbers_only)
+    assert problem == f"{path}: no row has a label (column 'label', --label-key); deepscaler cannot read None"
+    assert not has_labels(make_args(prompt_data=path)) and not has_labels(make_args(prompt_data="absent.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"custom_rm_path": "mine.reward"},
+        {"loss_type": "sft_loss"},
+        {"custom_generate_function_path": "mine.py"},
+        {"rollout_function_path": "mine.rollout"},
+    ],
+)
+def test_labels_are_the_users_business(tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p"}])
+    assert check_data(make_args(prompt_data=path, **settings), numbers_only) == []
+
+
+def test_when_prompts_are_needed() -> None:
+    assert "give --prompt-data FILE" in check_data(make_args(), numbers_only)[0]
+    for settings in (
+        {"rollout_global_dataset": False},
+        {"data_source_path": "mine.Source"},
+        {"debug_train_only": True},
+        {"load_debug_rollout_data": "dump_{rollout_id}.pt"},
+    ):
+        assert check_data(make_args(**settings), numbers_only) == []
+
+
+def test_a_bad_eval_list_is_a_problem_too(tmp_path: Path) -> None:
+    args = make_args(rollout_global_dataset=False, eval_prompt_data=["a", "b.jsonl", "c"])
+    assert check_data(args, numbers_only) == [
+        "--eval-prompt-data takes pairs of NAME PATH, but has 3 values: a b.jsonl c"
+    ]
+
+
+def test_the_shared_data_sets_pass(datasets_dir: Path) -> None:
+    dapo = f"{datasets_dir}/dapo/dapo_math_17k.parquet@[:500]"
+    args = make_args(prompt_data=dapo, label_key="reward_model.ground_truth", rm_type="dapo")
+    assert check_data(args) == []
+    args = make_args(prompt_data=f"{datasets_dir}/math500/math500.jsonl", input_key="problem", label_key="answer")
+    assert check_data(args) == []
+
+
+def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "4"}])
+    code = f"""
+import sys
+from types import SimpleNamespace
+from slime.data.validate import check_data
+args = SimpleNamespace(**{vars(make_args(prompt_data=path, eval_prompt_data=["a", path]))!r})
+assert check_data(args) == [], check_data(args)
+import slime.data.source, slime.data.convert, slime.data.packing, slime.data.masks, slime.utils.processing_utils
+heavy = {{"torch", "transformers", "ray", "pyarrow", "aiohttp", "PIL"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
