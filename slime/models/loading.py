@@ -41,7 +41,7 @@ def load_hf_model(
     path: str | Path,
     dtype: torch.dtype,
     device: torch.device | str,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | dict[str, str] = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model, or an image-text-to-text model when the config has ``vision_config``.
@@ -51,7 +51,7 @@ def load_hf_model(
         dtype: of all parameters, whatever the checkpoint's is. In float32 on the CPU linear layers go
             through oneDNN where that is faster (``cpu_linear.py``).
         device: where the parameters end up.
-        attn_implementation: a name that transformers' AttentionInterface knows.
+        attn_implementation: a name that transformers' AttentionInterface knows, or one per sub-config.
 
     Returns:
         The model in eval mode, with KV cache use left to the caller.

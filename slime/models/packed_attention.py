@@ -76,13 +76,13 @@ def _check(
     name = type(module).__name__
     for key, what in UNSUPPORTED.items():
         if kwargs.get(key) is not None:
-            raise ModelError(f"{name} uses {what}, which packed attention does not compute: --attn-implementation eager")
+            raise ModelError(f"{name} uses {what}, which packed attention has not: use --attn-implementation eager")
     if pack is None:
-        raise ModelError(f"{name} did not pass the pack to its attention: use --attn-implementation sdpa for this model")
+        raise ModelError(f"{name} does not pass the pack to its attention: use --attn-implementation sdpa")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
-        raise ModelError(f"{name} is not causal: use --attn-implementation sdpa for this model")
+        raise ModelError(f"{name} is not causal: use --attn-implementation sdpa")
     if attention_mask is not None:
-        raise ModelError(f"{name} makes an attention mask of its own: use --attn-implementation sdpa for this model")
+        raise ModelError(f"{name} makes an attention mask of its own: use --attn-implementation sdpa")
     if dropout:
         raise ModelError(f"{name} has attention dropout {dropout}: set attention_dropout to 0 in config.json")
     if query.shape[0] != 1 or query.shape[2] != pack.num_tokens:
@@ -98,7 +98,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, w
     extra: dict[str, Any] = {}
     if k.shape[1] != q.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         extra["enable_gqa"] = True
-    return varlen_attn(
+    out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -110,6 +110,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, w
         window_size=(window, 0),
         **extra,
     )
+    assert isinstance(out, Tensor)  # a pair only when more than the output is asked for
+    return out
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int = -1) -> Tensor:
@@ -130,12 +132,14 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale:
     for (q_len, k_len), segments in buckets.items():
         rows = torch.cat([torch.arange(q_starts[i], q_starts[i + 1], device=q.device) for i in segments])
         keys = torch.cat([torch.arange(k_starts[i], k_starts[i + 1], device=q.device) for i in segments])
-        batch = [
+        queries, *keys_values = (
             x.index_select(0, index).unflatten(0, (len(segments), -1)).transpose(1, 2)
             for x, index in ((q, rows), (k, keys), (v, keys))
-        ]
+        )
         mask = _causal_mask(q_len, k_len, window, q.device)
-        part = F.scaled_dot_product_attention(*batch, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        part = F.scaled_dot_product_attention(
+            queries, keys_values[0], keys_values[1], attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         out = out.index_copy(0, rows, part.transpose(1, 2).flatten(0, 1))
     return out
 

@@ -116,7 +116,7 @@ def test_interface_function_shape_and_window() -> None:
         ({"mask": torch.zeros(1, 1, 2, 2)}, "mask of its own"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "not causal"),
-        ({"pack": False}, "did not pass the pack"),
+        ({"pack": False}, "does not pass the pack"),
     ],
 )
 def test_what_would_be_wrong_is_refused(kwargs: dict[str, object], message: str) -> None:

@@ -1,0 +1,67 @@
+"""Start one rank of a training backend."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.backends.base import TrainBackend
+
+
+def create_backend(
+    args: Any,
+    role: str,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    local_rank: int = 0,
+) -> TrainBackend:
+    """Join the process group (gloo on the CPU; NCCL for CUDA tensors on CUDA) and build the backend.
+
+    Args:
+        role: ``actor`` or ``critic``.
+        local_rank: index of this rank's accelerator among those it can see.
+
+    Raises:
+        ValueError: unknown backend or role.
+    """
+    if role not in ("actor", "critic"):
+        raise ValueError(f"role must be actor or critic, not {role!r}")
+    if args.train_backend != "fsdp":
+        raise ValueError(f"--train-backend {args.train_backend!r} is not available here; use fsdp")
+    import torch
+
+    from slime.backends.fsdp.backend import FsdpBackend
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    elif args.threads_per_process:
+        torch.set_num_threads(args.threads_per_process)
+    if args.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    _init_process_group(args, rank, world_size, master_addr, master_port, device)
+    torch.manual_seed(args.seed + rank)
+    return FsdpBackend(args, role, rank, world_size, device)
+
+
+def _init_process_group(
+    args: Any, rank: int, world_size: int, master_addr: str, master_port: int, device: Any
+) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # FSDP's device mesh reads them
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        init_method=f"tcp://{master_addr}:{master_port}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        device_id=device if device.type == "cuda" else None,
+    )

@@ -1,0 +1,119 @@
+"""Further copies of the weights (reference, teacher, old actor), in CPU memory, swapped in to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from slime.backends.fsdp.optimizer import local
+
+LIVE = "actor"
+
+
+class WeightBank:
+    """Copies of a model's parameters by tag, each this rank's shard only, float32.
+
+    ``"actor"`` is what the model holds. On the CPU without sharding a swap exchanges pointers; otherwise
+    it copies, through pinned memory on CUDA.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        self.named = named
+        self.copies: dict[str, list[Tensor]] = {}
+        self._pointers = all(not isinstance(p, DTensor) and p.device.type == "cpu" for _, p in named)
+
+    def _live(self) -> list[Tensor]:
+        return [local(p.detach()) for _, p in self.named]
+
+    def _require(self, tag: str) -> list[Tensor]:
+        if tag == LIVE:
+            return self._live()
+        if tag not in self.copies:
+            raise KeyError(f"this trainer holds no {tag!r} weights; it has actor{''.join(', ' + t for t in self.copies)}")
+        return self.copies[tag]
+
+    @torch.no_grad()
+    def copy(self, source: str, target: str) -> None:
+        """Make ``target`` equal to ``source``.
+
+        Raises:
+            KeyError: there is no such copy.
+        """
+        tensors = self._require(source)
+        if target != LIVE and target not in self.copies:
+            self.copies[target] = [_host_like(t) for t in tensors]
+        for mine, theirs in zip(self._require(target), tensors, strict=True):
+            mine.copy_(theirs)
+
+    def add(self, tag: str, full: dict[str, Tensor]) -> None:
+        """A copy from whole tensors, by the same names.
+
+        Raises:
+            ValueError: other names or shapes than the trained model's.
+        """
+        shards = []
+        for name, p in self.named:
+            if name not in full or full[name].shape != p.shape:
+                there = tuple(full[name].shape) if name in full else "missing"
+                raise ValueError(f"{tag} model: {name} is {there}, in the trained model {tuple(p.shape)}")
+            shard = _host_like(local(p.detach()))
+            shards.append(shard.copy_(_shard_of(full[name], p)))
+        self.copies[tag] = shards
+
+    @contextmanager
+    def using(self, tag: str) -> Iterator[None]:
+        """Have the model hold another copy for a while."""
+        if tag == LIVE:
+            yield
+            return
+        self._require(tag)
+        self._swap(tag)
+        try:
+            yield
+        finally:
+            self._swap(tag)
+
+    @torch.no_grad()
+    def _swap(self, tag: str) -> None:
+        copies = self.copies[tag]
+        for i, (_, p) in enumerate(self.named):
+            if self._pointers:
+                p.data, copies[i] = copies[i], p.data
+            else:
+                mine = local(p.detach())
+                before = mine.to("cpu", copy=True)
+                mine.copy_(copies[i])
+                copies[i].copy_(before)
+
+    def tensors(self, tag: str) -> dict[str, Tensor]:
+        """A copy as what a distributed checkpoint can reshard."""
+        pairs = zip(self.named, self._require(tag), strict=True)
+        return {name: _as_global(tensor, p) for (name, p), tensor in pairs}
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _shard_of(full: Tensor, like: nn.Parameter) -> Tensor:
+    """This rank's part of ``full``, split as ``like`` is."""
+    if not isinstance(like, DTensor):
+        return full
+    (placement,) = like.placements
+    assert isinstance(placement, Shard), f"parameters are sharded over one mesh dimension, not {placement}"
+    mesh = like.device_mesh
+    chunks = full.chunk(mesh.size(), dim=placement.dim)
+    rank = mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
+
+
+def _as_global(tensor: Tensor, like: nn.Parameter) -> Tensor:
+    if not isinstance(like, DTensor):
+        return tensor
+    return DTensor.from_local(
+        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,74 @@
+"""Sums over the ranks of a data-parallel job."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.loss import is_max_metric
+
+
+class DataParallelReduce:
+    """``slime.algorithms.reduce.Reduce`` where every rank holds whole samples."""
+
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.world_size, self.device = world_size, device
+
+    def over_data(self, x: Tensor) -> Tensor:
+        if self.world_size == 1:
+            return x
+        total = x.detach().to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total.to(x.device)
+
+    def over_sequence(self, x: Tensor) -> Tensor:
+        return x
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Element-wise over ranks."""
+        if self.world_size == 1:
+            return values
+        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        return packed.tolist()
+
+    def total(self, values: list[float]) -> list[float]:
+        """Element-wise sum over ranks, in float64."""
+        if self.world_size == 1:
+            return values
+        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(packed)
+        return packed.tolist()
+
+    def each(self, value: float) -> list[float]:
+        """The value of every rank, by rank."""
+        if self.world_size == 1:
+            return [value]
+        row = [0.0] * self.world_size
+        row[dist.get_rank()] = value
+        # A sum with one non-zero entry per place would turn a neighbour's inf into nan: gather instead.
+        mine = torch.tensor([value], dtype=torch.float64, device=self.device)
+        gathered = [torch.empty_like(mine) for _ in row]
+        dist.all_gather(gathered, mine)
+        return [float(x) for x in gathered]
+
+    def metrics(self, shares: dict[str, float], same_names: bool) -> dict[str, float]:
+        """Shares summed over ranks, ``*_max`` by maximum.
+
+        Args:
+            same_names: all ranks have the same metrics; otherwise (a rank without samples) names are
+                exchanged first.
+        """
+        if self.world_size == 1:
+            return shares
+        names = sorted(shares)
+        if not same_names:
+            everyones: list[list[str] | None] = [None] * self.world_size
+            dist.all_gather_object(everyones, names)
+            names = sorted({name for theirs in everyones for name in theirs or []})
+        sums = [name for name in names if not is_max_metric(name)]
+        maxima = [name for name in names if is_max_metric(name)]
+        summed = self.total([shares.get(name, 0.0) for name in sums]) if sums else []
+        largest = self.maximum([shares.get(name, float("-inf")) for name in maxima]) if maxima else []
+        return dict(zip(sums + maxima, summed + largest, strict=True))

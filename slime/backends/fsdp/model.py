@@ -1,0 +1,127 @@
+"""Build the trained model and shard it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from slime.backends.fsdp.optimizer import select_trainable
+from slime.config.seeds import derive_seed
+from slime.models.inputs import InputBuilder
+from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
+from slime.models.packed_attention import NAME as PACKED
+from slime.models.scorer import PolicyScorer, ValueScorer, check_packable, check_scorer
+
+Scorer = PolicyScorer | ValueScorer
+VARLEN = "varlen"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_scorer(args: Any, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
+    """The model of a role with its way to lay out batches: loaded in float32, checked, frozen where asked, sharded.
+
+    Raises:
+        ModelError: the checkpoint or its architecture cannot be trained as asked.
+    """
+    packed = (args.attn_implementation or VARLEN) == VARLEN
+    model = load_full_model(args, args.hf_checkpoint)
+    if packed:
+        check_packable(model)
+    builder = _builder(args, model, torch.device("cpu"), packed)
+    policy = PolicyScorer(model, args.log_probs_chunk_size)
+    check_scorer(policy, builder)
+    scorer: Scorer = policy
+    if role == "critic":
+        scorer = ValueScorer(model, derive_seed(args.seed, "value head"))
+    select_trainable(checkpoint_names(scorer), args)
+    if args.gradient_checkpointing:
+        _checkpoint_layers(model)
+    shard(scorer, model, device, world_size, DTYPES[args.train_dtype])
+    return scorer, _builder(args, model, device, packed)
+
+
+def load_full_model(args: Any, path: str) -> PreTrainedModel:
+    """Float32 on the CPU: the master weights, whatever dtype computes."""
+    attention: str | dict[str, str] = PACKED
+    if (args.attn_implementation or VARLEN) != VARLEN:
+        attention = args.attn_implementation
+    elif is_multimodal(load_hf_config(path, args.trust_remote_code)):
+        attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
+    return load_hf_model(path, torch.float32, "cpu", attention, args.trust_remote_code)
+
+
+def _builder(args: Any, model: PreTrainedModel, device: torch.device, packed: bool) -> InputBuilder:
+    on_cuda = device.type == "cuda"
+    return InputBuilder(
+        backbone=model.base_model,
+        device=device,
+        packed=packed,
+        share_prompts=packed and args.share_prompt_in_pack,
+        pad_to_multiple=args.data_pad_size_multiplier if on_cuda else 1,  # the CPU has no kernels to reuse
+        float_dtype=DTYPES[args.train_dtype] if on_cuda else torch.float32,
+    )
+
+
+def checkpoint_names(scorer: Scorer) -> list[tuple[str, nn.Parameter]]:
+    """Parameters (tied ones once) under the names that the Hugging Face model itself gives them."""
+    return [(name.removeprefix("hf."), p) for name, p in scorer.named_parameters()]
+
+
+def _checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute activations of each layer in backward, with everything but the switch itself in eval mode:
+    dropout in a policy's update would make its ratios wrong."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # not .train(), which would reach the layer's dropout
+
+
+def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_size: int, dtype: torch.dtype) -> None:
+    """Apply FSDP2: one group per decoder layer, one for the rest.
+
+    One rank in float32 is left alone: there is nothing to shard, and FSDP's hooks and copies cost 9% of
+    SmolLM2's step on the CPU. In bfloat16 FSDP also keeps the float32 master weights, so it is always there.
+    Vision towers belong to the root group: ranks whose samples have no image never enter them, and would
+    otherwise miss collectives.
+    """
+    if world_size == 1 and dtype == torch.float32:
+        scorer.to(device)
+        return
+    mesh = init_device_mesh(device.type, (world_size,))
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = decoder_layers(model)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(scorer, mesh=mesh, mp_policy=policy)
+    scorer.to(device)  # buffers; the parameters are there already
+    inside = {id(p) for layer in layers for p in layer.parameters()}
+    if is_multimodal(model.config) and world_size > 1:
+        embedding = {id(p) for p in model.get_input_embeddings().parameters()}
+        scorer.anchored = [
+            p for p in scorer.parameters() if p.requires_grad and id(p) not in inside and id(p) not in embedding
+        ]
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            # Losses are shares of one global mean: gradients are summed over ranks, not averaged.
+            module.set_gradient_divide_factor(1.0)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The language model's layers: the longest list of layers outside a vision tower."""
+    names = set(model._no_split_modules or [])
+    vision = {id(m) for name, tower in model.named_modules() if _is_vision(name) for m in tower.modules()}
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision]
+    named = [m for m in lists if type(m[0]).__name__ in names]
+    return list(max(named or lists, key=len))
+
+
+def _is_vision(name: str) -> bool:
+    return name.split(".")[-1] in ("visual", "vision_tower", "vision_model", "vision_embed_tokens")

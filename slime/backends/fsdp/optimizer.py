@@ -1,0 +1,135 @@
+"""AdamW with a schedule, gradient clipping, and which parameters are trained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from slime.backends.fsdp.schedule import LrSchedule
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def select_trainable(named: Iterable[tuple[str, nn.Parameter]], args: Any) -> list[str]:
+    """Freeze by ``--only-train-params-name-list`` / ``--freeze-params-name-list`` (regular expressions,
+    searched in the checkpoint's names); returns the names that are trained.
+
+    Raises:
+        ValueError: an expression that matches nothing, or nothing left to train.
+    """
+    only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
+    named = list(named)
+    for flag, patterns in (("--only-train-params-name-list", only), ("--freeze-params-name-list", freeze)):
+        for pattern in patterns or []:
+            if not any(re.search(pattern, name) for name, _ in named):
+                raise ValueError(f"{flag} {pattern!r} matches no parameter; names look like {named[0][0]!r}")
+    trained = []
+    for name, parameter in named:
+        if only:
+            parameter.requires_grad_(any(re.search(pattern, name) for pattern in only))
+        elif freeze:
+            parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
+        if parameter.requires_grad:
+            trained.append(name)
+    if not trained:
+        raise ValueError("--freeze-params-name-list leaves no parameter to train")
+    return trained
+
+
+class ScheduledAdamW:
+    """AdamW over the trainable parameters; ``step`` takes the learning rate from the schedule.
+
+    Moments exist from the start, so that state dicts always have the same entries. Weight decay leaves
+    out vectors (norms, biases), as Megatron does.
+    """
+
+    def __init__(self, named: NamedParameters, args: Any, schedule: LrSchedule) -> None:
+        self.named = [(name, p) for name, p in named if p.requires_grad]
+        self.schedule = schedule
+        self.steps = 0
+        decay = [p for _, p in self.named if p.ndim >= 2]
+        rest = [p for _, p in self.named if p.ndim < 2]
+        groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        # Fused AdamW reads and writes everything once; measured on the CPU 3x the speed of foreach.
+        self.adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=schedule.lr(0),
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_eps,
+            fused=True,
+        )
+        for _, p in self.named:
+            self.adam.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=local(p).device),
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for _, p in self.named]
+
+    @property
+    def lr(self) -> float:
+        """Of the next step."""
+        return self.schedule.lr(self.steps)
+
+    def zero_grad(self) -> None:
+        self.adam.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def local_square_norm(self) -> Tensor:
+        """Sum of the squares of this rank's gradients, float64 scalar."""
+        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        gradients = [g for g in gradients if g.numel()]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64)
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))  # type: ignore[call-arg]
+        return norms.double().square().sum()
+
+    @torch.no_grad()
+    def step(self, grad_norm: float, max_norm: float) -> float:
+        """Clip to ``max_norm`` (0: not at all), update, and return the learning rate that was used.
+
+        A parameter without a gradient gets one of zero, for its moments decay all the same.
+        """
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if max_norm > 0 and grad_norm > max_norm:
+            gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, max_norm / (grad_norm + 1e-6))
+        lr = self.lr
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        self.steps += 1
+        return lr
+
+    def reset(self) -> None:
+        """Zero the moments (``--reset-optimizer-states``)."""
+        for state in self.adam.state.values():
+            for value in state.values():
+                local(value).zero_()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by ``<entry>/<parameter name>``: what a checkpoint holds."""
+        return {f"{entry}/{name}": self.adam.state[p][entry] for name, p in self.named for entry in self.adam.state[p]}
+
+
+def reduce_sum(x: Tensor, world_size: int) -> Tensor:
+    """In-place sum over all ranks."""
+    if world_size > 1:
+        dist.all_reduce(x)
+    return x

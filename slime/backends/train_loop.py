@@ -1,0 +1,145 @@
+"""What a training rank does with its part of a rollout, on any backend."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slime.algorithms.advantages import compute_advantages
+from slime.backends.base import RankBatch
+from slime.backends.loss import needs_old_log_probs, needs_ref_log_probs
+from slime.config.hooks import load_function
+from slime.observability import progress
+
+PER_SAMPLE = ("rewards", "raw_reward", "truncated", "response_lengths", "total_lengths")
+PER_TOKEN = (
+    "log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "teacher_log_probs",
+    "advantages",
+    "returns",
+    "values",
+    "kl",
+    "entropy",
+    "opd_reverse_kl",
+)
+
+
+class PhaseTimer:
+    """Wall seconds per named phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        progress.report(name.replace("_", " "))
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def train_on_rollout(backend: Any, args: Any, batch: RankBatch) -> tuple[dict[str, float], dict[str, float]]:
+    """Score, estimate advantages, and take every optimizer step of one rollout.
+
+    The batch is completed in place: ``ref_log_probs``, ``log_probs`` (where the flags need them recomputed),
+    ``values`` (critic: its own, from before the update), ``kl``, ``advantages``, ``returns``.
+
+    Args:
+        backend: a ``TrainBackend``; called on all ranks together, each with its own batch.
+
+    Returns:
+        metrics (``train/…`` or ``train/critic-…``: the mean over the rollout's optimizer steps;
+        ``rollout/…``: means over its samples; equal on all ranks) and seconds per phase.
+
+    Raises:
+        ValueError: the batch lacks what the flags need; the message names both.
+        NonFiniteError: the loss or gradient of a step is not finite.
+    """
+    timer = PhaseTimer()
+    critic = backend.role == "critic"
+    if args.reset_optimizer_states:
+        backend.reset_optimizer()
+    if critic:
+        args = _critic_args(args)
+        with timer.phase("values"):
+            batch["values"] = backend.values(batch)
+    else:
+        _score(backend, args, batch, timer)
+    with timer.phase("data_preprocess"):
+        compute_advantages(args, batch, backend.reduce)
+        if args.rollout_data_postprocess_path and not critic:
+            load_function(args.rollout_data_postprocess_path)(args, batch.get("rollout_id"), batch)
+    steps = len(batch["num_microbatches"])
+    name = f"{backend.role}_train"
+    with timer.phase(name):
+        results = []
+        for step in range(steps):
+            progress.report(name.replace("_", " "), step, steps)
+            results.append(backend.train_step(batch, step))
+    prefix = "train/critic-" if critic else "train/"
+    metrics = {prefix + key: value for key, value in _mean_over_steps(results).items()}
+    if not critic:
+        metrics |= rollout_metrics(backend, batch)
+        tokens = backend.reduce.total([float(sum(batch["total_lengths"]))])[0]
+        metrics["perf/actor_train_tok_per_s"] = tokens / max(timer.seconds[name], 1e-9)
+    return metrics, timer.seconds
+
+
+def _score(backend: Any, args: Any, batch: RankBatch, timer: PhaseTimer) -> None:
+    """Forward passes of the actor's role, each only where it is needed."""
+    if needs_ref_log_probs(args) and batch.get("ref_log_probs") is None:
+        with timer.phase("ref_log_probs"):
+            batch["ref_log_probs"] = backend.log_probs(batch, "ref")["log_probs"]
+    recompute = needs_old_log_probs(args, batch) and batch.get("log_probs") is None
+    if recompute or args.use_rollout_entropy:
+        with timer.phase("log_probs"):
+            tag = "old_actor" if args.keep_old_actor else "actor"
+            scores = backend.log_probs(batch, tag, with_entropy=args.use_rollout_entropy)
+            batch["entropy"] = scores.pop("entropy", None)
+            if batch["entropy"] is None:
+                del batch["entropy"]
+            if recompute:
+                batch.update(scores)
+    if args.use_critic and batch.get("values") is None:
+        raise ValueError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch")
+
+
+def _critic_args(args: Any) -> Any:
+    """The critic's returns hold rewards only: it has no log-probs to penalise, and whitening is the actor's."""
+    own = copy.copy(args)
+    own.kl_coef, own.use_opd, own.normalize_advantages, own.use_tis = 0.0, False, False, False
+    return own
+
+
+def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
+    names = {name: None for result in results for name in result}  # in the order first seen
+    present = {name: [result[name] for result in results if name in result] for name in names}
+    return {
+        name: max(values) if name.endswith("_max") else values[-1] if name.startswith("lr-") else sum(values) / len(values)
+        for name, values in present.items()
+    }
+
+
+def rollout_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
+    """``rollout/<entry>``: the mean over all samples of all ranks; of a per-token entry, each sample's masked mean."""
+    names, numbers = [], []
+    for key in PER_SAMPLE:
+        if batch.get(key) is not None:
+            names.append(key)
+            numbers += [float(sum(float(x) for x in batch[key])), float(len(batch[key]))]
+    masks = [torch.as_tensor(mask) for mask in batch["loss_masks"]]
+    for key in PER_TOKEN:
+        if batch.get(key) is None:
+            continue
+        pairs = [(torch.as_tensor(x), mask) for x, mask in zip(batch[key], masks, strict=True) if bool(mask.any())]
+        names.append(key)
+        numbers += [sum(float(x[mask != 0].double().mean()) for x, mask in pairs), float(len(pairs))]
+    totals = backend.reduce.total(numbers)
+    return {f"rollout/{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}

@@ -1,0 +1,175 @@
+"""Samples of a rank batch as what a Hugging Face model takes: one pack, or a padded batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from slime.data.packing import build_pack
+from slime.models.segments import PackSegments
+
+Multimodal = dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One micro-batch.
+
+    Attributes:
+        kwargs: of the backbone's forward; ``input_ids`` is ``[1, T]`` (packed) or ``[n, L]`` (padded).
+        logit_index: int64 ``[R]``, the row of the flattened ``[B * L]`` that scores each response token.
+        targets: int64 ``[R]``, the response tokens, samples in order.
+        response_lengths: per sample; their sum is R.
+    """
+
+    kwargs: dict[str, Any]
+    logit_index: Tensor
+    targets: Tensor
+    response_lengths: list[int]
+
+
+@dataclass(frozen=True)
+class InputBuilder:
+    """How micro-batches are laid out; one per model.
+
+    Attributes:
+        backbone: asked for multimodal rotary positions (``get_rope_index``) where it has them.
+        packed: one row without padding between samples (needs packed attention), else a padded batch.
+        share_prompts: samples of a group with the same prompt store it once; only when packed.
+        pad_to_multiple: pack length, so that kernels see fewer shapes.
+        float_dtype: of floating-point multimodal inputs.
+    """
+
+    backbone: nn.Module
+    device: torch.device
+    packed: bool = True
+    share_prompts: bool = True
+    pad_to_multiple: int = 1
+    float_dtype: torch.dtype = torch.float32
+
+    def from_batch(self, batch: dict[str, Any], indices: Sequence[int]) -> ModelInputs:
+        """The samples of a rank batch at ``indices``, in that order."""
+        multimodal = batch.get("multimodal_train_inputs")
+        return self.build(
+            [torch.as_tensor(batch["tokens"][i]) for i in indices],
+            [int(batch["response_lengths"][i]) for i in indices],
+            [int(batch["group_indices"][i]) for i in indices],
+            [multimodal[i] for i in indices] if multimodal is not None else [None] * len(indices),
+        )
+
+    def build(
+        self,
+        tokens: Sequence[Tensor],
+        response_lengths: Sequence[int],
+        groups: Sequence[int],
+        multimodal: Sequence[Multimodal],
+    ) -> ModelInputs:
+        """One micro-batch of n samples; ``tokens`` are int64 ``[total_length]`` on the CPU."""
+        if self.packed:
+            inputs = self._packed(tokens, response_lengths, groups, multimodal)
+        else:
+            inputs = self._padded(tokens, response_lengths, multimodal)
+        inputs.kwargs.update(self._media(multimodal), use_cache=False)
+        return inputs
+
+    def _packed(
+        self,
+        tokens: Sequence[Tensor],
+        response_lengths: Sequence[int],
+        groups: Sequence[int],
+        multimodal: Sequence[Multimodal],
+    ) -> ModelInputs:
+        # Media belong to one sample's placeholder tokens, so such samples share nothing.
+        keys = [("own", i) if media else ("group", g) for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))]
+        arrays = [t.numpy() for t in tokens]
+        layout = build_pack(arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple)
+        kwargs: dict[str, Any] = {
+            "input_ids": self._move(layout.tokens)[None],
+            "position_ids": self._move(layout.positions)[None],
+            "slime_pack": PackSegments.from_layout(layout, self.device),
+        }
+        if any(multimodal):
+            kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
+            positions = kwargs["position_ids"].expand(3, -1).clone()
+            for i, media in enumerate(multimodal):
+                rotary = self._rotary_positions(tokens[i], media)
+                if rotary is not None:
+                    positions[:, self._move(layout.rows_of(i))] = rotary
+            if self._has_rotary_index():
+                kwargs["position_ids"] = positions[:, None]
+        return ModelInputs(kwargs, self._move(layout.logit_index), self._move(layout.targets), layout.response_lengths)
+
+    def _padded(
+        self, tokens: Sequence[Tensor], response_lengths: Sequence[int], multimodal: Sequence[Multimodal]
+    ) -> ModelInputs:
+        lengths = [len(t) for t in tokens]
+        width = max(lengths)
+        ids = torch.zeros(len(tokens), width, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        index, targets = [], []
+        for row, (sample, response) in enumerate(zip(tokens, response_lengths, strict=True)):
+            total = len(sample)
+            ids[row, :total] = sample
+            mask[row, :total] = 1
+            index.append(np.arange(total - response - 1, total - 1) + row * width)
+            targets.append(sample[total - response :].numpy())
+        positions = torch.arange(width).expand(len(tokens), -1).contiguous()
+        kwargs: dict[str, Any] = {"input_ids": ids.to(self.device), "attention_mask": mask.to(self.device)}
+        kwargs["position_ids"] = positions.to(self.device)
+        if any(multimodal):
+            kwargs["mm_token_type_ids"] = self._token_types(kwargs["input_ids"])
+            if self._has_rotary_index():
+                rotary = positions.expand(3, -1, -1).clone().to(self.device)
+                for row, media in enumerate(multimodal):
+                    own = self._rotary_positions(tokens[row], media)
+                    if own is not None:
+                        rotary[:, row, : lengths[row]] = own
+                kwargs["position_ids"] = rotary
+        responses = list(map(int, response_lengths))
+        return ModelInputs(kwargs, self._move(np.concatenate(index)), self._move(np.concatenate(targets)), responses)
+
+    def _media(self, multimodal: Sequence[Multimodal]) -> dict[str, Tensor]:
+        """Pixel values, grids and the like, those of all samples one after another."""
+        merged: dict[str, list[Tensor]] = {}
+        for media in multimodal:
+            for key, value in (media or {}).items():
+                if key not in ("input_ids", "attention_mask", "position_ids", "mm_token_type_ids"):
+                    merged.setdefault(key, []).append(torch.as_tensor(value))
+        return {key: self._device(torch.cat(values)) for key, values in merged.items()}
+
+    def _device(self, x: Tensor) -> Tensor:
+        return x.to(self.device, self.float_dtype if x.is_floating_point() else x.dtype, non_blocking=True)
+
+    def _token_types(self, ids: Tensor) -> Tensor:
+        """0 text, 1 image, 2 video, as transformers' processors mark them; shape of ``ids``."""
+        config: Any = self.backbone.config
+        types = torch.zeros_like(ids)
+        for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
+            token = getattr(config, name, None)
+            if token is not None:
+                types[ids == token] = kind
+        return types
+
+    def _has_rotary_index(self) -> bool:
+        return hasattr(self.backbone, "get_rope_index")
+
+    def _rotary_positions(self, tokens: Tensor, media: Multimodal) -> Tensor | None:
+        """Rotary positions (time, height, width) of one sample, ``[3, total_length]``, where the model has such."""
+        if not media or not self._has_rotary_index():
+            return None
+        function: Any = self.backbone.get_rope_index
+        ids = tokens[None].to(self.device)
+        known = inspect.signature(function).parameters
+        given = {"input_ids": ids, "mm_token_type_ids": self._token_types(ids)}
+        given |= {k: torch.as_tensor(v).to(self.device) for k, v in media.items() if k in known and k not in given}
+        given.pop("attention_mask", None)
+        return function(**{k: v for k, v in given.items() if k in known})[0][:, 0]
+
+    def _move(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

@@ -1,0 +1,164 @@
+"""A Hugging Face model as RL needs it: from a micro-batch to per-token log-probs (actor) or values (critic).
+
+The head runs inside ``forward``, on the rows that score a response token only. Being the root module,
+the scorer is also what FSDP gathers parameters for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slime.models.cpu_linear import linear
+from slime.models.inputs import InputBuilder, ModelInputs
+from slime.models.loading import ModelError
+from slime.models.packed_attention import NAME as PACKED
+from slime.models.token_log_probs import TokenScores, token_log_probs
+
+CHECK_TOLERANCE = 2e-3
+PACKABLE_LAYERS = ("full_attention", "sliding_attention", "attention")
+
+
+class PolicyScorer(nn.Module):
+    """Log-probs, and on demand entropy or logits, of the response tokens of a micro-batch."""
+
+    def __init__(self, model: PreTrainedModel, chunk_size: int = -1) -> None:
+        super().__init__()
+        self.hf = model
+        self.chunk_size = chunk_size
+        self.logit_scale = _logit_scale(model.config)
+        self.anchored: list[nn.Parameter] = []
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.hf.base_model
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        entropy_grad: bool = False,
+        with_logits: bool = False,
+    ) -> tuple[TokenScores, Tensor | None]:
+        """Scores ``[R]``, and with ``with_logits`` the ``[R, vocab]`` logits over the temperature, in float32."""
+        hidden = _response_rows(self.backbone, inputs)
+        head = self.hf.get_output_embeddings()
+        effective = temperature / self.logit_scale
+        scores = token_log_probs(
+            hidden,
+            head.weight,
+            inputs.targets,
+            effective,
+            bias=head.bias,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+            entropy_grad=entropy_grad,
+        )
+        if self.anchored and torch.is_grad_enabled():
+            scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))
+        logits = linear(hidden, head.weight, head.bias).float() / effective if with_logits else None
+        return scores, logits
+
+
+class ValueScorer(nn.Module):
+    """A critic: the backbone with a linear head ``hidden -> 1`` in place of the language model's."""
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        super().__init__()
+        self.backbone = model.base_model
+        self.anchored: list[nn.Parameter] = []
+        hidden_size = model.get_output_embeddings().weight.shape[1]
+        parameter = next(model.parameters())
+        self.value_head = nn.Linear(hidden_size, 1, bias=True, device=parameter.device, dtype=parameter.dtype)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+            self.value_head.weight.copy_(weight)
+            self.value_head.bias.zero_()
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """Values before each response token is sampled, float32 ``[R]``."""
+        values = self.value_head(_response_rows(self.backbone, inputs)).squeeze(-1).float()
+        return values + _anchor(self.anchored) if self.anchored and torch.is_grad_enabled() else values
+
+
+def _response_rows(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
+    """``[R, hidden]``: last hidden states, of only the rows that score a response token."""
+    hidden = backbone(**inputs.kwargs).last_hidden_state
+    return hidden.flatten(0, 1).index_select(0, inputs.logit_index)
+
+
+def _anchor(parameters: list[nn.Parameter]) -> Tensor:
+    """0, with a gradient of 0 for parameters that not every rank uses in every micro-batch (vision towers):
+    FSDP reduces the gradients of a group together, so all ranks must have the same ones."""
+    return torch.stack([p.reshape(-1)[0].float() for p in parameters]).sum() * 0.0
+
+
+def _logit_scale(config: Any) -> float:
+    """What some families multiply their logits with."""
+    text = config.get_text_config()
+    if getattr(text, "logits_scaling", None):  # Granite divides
+        return 1.0 / float(text.logits_scaling)
+    return float(getattr(text, "logit_scale", None) or 1.0)  # Cohere multiplies
+
+
+def check_packable(model: PreTrainedModel) -> None:
+    """Refuse architectures whose layers mix tokens in a way that packed attention does not control.
+
+    Raises:
+        ModelError: says which layers, and which flag to use.
+    """
+    config = model.config.get_text_config()
+    other = sorted(set(getattr(config, "layer_types", None) or []) - set(PACKABLE_LAYERS))
+    if other or getattr(model, "_is_stateful", False):
+        what = f"layers of type {', '.join(other)}" if other else "recurrent layers"
+        raise ModelError(f"{type(model).__name__} has {what}, which mix packed samples: use --attn-implementation sdpa")
+    if not model._supports_attention_backend:
+        raise ModelError(
+            f"{type(model).__name__} does not take attention from transformers' AttentionInterface: "
+            "use --attn-implementation sdpa or eager"
+        )
+
+
+@torch.no_grad()
+def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
+    """Compare the scorer on a pack of three short samples with the model's own forward, one by one.
+
+    It catches what no list of architectures can: a model that does not hand the pack to its attention,
+    or does something of its own to its logits. Returns the largest difference of the log-probs.
+
+    Raises:
+        ModelError: they differ by more than rounding.
+    """
+    model = scorer.hf
+    vocab = model.get_output_embeddings().weight.shape[0]
+    ids = [torch.tensor([5, 3, 7, 11, 2, 9]), torch.tensor([5, 3, 7, 4]), torch.tensor([8, 1, 6])]
+    ids = [sample % vocab for sample in ids]
+    inputs = builder.build(ids, [3, 1, 2], [0, 0, 1], [None] * 3)
+    scores = scorer(inputs)[0].log_probs.cpu()
+    configured = model.config.get_text_config()._attn_implementation
+    if configured == PACKED:
+        model.set_attn_implementation({"text_config": "sdpa"} if _is_composite(model) else "sdpa")
+    expected = []
+    for sample, response in zip(ids, [3, 1, 2], strict=True):
+        logits = model(input_ids=sample[None].to(builder.device), use_cache=False).logits[0].float().cpu()
+        log_p = logits.log_softmax(-1)[len(sample) - response - 1 : -1]
+        expected.append(log_p.gather(-1, sample[len(sample) - response :, None]).squeeze(-1))
+    if configured == PACKED:
+        model.set_attn_implementation({"text_config": PACKED} if _is_composite(model) else PACKED)
+    difference = float((scores - torch.cat(expected)).abs().max())
+    if not difference < CHECK_TOLERANCE:
+        raise ModelError(
+            f"{type(model).__name__}: log-probs of packed samples differ from the model's own by {difference:.3g} "
+            f"(at most {CHECK_TOLERANCE}): it does something that slime does not know; "
+            + ("use --attn-implementation sdpa" if configured == PACKED else "this architecture is not supported")
+        )
+    return difference
+
+
+def _is_composite(model: PreTrainedModel) -> bool:
+    return model.config.get_text_config() is not model.config

@@ -1,0 +1,120 @@
+"""Tiny models and batches for the tests of the FSDP backend."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from slime.backends.fsdp.backend import FsdpBackend
+from slime.config.args import Args
+
+VOCAB = 61
+
+
+def save_tiny_llama(path: Path, seed: int = 0, **changes: Any) -> Path:
+    """Two layers, grouped-query heads, tied embeddings."""
+    torch.manual_seed(seed)
+    config = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config |= dict(num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=128, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(LlamaConfig(**config | changes)).save_pretrained(path)  # type: ignore[arg-type]
+    return path
+
+
+def save_tiny_qwen3(path: Path, seed: int = 0, **changes: Any) -> Path:
+    torch.manual_seed(seed)
+    config = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config |= dict(num_key_value_heads=2, head_dim=12, tie_word_embeddings=False, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(Qwen3Config(**config | changes)).save_pretrained(path)  # type: ignore[arg-type]
+    return path
+
+
+def make_args(checkpoint: Path | str, **changes: Any) -> Args:
+    """Flags as the parser would leave them for a run on the CPU."""
+    args = Args()
+    settings = dict(
+        hf_checkpoint=str(checkpoint),
+        ref_load=str(checkpoint),
+        train_backend="fsdp",
+        train_dtype="float32",
+        attn_implementation=None,
+        num_rollout=10,
+        rollout_batch_size=4,
+        n_samples_per_prompt=4,
+        global_batch_size=16,
+        micro_batch_size=4,
+        lr=1e-3,
+        eps_clip_high=0.2,
+        weight_decay=0.01,
+        deterministic=False,
+        threads_per_process=1,
+    )
+    for name, value in (settings | changes).items():
+        setattr(args, name, value)
+    args.use_critic = args.advantage_estimator == "ppo"
+    return args
+
+
+def make_samples(groups: int = 4, size: int = 4, seed: int = 0, zero_groups: int = 0) -> list[dict[str, Any]]:
+    """Samples of groups that share a prompt; the last ``zero_groups`` have reward 0 everywhere."""
+    rng = random.Random(seed)
+    samples = []
+    for group in range(groups):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(3, 9))]
+        for k in range(size):
+            response = [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 11))]
+            mask = [1] * len(response)
+            if k == 1:
+                mask[0] = 0
+            reward = 0.0 if group >= groups - zero_groups else rng.choice([-1.0, 0.5, 1.0])
+            samples.append(dict(tokens=prompt + response, mask=mask, reward=reward, group=group))
+    return samples
+
+
+def make_batch(samples: list[dict[str, Any]], micro_batches: list[list[list[int]]], everyone: list[dict[str, Any]]) -> dict[str, Any]:
+    """A rank's batch. ``micro_batches[step]`` are lists of positions in ``samples``."""
+    rng = np.random.default_rng(7)
+    noise = {id(s): rng.normal(size=len(s["mask"])).astype(np.float32) * 0.1 for s in everyone}
+    steps = len(micro_batches)
+    return dict(
+        rollout_id=0,
+        tokens=[torch.tensor(s["tokens"]) for s in samples],
+        total_lengths=[len(s["tokens"]) for s in samples],
+        response_lengths=[len(s["mask"]) for s in samples],
+        loss_masks=[torch.tensor(s["mask"], dtype=torch.int32) for s in samples],
+        rewards=[s["reward"] for s in samples],
+        raw_reward=[s["reward"] for s in samples],
+        truncated=[0] * len(samples),
+        sample_indices=list(range(len(samples))),
+        group_indices=[s["group"] for s in samples],
+        rollout_ids=list(range(len(samples))),
+        rollout_mask_sums=[float(sum(s["mask"])) for s in samples],
+        rollout_log_probs=[torch.from_numpy(noise[id(s)] - 3.0) for s in samples],
+        micro_batch_indices=[m for step in micro_batches for m in step],
+        num_microbatches=[len(step) for step in micro_batches],
+        global_batch_sizes=[len(everyone) // steps] * steps,
+        global_token_counts=[sum(max(sum(s["mask"]), 1) for s in everyone) / steps] * steps,
+    )
+
+
+def whole_batch(samples: list[dict[str, Any]], micro_batch_size: int = 4, steps: int = 1) -> dict[str, Any]:
+    """One rank that holds everything."""
+    order = list(range(len(samples)))
+    per_step = len(samples) // steps
+    micro_batches = [
+        [order[i : i + micro_batch_size] for i in range(s * per_step, (s + 1) * per_step, micro_batch_size)]
+        for s in range(steps)
+    ]
+    return make_batch(samples, micro_batches, samples)
+
+
+def make_backend(args: Args, role: str = "actor") -> FsdpBackend:
+    return FsdpBackend(args, role, 0, 1, torch.device("cpu"))
+
+
+def weights_of(backend: FsdpBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.named_weights()}
