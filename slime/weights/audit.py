@@ -122,7 +122,8 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
             raise WeightAuditError(
                 f"engine {url} and the trainer disagree on the probe after the sync: token {worst + 1} has log-prob "
                 f"{values[worst]:.6f} there and {probe.log_probs[worst]:.6f} here (difference "
-                f"{differences[worst]:.2g}, allowed {limit:.2g}). Either the weights differ, or --audit-threshold is too small for these dtypes",
+                f"{differences[worst]:.2g}, allowed {limit:.2g}). "
+                "Either the weights differ, or --audit-threshold is too small for these dtypes",
                 url,
             )
     return gaps

@@ -1,0 +1,126 @@
+"""The audit finds what differs and says where. Engines here are stand-ins that answer wrongly on purpose."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.engines.handle import Capabilities, EngineError, EngineInfo
+from slime.models.digest import tensor_digest
+from slime.weights import audit
+from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.fleet import WeightSyncError
+
+
+class Engine:
+    """Answers the calls of an audit from what it was given."""
+
+    def __init__(
+        self, url: str, sums: dict[str, str], log_probs: list[float] | None = None, named: bool = True
+    ) -> None:
+        self.url, self.sums, self.log_probs = url, sums, log_probs or []
+        self.capabilities = Capabilities(named_checksums=named)
+        self.differs: list[str] = []
+
+    async def checksum(self) -> dict[str, str]:
+        return self.sums
+
+    async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert request["logprob_start_len"] == 0 and request["return_logprob"]
+        first = [[None, request["input_ids"][0], None]]
+        rest = [[value, token, None] for value, token in zip(self.log_probs, request["input_ids"][1:], strict=False)]
+        return {"meta_info": {"input_token_logprobs": first + rest}}
+
+    async def check_weights(self, action: str) -> None:
+        if action == "compare" and self.differs:
+            raise EngineError(f"differs: {self.differs}")
+
+
+def info(dtype: str = "float32") -> EngineInfo:
+    return EngineInfo("embedded", "1", "model", "0.1", dtype)
+
+
+async def run(engines: list[Engine], digests: dict[str, str], probe: Probe | None = None, limit: float = 1e-3) -> None:
+    infos = {engine.url: info() for engine in engines}
+    await audit.audit_engines(engines, infos, digests, probe, limit, 5.0)  # type: ignore[arg-type]
+
+
+async def test_equal_weights_pass() -> None:
+    sums = {"a": "1", "b": "2"}
+    await run([Engine("x", sums, [-1.0]), Engine("y", dict(sums), [-1.0004])], sums, Probe([3, 4], [-1.0]))
+
+
+async def test_other_bytes_name_tensor_and_engine() -> None:
+    with pytest.raises(WeightAuditError, match=r"engine y .* 1 of 2 tensors: b") as caught:
+        await run([Engine("y", {"a": "1", "b": "3"})], {"a": "1", "b": "2"})
+    assert (caught.value.engine, caught.value.tensors) == ("y", ["b"])
+    again = pickle.loads(pickle.dumps(caught.value))  # it crosses process borders
+    assert (str(again), again.engine, again.tensors) == (str(caught.value), "y", ["b"])
+
+
+async def test_an_engine_that_differs_from_the_others_is_named_without_digests() -> None:
+    engines = [Engine(url, {"fused.qkv": value}, named=False) for url, value in (("x", "1"), ("y", "9"), ("z", "1"))]
+    with pytest.raises(WeightAuditError, match=r"engine y holds other weights than the other engines: fused.qkv"):
+        await run(engines, {})
+
+
+async def test_a_missing_tensor_counts_as_a_difference_between_engines() -> None:
+    with pytest.raises(WeightAuditError, match="b"):
+        await run([Engine("x", {"a": "1", "b": "2"}), Engine("y", {"a": "1"})], {})
+
+
+async def test_no_common_name_is_an_error() -> None:
+    with pytest.raises(WeightAuditError, match=r"knows none of the 1 tensors .*'model.a'"):
+        await run([Engine("x", {"a": "1"})], {"model.a": "1"})
+
+
+@pytest.mark.parametrize("value", [-1.2, float("nan")])
+async def test_a_probe_gap_names_engine_token_and_values(value: float) -> None:
+    engines = [Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, value])]
+    with pytest.raises(WeightAuditError, match=r"engine y and the trainer .* token 2 has log-prob .*audit-threshold"):
+        await run(engines, {}, Probe([5, 6, 7], [-2.0, -1.0]))
+
+
+async def test_a_probe_that_is_not_scored_in_full_is_an_error() -> None:
+    with pytest.raises(WeightAuditError, match="scored 1 of the 2 tokens"):
+        await run([Engine("x", {"a": "1"}, [-1.0])], {}, Probe([5, 6, 7], [-1.0, -1.0]))
+
+
+async def test_a_tensor_that_was_not_written_is_reported_by_its_engine() -> None:
+    engine = Engine("x", {})
+    await audit.snapshot_and_reset(engine)  # type: ignore[arg-type]
+    engine.differs = ["model.norm.weight"]
+    with pytest.raises(WeightAuditError, match=r"engine x .*model.norm.weight"):
+        await audit.compare_with_snapshot([engine], 5.0)  # type: ignore[list-item]
+
+
+def test_threshold_is_the_flag_or_follows_the_dtype() -> None:
+    assert audit.threshold(SimpleNamespace(audit_threshold=0.5), [info()]) == 0.5
+    assert audit.threshold(SimpleNamespace(audit_threshold=None), [info("torch.float32")]) == 1e-3
+    assert audit.threshold(SimpleNamespace(audit_threshold=None), [info(), info("bfloat16")]) == 0.25
+
+
+def test_probe_tokens_are_fixed_and_in_range() -> None:
+    tokens = audit.probe_tokens(100)
+    assert tokens == audit.probe_tokens(100) and len(tokens) == audit.PROBE_LENGTH
+    assert set(tokens) <= set(range(100)) and tokens != audit.probe_tokens(100, seed=1)
+
+
+def test_digest_depends_on_bytes_not_on_layout() -> None:
+    tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
+    assert tensor_digest(tensor.T) == tensor_digest(tensor.T.contiguous()) != tensor_digest(tensor)
+    assert tensor_digest(tensor.bfloat16()) == tensor_digest(tensor.bfloat16().clone()) != tensor_digest(tensor)
+    flipped = tensor.clone()
+    flipped.view(torch.int32)[1, 1] ^= 1  # one bit
+    assert tensor_digest(flipped) != tensor_digest(tensor)
+
+
+def test_a_sync_error_tells_who_is_in_which_state_and_crosses_process_borders() -> None:
+    error = WeightSyncError("0.3", {"u1": EngineError("gone")}, ["u2"], ["u3"])
+    for message in (str(error), str(pickle.loads(pickle.dumps(error)))):
+        assert "engine u1: EngineError: gone" in message
+        assert "u2 must be synced again" in message and "u3 updated" in message
