@@ -23,7 +23,6 @@ def train(args: Args) -> None:
             run.train(rollout_id, batch)
             if run.is_due(rollout_id, args.save_interval):
                 run.save(rollout_id)
-            run.offload_training()
             run.update_weights()
             if run.is_due(rollout_id, args.eval_interval):
                 run.evaluate(rollout_id + 1)

@@ -88,6 +88,8 @@ class Run:
                 self.engine_urls = self.manager_call([starting], "the engines to start", ENGINES_DEADLINE_SECONDS)
             for group in self.groups:
                 group.wait_started()
+            if self.args.offload_rollout and self.engine_urls and self.groups:
+                self.manager_call([self.manager.offload.remote()], "the engines to release memory")
             self._restore()
             self.num_rollout = self._resolve_num_rollout()
             self.metrics_log = MetricsLogger(self.args, self.dir, self.first_rollout if self.snapshot else None)
@@ -238,13 +240,19 @@ class Run:
             self.actor.copy_weights("actor", "ref")
 
     def update_weights(self) -> None:
-        """Bring the actor's weights to every engine; the engines have their memory back afterwards."""
+        """Bring the actor's weights to every engine.
+
+        Colocated: engines get room for weights first, and for their cache once the trainer sleeps.
+        """
         if self.actor is None or not self.engine_urls:
             return
         with self.phase("update_weights"):
             self._onload(("weights",))
             version = f"{self.attempt}.{self.updates}"
             report = self.actor.update_weights(self.engine_urls, version, self._same_host())
+            if self.args.offload_train:
+                for group in self.groups:
+                    group.sleep()
             self._onload(("kv_cache", "cuda_graph"))
         self.updates += 1
         self.pending["perf/update_weights_pause_time"] = report["pause_seconds"]
@@ -264,15 +272,8 @@ class Run:
             for group in self.groups:
                 group.wake()
 
-    def offload_training(self) -> None:
-        """Colocated: the trainer's memory goes back to the engines."""
-        if self.args.offload_train:
-            with self.phase("offload"):
-                for group in self.groups:
-                    group.sleep()
-
     def _onload(self, tags: tuple[str, ...]) -> None:
-        if self.args.offload_rollout:
+        if self.args.offload_rollout and self.engine_urls:
             self.manager_call([self.manager.onload.remote(tags)], f"the engines to get {', '.join(tags)} back")
 
     def evaluate(self, step: int) -> None:
