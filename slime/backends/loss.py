@@ -269,7 +269,8 @@ def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     """``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``.
 
     * ``batch``: dict of per-sample lists: the rank batch's own entries (``tokens``, ``loss_masks``,
-      ``advantages``, ``log_probs`` (old), …, ``unconcat_tokens`` = ``tokens``), and flat ``[R]`` tensors
+      ``advantages``, ``log_probs`` (old), …, ``unconcat_tokens`` = ``tokens``,
+      ``metadata`` = ``train_metadata``), and flat ``[R]`` tensors
       ``targets``, ``current_log_probs`` (with gradient) and ``loss_mask``.
     * ``logits``: ``[R, vocab]``, the row that scores each response token, divided by the rollout
       temperature, with gradient.
@@ -285,6 +286,8 @@ def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     batch.setdefault("total_lengths", tokens.total_lengths)
     if "tokens" in batch:
         batch["unconcat_tokens"] = batch["tokens"]
+    if "train_metadata" in batch:
+        batch["metadata"] = batch["train_metadata"]
     batch |= {"targets": tokens.targets, "current_log_probs": tokens.log_probs, "loss_mask": tokens.loss_mask}
     loss, metrics = load_function(path)(args, batch, logits, _reducer(args, tokens, tokens.loss_mask))
     return LossSum(loss, {name: torch.as_tensor(x) for name, x in metrics.items() if name != "loss"})

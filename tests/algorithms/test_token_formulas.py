@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,15 @@ def test_value_loss(data: dict[str, list[float]]) -> None:
             assert g == 0
 
 
+def test_gspo_is_deaf_to_masked_tokens() -> None:
+    new = torch.tensor([-1.0, -2.0, float("nan")], requires_grad=True)
+    old, mask = torch.tensor([-1.5, -1.0, float("-inf")]), torch.tensor([1, 1, 0])
+    kl = sequence_kl(new, old, mask, [3])
+    assert kl.tolist() == [0.25, 0.25, 0.25]
+    kl.sum().backward()
+    assert new.grad is not None and new.grad.tolist() == [-1.5, -1.5, 0.0]
+
+
 sequences = st.lists(
     st.lists(st.tuples(numbers, numbers, numbers, st.booleans()), min_size=1, max_size=6), min_size=1, max_size=5
 )
@@ -163,8 +173,6 @@ def test_gspo_ratio_is_one_mean_per_sequence(samples: list[list[tuple[float, flo
 @quick
 @given(samples=sequences, delta=st.sampled_from([0.0, 1e-4, 0.5]))
 def test_opsm(samples: list[list[tuple[float, float, float, bool]]], delta: float) -> None:
-    from types import SimpleNamespace
-
     columns = [[torch.tensor([t[i] for t in s], dtype=torch.float64) for s in samples] for i in range(4)]
     keep, dropped = compute_opsm_mask(SimpleNamespace(opsm_delta=delta), *columns[:3], columns[3])
     expected = []

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.reduce import Identity
 from slime.backends.loss import TokenBatch, compute_loss, is_max_metric, rescale_diagnostics
 
@@ -256,6 +257,44 @@ def test_shares_add_up_however_a_step_is_split(
         torch.testing.assert_close(together, value, rtol=1e-5, atol=1e-6)
 
 
+def test_batch_normalised_weights_do_not_depend_on_micro_batches_either() -> None:
+    """The divisor is the mean weight of the whole rollout, taken with the advantages (mis_weight_mean)."""
+    lengths, off_policy = [3, 2, 4], dict(use_tis=True, tis_level="geometric", tis_batch_normalize=True)
+    args = make_args(
+        **off_policy, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights", kl_coef=0.0, use_opd=False,
+        normalize_advantages=False, compute_advantages_and_returns=True, custom_advantage_function_path=None,
+    )  # fmt: skip
+    tokens = make_tokens(lengths, seed=4)
+    batch: dict[str, Any] = {
+        "response_lengths": lengths,
+        "total_lengths": tokens.total_lengths,
+        "tokens": [[0] * n for n in tokens.total_lengths],
+        "rewards": [1.0, -1.0, 0.5],
+        "rollout_mask_sums": tokens.rollout_mask_sums.tolist(),
+        "loss_masks": tokens.split(tokens.loss_mask),
+        "log_probs": tokens.split(tokens.old_log_probs),  # type: ignore[arg-type]
+        "rollout_log_probs": tokens.split(tokens.rollout_log_probs),  # type: ignore[arg-type]
+    }
+    compute_advantages(args, batch, Identity())
+    assert tokens.log_probs is not None
+    current = tokens.log_probs.split(lengths)
+
+    def share(picked: list[int]) -> tuple[Tensor, dict[str, Tensor]]:
+        part = TokenBatch.from_rank_batch(batch, picked, log_probs=torch.cat([current[i] for i in picked]))
+        return compute_loss(args, part, num_rollouts=3, num_tokens=1)
+
+    whole, _ = share([0, 1, 2])
+    assert sum(share([i])[0].item() for i in range(3)) == pytest.approx(whole.item())
+    args.calculate_per_token_loss = True
+    per_token = compute_loss(
+        args,
+        TokenBatch.from_rank_batch(batch, [0, 1, 2], log_probs=tokens.log_probs),
+        num_rollouts=3,
+        num_tokens=float(tokens.loss_mask.sum()),
+    )[1]
+    assert per_token["mis_weight"].item() == pytest.approx(1.0)  # the mean weight after normalisation
+
+
 class ThreadSum:
     """over_sequence for ranks that are threads: forward sums the shares, backward sums the gradients."""
 
@@ -428,6 +467,7 @@ def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_los
 def loss(args, batch, logits, sum_of_sample_mean):
     log_probs = logits.log_softmax(-1).gather(-1, batch["targets"][:, None])[:, 0]
     assert batch["unconcat_tokens"] == batch["tokens"] and len(batch["rewards"]) == len(batch["response_lengths"])
+    assert batch["metadata"] == [{"row": 1}, {"row": 2}]
     nll = sum_of_sample_mean(-log_probs)
     return nll, {"nll": nll, "worst_max": (-log_probs).max()}
 """
@@ -493,6 +533,7 @@ def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
         "response_lengths": [3, 2],
         "loss_masks": [torch.tensor([1, 1, 0]), torch.tensor([1, 1])],
         "rollout_mask_sums": [2.0, 2.0],
+        "train_metadata": [{"row": 1}, {"row": 2}],
         "micro_batch_indices": [[0], [1]],
         "global_batch_sizes": [2],
     }
