@@ -82,7 +82,12 @@ def test_a_verifier_that_exits_is_a_crash_that_says_how(pool):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("ask_to_leave", "SystemExit: 4"), ("interrupt", "KeyboardInterrupt"), ("fail", "ValueError: no such thing"), ("not_json", "not JSON")],
+    [
+        ("ask_to_leave", "SystemExit: 4"),
+        ("interrupt", "KeyboardInterrupt"),
+        ("fail", "ValueError: no such thing"),
+        ("not_json", "not JSON"),
+    ],
 )
 def test_an_exception_is_an_error_and_the_process_lives_on(pool, name, message):
     before = call(pool, "pid").value

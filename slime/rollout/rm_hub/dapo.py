@@ -26,7 +26,7 @@ def dapo_reward(sample: Sample) -> dict[str, Any]:
 
 
 def gold_text(label: Any) -> str:
-    """The form of a label that predictions are compared with: whole numbers lose ``.0``, all else is normalised text."""
+    """What predictions are compared with: whole numbers lose ``.0``, all else is normalised text."""
     return _normal(str(label))
 
 

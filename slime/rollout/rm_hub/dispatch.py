@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
+from slime.rollout.hooks import call
 from slime.rollout.rm_hub import dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.text import last_boxed
 
@@ -32,17 +33,17 @@ _BOXED = "boxed_"
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
-    """The reward of one sample: a float or a dict; None when its verifier gave no answer, and then the sample is marked.
+    """The reward of one sample: a float or a dict; None (and the sample marked) when its verifier gave no answer.
 
     Raises:
         ValueError: no reward is configured, or an unknown type.
     """
     path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
     if path:
-        function = load_function(path)
+        function = load_reward(path)
         if model_rm.is_model_class(function):
             return (await model_rm.model_rewards(args, function, [sample]))[0]
-        return await _call(function, args, sample, **kwargs)
+        return await call(function, args, sample, **kwargs)
     return await _by_type(args, sample)
 
 
@@ -55,11 +56,11 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     path = getattr(args, "custom_rm_path", None)
     if not path or any(sample.custom_rm_path for sample in samples):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
-    function = load_function(path)
+    function = load_reward(path)
     if model_rm.is_model_class(function):
         rewards = await model_rm.model_rewards(args, function, samples)
     else:
-        rewards = list(await _call(function, args, list(samples), **kwargs))
+        rewards = list(await call(function, args, list(samples), **kwargs))
     if len(rewards) != len(samples):
         raise ValueError(f"--custom-rm-path {path} gave {len(rewards)} rewards for {len(samples)} samples")
     return rewards
@@ -70,15 +71,12 @@ def scores_whole_groups(args: Any) -> bool:
     if getattr(args, "group_rm", False):
         return True
     path = getattr(args, "custom_rm_path", None)
-    return bool(path) and model_rm.is_model_class(load_function(path))
+    return path is not None and bool(path) and model_rm.is_model_class(load_reward(path))
 
 
-async def _call(function: Callable[..., Any], args: Any, *values: Any, **kwargs: Any) -> Any:
-    """Await a coroutine function; a plain one runs in a thread, so that it does not stop the loop."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        return await function(args, *values, **kwargs)
-    result = await asyncio.to_thread(function, args, *values, **kwargs)
-    return await result if inspect.isawaitable(result) else result
+def load_reward(path: str) -> Any:
+    """What ``--custom-rm-path`` names; in a bare file ``CustomRewardModel`` or the only function or class."""
+    return load_function(path, "CustomRewardModel")
 
 
 async def _by_type(args: Any, sample: Sample) -> Any:
@@ -91,13 +89,23 @@ async def _by_type(args: Any, sample: Sample) -> Any:
     plain = name.removeprefix(_BOXED)
     if plain not in REWARD_TYPES:
         known = ", ".join(REWARD_TYPES)
-        raise ValueError(f"unknown reward type {name!r} of sample {sample.index} (known: {known}; each also as {_BOXED}...)")
+        raise ValueError(
+            f"unknown reward type {name!r} of sample {sample.index} (known: {known}; each also as {_BOXED}...)"
+        )
     scored = sample
     if plain != name:
         scored = copy.copy(sample)
-        scored.response = last_boxed(sample.response) or ""
+        scored.response = _boxed_only(plain, sample.response)
     result = REWARD_TYPES[plain](args, scored)
     reward = await result if inspect.isawaitable(result) else result
     if scored is not sample and scored.reward_timed_out:
         sample.reward, sample.reward_timed_out, sample.remove_sample = None, True, True
     return reward
+
+
+def _boxed_only(rm_type: str, response: str) -> str:
+    """The boxed part, in the form that the reward type reads: some of them look for a box themselves."""
+    boxed = last_boxed(response)
+    if boxed is None:
+        return ""
+    return {"math": f"\\boxed{{{boxed}}}", "deepscaler": response}.get(rm_type, boxed)

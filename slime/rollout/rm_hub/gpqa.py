@@ -66,10 +66,14 @@ def valid_letters(metadata: Mapping[str, Any]) -> str:
 def correct_letter(label: Any, metadata: Mapping[str, Any], letters: str) -> str | None:
     """The right letter by ``correct_letter``, else by a label that is a letter, an index or the text of a choice."""
     for value in (metadata.get("correct_letter"), label):
-        if isinstance(value, str) and len(value.strip().strip("()")) == 1 and value.strip().strip("()").upper() in letters:
+        if (
+            isinstance(value, str)
+            and len(value.strip().strip("()")) == 1
+            and value.strip().strip("()").upper() in letters
+        ):
             return value.strip().strip("()").upper()
-    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
-        return letters[label]
+    if isinstance(label, int | str) and str(label).isdigit() and int(label) < len(letters):
+        return letters[int(label)]
     text = metadata.get("correct_answer") or metadata.get("answer_text") or label
     for letter, choice in _choice_texts(metadata, letters).items():
         if isinstance(text, str) and normalize_answer(str(choice)) == normalize_answer(text):
@@ -80,8 +84,8 @@ def correct_letter(label: Any, metadata: Mapping[str, Any], letters: str) -> str
 def unreadable(label: Any, metadata: Mapping[str, Any]) -> str:
     """Why no letter is known."""
     return (
-        f"label {label!r} is neither one of the letters {valid_letters(metadata)} nor one of the choices, and metadata "
-        f"has no usable correct_letter, correct_answer or answer_text (its keys: {', '.join(sorted(metadata)) or 'none'})"
+        f"label {label!r} is neither one of the letters {valid_letters(metadata)} nor one of the choices, "
+        f"and metadata has no usable correct_letter, correct_answer or answer_text (its keys: {', '.join(sorted(metadata)) or 'none'})"
     )
 
 

@@ -21,8 +21,8 @@ class IFBenchMissing(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__(
-            "--rm-type ifbench needs the IFBench checkers, which no package registry holds: clone allenai/IFBench, install "
-            "its requirements, and put the clone on PYTHONPATH (its evaluation_lib.py must be importable); "
+            "--rm-type ifbench needs the IFBench checkers, which no package registry holds: clone allenai/IFBench, "
+            "install its requirements, and put the clone on PYTHONPATH (its evaluation_lib.py must be importable); "
             "or score with --custom-rm-path"
         )
 
@@ -37,7 +37,9 @@ async def ifbench_reward(args: Any, sample: Sample) -> float | None:
     if not available():
         raise IFBenchMissing
     metadata = sample.metadata
-    prompt = metadata.get("prompt_text") or (sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1]["content"])
+    prompt = metadata.get("prompt_text") or (
+        sample.prompt if isinstance(sample.prompt, str) else sample.prompt[-1]["content"]
+    )
     return await verify(
         args, sample, "slime.rollout.rm_hub.ifbench.follow", prompt, sample.response,
         metadata["instruction_id_list"], metadata.get("kwargs") or [{}] * len(metadata["instruction_id_list"]),

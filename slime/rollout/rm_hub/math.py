@@ -1,13 +1,14 @@
 r"""Math rewards: ``math`` and ``deepscaler``. 1.0 where the answer means the label, else 0.0.
 
-``math`` reads the last ``\boxed{}`` of the response, or its last expression or number where there is
-none. ``deepscaler`` wants an answer in ``\boxed{}`` after the reasoning (``</think>`` or
-``###Response``), else 0. Equal normal forms and plain numbers are decided at once; the rest goes to
-math-verify in a verifier process.
+``math`` reads the last ``\boxed{}`` of the response, else what follows the last ``####`` (GSM8K's
+mark), else its last expression or number. ``deepscaler`` wants an answer in ``\boxed{}`` after the
+reasoning (``</think>`` or ``###Response``), else 0. Equal normal forms and plain numbers are decided
+at once; the rest goes to math-verify in a verifier process.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from slime.data.sample import Sample
@@ -17,14 +18,24 @@ from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normal
 _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 _RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
 _LONGEST_ANSWER = 500  # characters: a longer "answer" is a derivation
+_STYLED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|textit)\s*\{([^{}]*)\}")
+_MARK = "####"
 _TAIL = 4000  # characters of an unboxed response in which its last expression is looked for
 
 
 def gold_answer(label: Any) -> str:
-    """The answer that a label holds: its boxed part where there is one, else all of it."""
+    """The answer that a label holds: its boxed or ``####`` part where there is one, else all of it."""
     text = str(label)
+    marked = _marked_answer(text)
+    return (text if marked is None else marked).strip()
+
+
+def _marked_answer(text: str) -> str | None:
     boxed = last_boxed(text)
-    return (text if boxed is None else boxed).strip()
+    if boxed is not None or _MARK not in text:
+        return boxed
+    after = text.rsplit(_MARK, 1)[1].strip()
+    return after.split("\n", 1)[0].strip() or None
 
 
 def same_answer(gold: str, answer: str) -> bool | None:
@@ -32,7 +43,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
     normal = normalize_math(gold)
     if normal and normal == normalize_math(answer):
         return True
-    gold_value, value = as_number(gold), as_number(answer)
+    gold_value, value = as_number(_bare(gold)), as_number(_bare(answer))
     if gold_value is not None and value is not None:
         return gold_value == value
     return None
@@ -40,9 +51,9 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 async def math_reward(args: Any, sample: Sample) -> float | None:
     """Reward type ``math``."""
-    gold, boxed = gold_answer(sample.label), last_boxed(sample.response)
-    if boxed is not None:
-        return await _compare(args, sample, gold, boxed)
+    gold, marked = gold_answer(sample.label), _marked_answer(sample.response)
+    if marked is not None:
+        return await _compare(args, sample, gold, marked)
     tail = sample.response[-_TAIL:]
     gold_value, value = as_number(gold), last_number(tail)
     if value is None and not any(character in tail for character in "\\$=+*/^0123456789"):
@@ -68,6 +79,13 @@ async def _compare(args: Any, sample: Sample, gold: str, answer: str) -> float |
     if not answer or len(answer) > _LONGEST_ANSWER:
         return 0.0
     return _as_reward(await verify(args, sample, _EQUAL, gold, answer))
+
+
+def _bare(answer: str) -> str:
+    """Without the style commands and parentheses that some wrap around a number: ``\\textbf{(073)}``."""
+    styled = _STYLED.fullmatch(answer.strip())
+    answer = styled[1].strip() if styled else answer.strip()
+    return answer[1:-1] if answer.startswith("(") and answer.endswith(")") else answer
 
 
 def _has_latex(text: str) -> bool:

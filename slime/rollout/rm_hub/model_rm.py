@@ -1,4 +1,4 @@
-"""Class-style reward models: ``class X: __init__(self, model_path); compute_reward(self, prompts, responses) -> list[float]``.
+"""Class-style reward models: ``__init__(self, model_path)``, ``compute_reward(self, prompts, responses) -> list``.
 
 ``--custom-rm-path`` may name such a class; it gets ``--rm-model-path`` or nothing. The model is made
 once per process and called from one thread of its own, a batch at a time.
@@ -41,10 +41,13 @@ def _model(model_class: type, path: str | None) -> tuple[Any, ThreadPoolExecutor
         required = [
             name
             for name, parameter in inspect.signature(model_class).parameters.items()
-            if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            if parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
         if path is None and required:
-            raise ValueError(f"reward model class {model_class.__name__} wants {', '.join(required)}: give --rm-model-path")
+            raise ValueError(
+                f"reward model class {model_class.__name__} wants {', '.join(required)}: give --rm-model-path"
+            )
         takes_path = bool(inspect.signature(model_class).parameters)
         model = model_class(path) if path is not None and takes_path else model_class()
         _models[key] = (model, ThreadPoolExecutor(1, thread_name_prefix="reward-model"))

@@ -40,7 +40,7 @@ def verifier_pool(args: Any) -> VerifierPool:
 
 
 async def verify(args: Any, sample: Sample, function: str, *call_args: Any) -> Any:
-    """Run a verifier in the pool under ``--reward-timeout``; marks the sample and returns None when it gave no result."""
+    """Run a verifier in the pool under ``--reward-timeout``; without a result, mark the sample and return None."""
     timeout = float(getattr(args, "reward_timeout", None) or 30.0)
     verdict: Verdict = await verifier_pool(args).run(function, *call_args, timeout=timeout)
     if verdict.ok:

@@ -1,4 +1,4 @@
-"""Reward ``remote_rm``: POST ``{prompt, response, label}`` to ``--rm-url``; the JSON body of the answer is the reward."""
+"""Reward ``remote_rm``: POST ``{prompt, response, label}`` to ``--rm-url``; the answer's JSON body is the reward."""
 
 from __future__ import annotations
 

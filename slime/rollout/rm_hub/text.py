@@ -15,7 +15,7 @@ _SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last complete ``\boxed{...}`` or ``\fbox{...}`` (braces balanced), or of ``\boxed x``; else None."""
+    r"""Contents of the last complete ``\boxed{...}`` or ``\fbox{...}`` (balanced), or of ``\boxed x``; else None."""
     starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])", text)]
     for start in starts[:-_BOXES_TRIED:-1]:
         inner = _braced(text, start)
@@ -51,7 +51,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    r"""Value of ``text`` when all of it is a plain number: ``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``, ``12\%``; else None."""
+    r"""Value of ``text`` when all of it is a plain number (``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``), or None."""
     plain = text.strip().strip("$").replace("\\$", "").replace("$", "").replace("−", "-").strip()
     plain = plain.replace("\\!", "").replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\")
@@ -71,7 +71,7 @@ def as_number(text: str) -> Fraction | None:
 
 
 def normalize_math(text: str) -> str:
-    r"""The spelling-independent form of a short LaTeX answer: no spaces, units, sizing or text commands, one way to write fractions.
+    r"""The spelling-independent form of a short LaTeX answer: no spaces, signs or text commands, one form of fractions.
 
     Two answers with the same form are the same answer; two with different forms may still be equal.
     """
@@ -85,7 +85,9 @@ def normalize_math(text: str) -> str:
     out = re.sub(r"\\[!,;:> ]|\\q?quad(?![A-Za-z])|~", "", out)
     out = out.replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "").replace("−", "-")
     out = re.sub(r"^(?:[A-Za-z]\w?|[A-Za-z]\([A-Za-z]\))\s*(?:=|\\in(?![A-Za-z]))\s*", "", out.strip())
-    out = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", out) if "(" not in out and "[" not in out and "\\{" not in out else out
+    out = (
+        re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", out) if "(" not in out and "[" not in out and "\\{" not in out else out
+    )
     out = re.sub(r"(?<![\d.])\.(?=\d)", "0.", out)
     words = re.fullmatch(r"[A-Za-z\s]{3,}", out)  # "East" is "east", but the variable A is not a
     return re.sub(r"\s+", "", out.lower() if words else out)

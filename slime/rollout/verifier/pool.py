@@ -94,7 +94,9 @@ class _Worker:
             reply = receive(self.sock, deadline)
         except (TimeoutError, ChannelClosed) as error:
             why = f"took over {STARTUP_SECONDS:g} s" if isinstance(error, TimeoutError) else "its process ended"
-            raise VerifierLoadError(f"loading verifier {function!r} failed: {why} (exit status {self.kill()})") from error
+            raise VerifierLoadError(
+                f"loading verifier {function!r} failed: {why} (exit status {self.kill()})"
+            ) from error
         if reply["status"] != "ok":
             raise VerifierLoadError(f"loading verifier {function!r} failed: {reply['detail']}")
         self.loaded.add(function)
@@ -233,7 +235,7 @@ _shared_lock = threading.Lock()
 
 def shared_pool(workers: int | None = None, memory_bytes: int = DEFAULT_MEMORY) -> VerifierPool:
     """The process's pool of this size. Verifiers are pure functions, so runs may share one."""
-    workers = workers or max(1, min(16, (os.cpu_count() or 2) // 2))
+    workers = workers or min(8, os.cpu_count() or 1)
     key = (os.getpid(), workers, memory_bytes)
     with _shared_lock:
         if key not in _shared:

@@ -1,0 +1,63 @@
+"""End what the engines still generate, and wait until its tasks are done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from typing import Any
+
+from slime.rollout.generate import get_model_url
+from slime.rollout.state import GenerateState
+
+logger = logging.getLogger(__name__)
+AGAIN_SECONDS = 1.0  # a multi-turn function may send another request after an abort
+
+
+async def worker_urls(args: Any) -> list[str]:
+    """Addresses of the engines: those the router lists, or the only engine, which has no ``/workers``."""
+    from slime.engines.handle import EngineError
+    from slime.engines.http import get
+
+    base = get_model_url(args, path="").rstrip("/")
+    try:
+        listed = await get(f"{base}/workers")
+    except EngineError as error:
+        if getattr(error, "status", None) in (404, 405):
+            return [base]
+        raise
+    return [worker["url"] if isinstance(worker, dict) else worker for worker in listed.get("workers", [])] or [base]
+
+
+async def abort(args: Any) -> None:
+    """Set the abort flag and tell every engine to end all requests; they answer with what they have.
+
+    An engine that cannot be reached is only logged: its requests fail by themselves.
+    """
+    from slime.engines.http import post
+
+    GenerateState(args).aborted = True
+    urls = await worker_urls(args)
+    calls = (post(f"{url}/abort_request", {"rid": "", "abort_all": True}, max_retries=3) for url in urls)
+    for url, answer in zip(urls, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        if isinstance(answer, BaseException):
+            logger.warning("engine %s did not take the abort: %s", url, answer)
+
+
+async def abort_and_drain(args: Any, tasks: Collection[asyncio.Task[Any]], deadline: float) -> None:
+    """Abort until all ``tasks`` are done.
+
+    Args:
+        deadline: a ``time.monotonic()`` value.
+
+    Raises:
+        TimeoutError: some went on.
+    """
+    pending = set(tasks)
+    while pending:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"{len(pending)} groups went on after the engines were told to abort (--phase-timeout)")
+        await asyncio.wait_for(abort(args), max(left, 1.0))
+        _, pending = await asyncio.wait(pending, timeout=min(AGAIN_SECONDS, left))

@@ -1,0 +1,169 @@
+"""Evaluation: every data set of ``--eval-prompt-data`` or ``--eval-config``, all at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import time
+from dataclasses import asdict
+from typing import Any
+
+import orjson
+
+from slime.data.dataset import Dataset
+from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
+from slime.data.sample import Group, Sample, flatten
+from slime.observability import progress
+from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.group import generate_and_rm_group
+from slime.rollout.loop import DEFAULT_PHASE_SECONDS
+from slime.rollout.state import GenerateState
+
+
+async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+    """Generate and score ``n_samples_per_eval_prompt`` samples for each prompt of each data set.
+
+    The seed of a sample depends on the run seed, the data set's name, the prompt and the sample's
+    place, so evaluations at different steps differ by the weights alone.
+
+    Returns:
+        Per data set ``rewards`` (floats; NaN where a verifier gave no answer), ``truncated`` (bools),
+        ``samples`` and ``n_samples_per_prompt``, in the order of the file.
+
+    Raises:
+        TimeoutError: not done within ``--phase-timeout``.
+    """
+    state = GenerateState(args)
+    state.rollout_id = rollout_id
+    plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
+    tasks = {
+        config.name: [
+            asyncio.ensure_future(
+                generate_and_rm_group(
+                    args, group, eval_sampling_params(config), evaluation=True, purpose=f"eval {config.name}"
+                )
+            )
+            for group in groups
+        ]
+        for config, groups in plans
+    }
+    await _all([task for part in tasks.values() for task in part], args)
+    return RolloutFnEvalOutput(
+        data={
+            config.name: _results(args, config, [task.result() for task in tasks[config.name]]) for config, _ in plans
+        }
+    )
+
+
+async def _all(tasks: list[asyncio.Task[Group]], args: Any) -> None:
+    """Wait for all, show progress; the first error ends the others and propagates."""
+    limit = float(getattr(args, "phase_timeout", None) or DEFAULT_PHASE_SECONDS)
+    deadline = time.monotonic() + limit
+    pending: set[asyncio.Task[Group]] = set(tasks)
+    try:
+        while pending:
+            progress.report("eval", len(tasks) - len(pending), len(tasks))
+            done, pending = await asyncio.wait(
+                pending, timeout=max(deadline - time.monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                raise TimeoutError(
+                    f"the evaluation was not done in {limit:g} s (--phase-timeout): "
+                    f"{len(pending)} of {len(tasks)} prompts are open"
+                )
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def eval_groups(args: Any, state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
+    """Fresh samples of a data set; the file is read once per run."""
+    groups = []
+    for i, prompt in enumerate(_dataset(args, state, config).samples):
+        group: Group = []
+        for k in range(config.n_samples_per_eval_prompt or 1):
+            sample = copy.deepcopy(prompt)
+            sample.group_index, sample.index = i, i * (config.n_samples_per_eval_prompt or 1) + k
+            _override(args, config, sample)
+            group.append(sample)
+        groups.append(group)
+    return groups
+
+
+def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
+    """SGLang's sampling parameters of a data set, after its fallbacks."""
+    params = {
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "max_new_tokens": config.max_response_len,
+        "stop": config.stop,
+        "stop_token_ids": config.stop_token_ids,
+        "skip_special_tokens": bool(config.skip_special_tokens),
+        "no_stop_trim": True if config.no_stop_trim is None else config.no_stop_trim,
+        "spaces_between_special_tokens": False,
+    }
+    for name in ("min_new_tokens", "repetition_penalty"):
+        if getattr(config, name) is not None:
+            params[name] = getattr(config, name)
+    return params
+
+
+def _override(args: Any, config: EvalDatasetConfig, sample: Sample) -> None:
+    """The data set's own reward, generate function and metadata, where they differ from the run's."""
+    sample.metadata.update(config.metadata_overrides)
+    if config.rm_type and config.rm_type != getattr(args, "rm_type", None):
+        sample.metadata.setdefault("rm_type", config.rm_type)
+    if config.custom_rm_path != getattr(args, "custom_rm_path", None):
+        sample.custom_rm_path = config.custom_rm_path
+    if config.custom_generate_function_path != getattr(args, "custom_generate_function_path", None):
+        sample.generate_function_path = config.custom_generate_function_path
+
+
+def _dataset(args: Any, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
+    key = orjson.dumps([args.hf_checkpoint, asdict(config)], default=str)
+    if key not in state.eval_datasets:
+        keys = config.row_keys()
+        state.eval_datasets[key] = Dataset(
+            config.path,
+            state.tokenizer if config.apply_chat_template or config.max_prompt_len is not None else None,
+            state.processor if config.multimodal_keys else None,
+            config.max_prompt_len,
+            prompt_key=keys.prompt,
+            multimodal_keys=keys.multimodal,
+            label_key=keys.label,
+            tool_key=keys.tools,
+            metadata_key=keys.metadata,
+            apply_chat_template=bool(config.apply_chat_template),
+            apply_chat_template_kwargs=config.apply_chat_template_kwargs,
+        )
+    return state.eval_datasets[key]
+
+
+def _results(args: Any, config: EvalDatasetConfig, groups: list[Group]) -> dict[str, Any]:
+    samples = flatten(groups)
+    return {
+        "rewards": [eval_reward(args, sample) for sample in samples],
+        "truncated": [sample.truncated for sample in samples],
+        "samples": samples,
+        "n_samples_per_prompt": config.n_samples_per_eval_prompt or 1,
+    }
+
+
+def eval_reward(args: Any, sample: Sample) -> float:
+    """The number of a reward (``--eval-reward-key``, else ``--reward-key``); NaN where a verifier gave no answer."""
+    if sample.reward_timed_out:
+        return math.nan
+    reward = sample.reward
+    if isinstance(reward, dict):
+        key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+        if key is None or key not in reward:
+            raise ValueError(
+                f"sample {sample.index} has the reward {reward}: name the entry that evaluates with --eval-reward-key"
+            )
+        reward = reward[key]
+    return float(reward)  # type: ignore[arg-type]

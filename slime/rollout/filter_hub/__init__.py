@@ -1,0 +1,1 @@
+"""Filters that keep or drop a finished group (``--dynamic-sampling-filter-path``)."""

@@ -1,0 +1,29 @@
+"""Replay dumped rollouts with the engines alive: ``--rollout-function-path slime.rollout.forge_load.generate_rollout
+--load-forge-rollout-data TEMPLATE``. Unlike ``--load-debug-rollout-data``, weights are synced and evaluation works.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from slime.observability.debug_data import load_rollout
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.sglang_rollout import generate_rollout as evaluate_with_engines
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The dump of ``rollout_id``; an evaluation is a real one.
+
+    Raises:
+        ValueError: no ``--load-forge-rollout-data``, or no dump of this rollout.
+    """
+    if evaluation:
+        return evaluate_with_engines(args, rollout_id, data_source, evaluation=True)
+    template = getattr(args, "load_forge_rollout_data", None)
+    if not template:
+        raise ValueError(f"{__name__}.generate_rollout needs --load-forge-rollout-data, a template with {{rollout_id}}")
+    source: Any = SimpleNamespace(load_debug_rollout_data=template, load_debug_rollout_data_subsample=None)
+    return RolloutFnTrainOutput(samples=load_rollout(source, rollout_id))

@@ -1,0 +1,119 @@
+"""One request to an engine: the default generate function."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.observability.trace_utils import trace_span
+from slime.rollout.prompts import media_fields, prompt_ids, prompt_text
+from slime.rollout.state import GenerateState
+
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+_POLICIES_WITH_KEYS = ("consistent_hashing", "manual")
+_REQUEST_SECONDS = 14400.0
+
+
+async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generate (the rest of) one response and append it to ``sample``, token by token as the engine sampled it.
+
+    A sample that was aborted goes on from its tokens so far. Its length limits,
+    ``max_new_tokens`` and ``--rollout-max-context-len``, count the whole response.
+
+    Raises:
+        ValueError: the sample is finished already, or the engine gave no log-probs.
+        TimeoutError: no answer within ``--sglang-router-request-timeout-secs``.
+    """
+    if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
+        raise ValueError(f"sample {sample.index} is {sample.status.value}: there is nothing left to generate")
+    state = GenerateState(args)
+    if not sample.tokens:
+        sample.tokens = prompt_ids(state, sample)
+    params = remaining(args, sample, sampling_params)
+    if params is None:
+        sample.status = Sample.Status.TRUNCATED
+        return sample
+    with trace_span(sample, "sglang_generate") as span:
+        output = await _ask(args, sample, request(args, state, sample, params))
+        span.set(tokens=len(output["meta_info"].get("output_token_logprobs") or []))
+    append_output(args, sample, output)
+    return sample
+
+
+def request(args: Any, state: GenerateState, sample: Sample, params: dict[str, Any]) -> dict[str, Any]:
+    """Body of ``POST /generate`` that continues ``sample``: ids, or text where media are to be placed in it."""
+    body: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
+    if sample.multimodal_inputs:
+        body.update(text=prompt_text(state.tokenizer, sample) + sample.response, **media_fields(sample))
+    else:
+        body["input_ids"] = sample.tokens
+    if getattr(args, "use_rollout_routing_replay", False):
+        body["return_routed_experts"] = True
+    return body
+
+
+def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
+    """Append an engine's answer: ids, log-probs, text, status, weight version, counters."""
+    meta = output["meta_info"]
+    scored = meta.get("output_token_logprobs")
+    if scored is None:
+        raise ValueError(
+            f"the engine's answer for sample {sample.index} has no output_token_logprobs; "
+            f"meta_info has {', '.join(sorted(meta))}"
+        )
+    sample.append_response_tokens(
+        args,
+        tokens=[int(item[1]) for item in scored],
+        log_probs=[float(item[0]) for item in scored],
+        meta_info=meta,
+        text=output["text"],
+    )
+
+
+def get_model_url(args: Any, model_name: str | None = None, path: str = "/generate") -> str:
+    """Address of the router (or the only engine); of a named model's where ``--sglang-config`` serves several."""
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    if model_name is not None and routers:
+        if model_name not in routers:
+            raise ValueError(f"no model {model_name!r} is served; there are {', '.join(sorted(routers))}")
+        host, port = routers[model_name]
+    else:
+        host, port = args.sglang_router_ip, args.sglang_router_port
+    if not host or not port:
+        raise ValueError("args.sglang_router_ip and args.sglang_router_port are not set: no engine has been started")
+    return f"http://{host}:{port}/{path.lstrip('/')}"
+
+
+def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
+    """The header by which the router keeps a session on one engine, for policies that read it."""
+    if sample.session_id and getattr(args, "router_policy", None) in _POLICIES_WITH_KEYS:
+        return {ROUTING_KEY_HEADER: sample.session_id}
+    return None
+
+
+def request_seconds(args: Any) -> float:
+    """Time limit of one request, in seconds."""
+    return float(getattr(args, "sglang_router_request_timeout_secs", None) or _REQUEST_SECONDS)
+
+
+def remaining(args: Any, sample: Sample, params: dict[str, Any]) -> dict[str, Any] | None:
+    """``params`` with the number of new tokens that is left to the response, or None when there is none."""
+    left = int(params["max_new_tokens"]) - sample.response_length
+    context = getattr(args, "rollout_max_context_len", None)
+    if context:
+        left = min(left, int(context) - len(sample.tokens))
+    return {**params, "max_new_tokens": left} if left > 0 else None
+
+
+async def _ask(args: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+    from slime.engines.http import post
+
+    url, limit = get_model_url(args), request_seconds(args)
+    try:
+        return await asyncio.wait_for(post(url, body, headers=routing_headers(args, sample)), limit)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"sample {sample.index} (group {sample.group_index}): {url} did not answer in {limit:g} s "
+            "(--sglang-router-request-timeout-secs)"
+        ) from error

@@ -1,0 +1,206 @@
+"""Generate and score one sample, and one group: the samples of one prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from slime.config.hooks import load_function
+from slime.config.seeds import derive_seed
+from slime.data.sample import Group, Sample, flatten
+from slime.observability.trace_utils import trace_span
+from slime.rollout.custom_generate import Generated, call_list, call_single, generate_function, takes_list
+from slime.rollout.generate import generate
+from slime.rollout.hooks import accepted, call
+from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
+from slime.rollout.sampling_params import seeded
+from slime.rollout.state import GenerateState
+
+_FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+
+def is_finished(group: Group) -> bool:
+    """Whether every sample of a group is generated (a group from the buffer may be)."""
+    leaves = flatten(group)
+    return bool(leaves) and all(sample.status in _FINISHED for sample in leaves)
+
+
+async def generate_and_rm(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Generated:
+    """Generate one sample and score it. A finished sample comes back untouched.
+
+    Returns:
+        The sample, or a list of samples where the generate function fanned out. Without a reward: when
+        ABORTED, when groups are scored as a whole, or when its verifier gave no answer
+        (``reward_timed_out``).
+    """
+    if sample.status in _FINISHED:
+        _check_scored(args, sample)
+        return sample
+    state = GenerateState(args)
+    with trace_span(sample, "generate_and_rm"):
+        async with state.semaphore:
+            if state.aborted and not evaluation:
+                sample.status = Sample.Status.ABORTED
+                return sample
+            _mask_earlier_rollouts(args, state, sample)
+            fn = generate_function(args, sample)
+            if takes_list(fn):
+                result = (await call_list(fn, args, [sample], evaluation))[0]
+            else:
+                result = await call_single(fn, args, sample, sampling_params, evaluation)
+        _abort_custom(state, fn, result, evaluation)
+        return await _hooks_and_reward(args, result, evaluation)
+
+
+async def generate_and_rm_group(
+    args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False, purpose: str = "sampling"
+) -> Group:
+    """Generate and score the samples of one prompt, each with a seed of its own.
+
+    Args:
+        purpose: names the seeds; evaluation passes its data set.
+    """
+    _assign_sessions(args, group, purpose)
+    with trace_span(group, "generate_and_rm_group"):
+        fn = _list_function(args, group)
+        if fn is not None:
+            result = await _whole_group(fn, args, group, evaluation)
+        else:
+            result = await _gather(
+                generate_and_rm(args, entry, seeded(args, sampling_params, entry, position, purpose), evaluation)
+                if isinstance(entry, Sample)
+                else _same(entry)
+                for position, entry in enumerate(group)
+            )
+        leaves = flatten(result)
+        if scores_whole_groups(args) and not any(sample.status is Sample.Status.ABORTED for sample in leaves):
+            await _score(args, leaves, "group_reward_model")
+    return result
+
+
+async def _gather(tasks: Any) -> list[Any]:
+    """Like gather, but when one fails the others are cancelled and waited for."""
+    running = [asyncio.ensure_future(task) for task in tasks]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _same(entry: list[Sample]) -> list[Sample]:
+    return entry
+
+
+def _list_function(args: Any, group: Group) -> Any:
+    """The list-form generate function of a group that is still to be generated as a whole, else None."""
+    if not all(isinstance(entry, Sample) and entry.status not in _FINISHED for entry in group):
+        return None
+    functions = {generate_function(args, sample) for sample in group}
+    return next(iter(functions)) if len(functions) == 1 and takes_list(next(iter(functions))) else None
+
+
+async def _whole_group(fn: Any, args: Any, group: list[Sample], evaluation: bool) -> Group:
+    state = GenerateState(args)
+    async with state.semaphore:
+        if state.aborted and not evaluation:
+            for sample in group:
+                sample.status = Sample.Status.ABORTED
+            return group
+        results = await call_list(fn, args, group, evaluation)
+    for result in results:
+        _abort_custom(state, fn, result, evaluation)
+    return await _gather(_hooks_and_reward(args, result, evaluation) for result in results)
+
+
+def _assign_sessions(args: Any, group: Group, purpose: str) -> None:
+    """Session ids are stable over repetitions of a run, so that a routing policy by session is too."""
+    for position, entry in enumerate(group):
+        for sample in flatten(entry):
+            if sample.session_id is None:
+                parts = [
+                    derive_seed(
+                        int(getattr(args, "rollout_seed", 42)),
+                        f"session {purpose} {word}",
+                        sample.group_index or 0,
+                        position,
+                    )
+                    for word in range(4)
+                ]
+                number = sum(part << (32 * i) for i, part in enumerate(parts))
+                sample.session_id = str(uuid.UUID(int=number, version=4))
+
+
+def _mask_earlier_rollouts(args: Any, state: GenerateState, sample: Sample) -> None:
+    """``--mask-offpolicy-in-partial-rollout``: what an earlier rollout generated is not trained on."""
+    if (
+        getattr(args, "mask_offpolicy_in_partial_rollout", False)
+        and sample.response_length
+        and sample.metadata.get("start_rollout_id") != state.rollout_id
+    ):
+        sample.loss_mask = [0] * sample.response_length
+
+
+def _abort_custom(state: GenerateState, fn: Any, result: Generated, evaluation: bool) -> None:
+    """A user's function that ended after the abort may hold a cut answer without knowing it."""
+    if fn is not generate and state.aborted and not evaluation:
+        for sample in flatten(result):
+            sample.status = Sample.Status.ABORTED
+
+
+async def _hooks_and_reward(args: Any, result: Generated, evaluation: bool) -> Generated:
+    if isinstance(result, list):
+        result = [await _sample_hooks(args, sample, evaluation) for sample in result]
+    else:
+        result = await _sample_hooks(args, result, evaluation)
+    leaves = flatten(result)
+    if scores_whole_groups(args) or any(sample.status is Sample.Status.ABORTED for sample in leaves):
+        return result
+    if isinstance(result, list):
+        await _score(args, leaves, "group_reward_model")
+    elif result.reward is None and not result.reward_timed_out:
+        with trace_span(result, "reward_model"):
+            result.reward = await async_rm(args, result)
+        _check_scored(args, result)
+    return result
+
+
+async def _sample_hooks(args: Any, sample: Sample, evaluation: bool) -> Sample:
+    for path in getattr(args, "rollout_sample_hook_path", None) or []:
+        hook = load_function(path)
+        rollout_id = GenerateState(args).rollout_id
+        answer = await call(hook, args, sample, **accepted(hook, rollout_id=rollout_id, evaluation=evaluation))
+        if answer is not None and not isinstance(answer, Sample):
+            raise TypeError(f"sample hook {path} returned {type(answer).__name__}; it must return None or a Sample")
+        sample = sample if answer is None else answer
+    return sample
+
+
+async def _score(args: Any, samples: Sequence[Sample], span: str) -> None:
+    """One batched call for those that have no reward yet."""
+    todo = [sample for sample in samples if sample.reward is None and not sample.reward_timed_out]
+    if not todo:
+        return
+    with trace_span(todo, span):
+        rewards = await batched_async_rm(args, todo)
+    for sample, reward in zip(todo, rewards, strict=True):
+        sample.reward = reward
+        _check_scored(args, sample, scored=True)
+
+
+def _check_scored(args: Any, sample: Sample, scored: bool = False) -> None:
+    if sample.reward is None and not sample.reward_timed_out and (scored or not scores_whole_groups(args)):
+        name = (
+            sample.custom_rm_path
+            or getattr(args, "custom_rm_path", None)
+            or sample.metadata.get("rm_type")
+            or args.rm_type
+        )
+        raise ValueError(
+            f"sample {sample.index} (group {sample.group_index}) is {sample.status.value} but reward {name!r} gave None"
+        )

@@ -1,0 +1,36 @@
+"""Calling the functions that users give: sync or async, with the keywords that they take."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+@functools.lru_cache(maxsize=256)
+def parameters(fn: Callable[..., Any]) -> tuple[frozenset[str], bool]:
+    """Names of a function's parameters, and whether it takes any keyword."""
+    found = inspect.signature(fn).parameters
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+    return frozenset(found), anything
+
+
+def accepted(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+    """Those of ``keywords`` that ``fn`` takes."""
+    names, anything = parameters(fn)
+    return {name: value for name, value in keywords.items() if anything or name in names}
+
+
+def is_async(fn: Callable[..., Any]) -> bool:
+    """Whether calling ``fn`` gives a coroutine, also for callable objects."""
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+async def call(fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """Await an async function; run a plain one in a thread, so that it cannot stop the event loop."""
+    if is_async(fn):
+        return await fn(*args, **keywords)
+    result = await asyncio.to_thread(fn, *args, **keywords)
+    return await result if inspect.isawaitable(result) else result

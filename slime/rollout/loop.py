@@ -1,0 +1,368 @@
+"""The default rollout loop: keep enough groups under way, judge the finished ones, hand the rest back.
+
+Every group that the data source gave ends in exactly one place: in the result, dropped by the filter
+(and counted), replaced because its verifier gave no answers (and counted), or back in the buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.config.hooks import load_function
+from slime.data.sample import Group, Sample, flatten
+from slime.data.source import RolloutDataSource
+from slime.observability import progress
+from slime.rollout.abort import abort_and_drain
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import call_dynamic_filter
+from slime.rollout.group import generate_and_rm_group, is_finished
+from slime.rollout.rm_hub.outcome import FAILURE_KEY
+from slime.rollout.state import GenerateState
+
+logger = logging.getLogger(__name__)
+_MOST_RETRIES = 10  # of a group that an engine aborted though nobody asked
+DEFAULT_PHASE_SECONDS = 3600.0
+
+
+@dataclass
+class _Ticket:
+    """One group under way. ``pristine`` is the group as the data source gave it."""
+
+    order: int
+    pristine: Group
+    task: asyncio.Task[Group] | None = None  # None: it was finished when it came
+    retries: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.task is None or self.task.done()
+
+    @property
+    def group(self) -> Group:
+        return self.pristine if self.task is None else self.task.result()
+
+
+@dataclass
+class _Counts:
+    dropped: Counter[str] = field(default_factory=Counter)
+    replaced: int = 0
+    timed_out: int = 0
+    failed: int = 0
+    surplus: int = 0
+    aborted: int = 0
+    lost: int = 0
+    tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+
+
+class RolloutLoop:
+    """One rollout. ``--deterministic`` judges groups in the order of submission and aborts none."""
+
+    def __init__(self, args: Any, rollout_id: int, data_source: Any) -> None:
+        self.args = args
+        self.source = data_source
+        self.target: int = args.rollout_batch_size
+        self.state = GenerateState(args)
+        self.deterministic = bool(getattr(args, "deterministic", False))
+        path = getattr(args, "dynamic_sampling_filter_path", None)
+        self.filter = load_function(path) if path else None
+        self.tickets: deque[_Ticket] = deque()  # under way or finished, in order of submission
+        self.unstarted: deque[Group] = deque()
+        self.seconds = float(getattr(args, "phase_timeout", None) or DEFAULT_PHASE_SECONDS)
+        self.deadline = 0.0
+        self._submitted = 0
+        self.begin(rollout_id)
+
+    def begin(self, rollout_id: int) -> None:
+        """Nothing collected yet."""
+        self.rollout_id = self.state.rollout_id = rollout_id
+        self.accepted: list[Group] = []
+        self.judged: list[Group] = []  # accepted, dropped and replaced ones: what the all-samples hook sees
+        self.counts = _Counts()
+
+    async def run(self) -> RolloutFnTrainOutput:
+        """Collect, hand back the rest, call the hooks.
+
+        Raises:
+            TimeoutError: not done within ``--phase-timeout``.
+            RuntimeError: the data source ran dry.
+        """
+        self.deadline = time.monotonic() + self.seconds
+        self.state.reset()
+        self.state.rollout_id = self.rollout_id
+        try:
+            await self._collect()
+            await self._hand_back()
+        finally:
+            await self._cancel_all()
+            self.state.reset()
+        self.accepted.sort(key=_index)
+        self._call_hooks()
+        return RolloutFnTrainOutput(samples=self.accepted, metrics=self._metrics())
+
+    # --- collecting --------------------------------------------------------------------------
+
+    async def _collect(self) -> None:
+        self._report()
+        while len(self.accepted) < self.target:
+            self._top_up()
+            await self._wait()
+            while len(self.accepted) < self.target and (ticket := self._next_finished()) is not None:
+                self._judge(ticket)
+                self._report()
+
+    @property
+    def _under_way(self) -> int:
+        return len(self.accepted) + len(self.tickets)
+
+    def _top_up(self) -> None:
+        """Have as many groups accepted or under way as the rollout needs; finished ones from the buffer first."""
+        while self._under_way < self.target:
+            if not self.unstarted:
+                self._take_in(self._fetch(self.target - self._under_way))
+            if self._under_way < self.target:
+                self._start_all()
+
+    def _take_in(self, groups: list[Group]) -> None:
+        for group in groups:
+            if is_finished(group):
+                self._add(group)
+            else:
+                self.unstarted.append(group)
+
+    def _fetch(self, missing: int) -> list[Group]:
+        """``--over-sampling-batch-size`` groups where it is larger than the rollout, else as many as are missing."""
+        size = getattr(self.args, "over_sampling_batch_size", None) or self.target
+        return self._get(size if size > self.target else missing)
+
+    def _get(self, count: int) -> list[Group]:
+        groups = list(self.source.get_samples(count))
+        if not groups:
+            raise RuntimeError(
+                f"the data source gave no more groups: rollout {self.rollout_id} has "
+                f"{len(self.accepted)} of {self.target}{self._drop_report()}"
+            )
+        return groups
+
+    def _start_all(self) -> None:
+        while self.unstarted:
+            group = self.unstarted.popleft()
+            self._add(group, asyncio.ensure_future(self._generate(group)))
+
+    def _add(self, group: Group, task: asyncio.Task[Group] | None = None) -> None:
+        pristine = group if task is None else _snapshot(group)
+        self.tickets.append(_Ticket(self._submitted, pristine, task))
+        self._submitted += 1
+
+    async def _generate(self, group: Group) -> Group:
+        return await generate_and_rm_group(self.args, group, self.state.sampling_params)
+
+    async def _wait(self) -> None:
+        """Until a group is there to be judged; a task's own error propagates."""
+        tasks = {ticket.task for ticket in self.tickets if ticket.task is not None and not ticket.task.done()}
+        self._raise_errors()
+        head = self.tickets[0] if self.deterministic else next((t for t in self.tickets if t.done), None)
+        if not tasks or (head is not None and head.done):
+            return
+        left = self.deadline - time.monotonic()
+        done, _ = await asyncio.wait(tasks, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError(self._deadline_report())
+        self._raise_errors()
+
+    def _raise_errors(self) -> None:
+        for ticket in self.tickets:
+            error = ticket.task.exception() if ticket.task is not None and ticket.task.done() else None
+            if error is not None:
+                error.add_note(f"rollout {self.rollout_id}, group of sample {_index(ticket.pristine)}")
+                raise error
+
+    def _next_finished(self) -> _Ticket | None:
+        """The next group to judge: in deterministic mode only ever the oldest."""
+        if not self.tickets:
+            return None
+        if self.deterministic:
+            return self.tickets.popleft() if self.tickets[0].done else None
+        for ticket in self.tickets:
+            if ticket.done:
+                self.tickets.remove(ticket)
+                return ticket
+        return None
+
+    # --- judging -----------------------------------------------------------------------------
+
+    def _judge(self, ticket: _Ticket) -> None:
+        group = ticket.group
+        leaves = flatten(group)
+        if any(sample.status is Sample.Status.ABORTED for sample in leaves):
+            self._retry(ticket, group)
+            return
+        self.judged.append(group)
+        self._count(leaves)
+        valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
+        if len(valid) < min(2, len(group)):
+            self.counts.replaced += 1
+            return
+        if self._keeps(group if len(valid) == len(group) else valid):
+            self.accepted.append(group)
+
+    def _keeps(self, group: Group) -> bool:
+        if self.filter is None:
+            return True
+        answer = call_dynamic_filter(self.filter, self.args, group)
+        if answer.keep or (answer.keep_when_insufficient and self._under_way + 1 <= self.target):
+            return True
+        self.counts.dropped[answer.reason or "no_reason"] += 1
+        return False
+
+    def _count(self, leaves: list[Sample]) -> None:
+        for sample in leaves:
+            self.counts.tokens += sample.response_length
+            if sample.reward_timed_out:
+                timeout = str(sample.metadata.get(FAILURE_KEY, "timeout")).startswith("timeout")
+                self.counts.timed_out += timeout
+                self.counts.failed += not timeout
+            elif isinstance(value := _reward(self.args, sample), int | float):
+                self.counts.rewards.append(value)
+
+    def _retry(self, ticket: _Ticket, group: Group) -> None:
+        """An engine ended a request that nobody aborted (restart, weight update): go on with the group."""
+        if ticket.retries >= _MOST_RETRIES:
+            raise RuntimeError(f"group {_index(group)} was aborted by its engines {ticket.retries + 1} times")
+        group = self._continuable(group, ticket.pristine, partial=True)
+        again = _Ticket(
+            ticket.order, _snapshot(group), asyncio.ensure_future(self._generate(group)), ticket.retries + 1
+        )
+        if self.deterministic:
+            self.tickets.appendleft(again)
+        else:
+            self.tickets.append(again)
+
+    # --- the rest ----------------------------------------------------------------------------
+
+    async def _hand_back(self) -> None:
+        """What is left goes to the data source, in the order it came from there."""
+        tasks = [ticket.task for ticket in self.tickets if ticket.task is not None and not ticket.task.done()]
+        if tasks and self.deterministic:
+            _, pending = await asyncio.wait(tasks, timeout=max(self.deadline - time.monotonic(), 0.0))
+            if pending:
+                raise TimeoutError(self._deadline_report())
+        elif tasks:
+            await abort_and_drain(self.args, tasks, self.deadline)
+        self._raise_errors()
+        back = []
+        for ticket in self.tickets:
+            group = ticket.group
+            if is_finished(group):
+                self.counts.surplus += 1
+            else:
+                self.counts.aborted += 1
+                group = self._continuable(group, ticket.pristine, bool(getattr(self.args, "partial_rollout", False)))
+            back.append(group)
+        back += self.unstarted
+        self.tickets.clear()
+        self.unstarted.clear()
+        for sample in flatten(back):
+            if sample.response_length:
+                sample.metadata.setdefault("start_rollout_id", self.rollout_id)
+        if back:
+            self._give(back)
+
+    def _give(self, groups: list[Group]) -> None:
+        self.source.add_samples(groups)
+        if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # the one without a buffer
+            self.counts.lost = len(groups)
+            logger.warning(
+                "%d groups are lost: %s has no buffer; "
+                "set --data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer",
+                len(groups),
+                type(self.source).__name__,
+            )
+
+    def _continuable(self, group: Group, pristine: Group, partial: bool) -> Group:
+        """A group to generate further: as far as it came, or (no partial rollout, fan-out) as it was given."""
+        plain = all(isinstance(entry, Sample) for entry in group)
+        if not partial or not plain:
+            return pristine
+        for sample in group:
+            aligned = sample.rollout_log_probs is not None and len(sample.rollout_log_probs) == sample.response_length
+            if sample.status is Sample.Status.ABORTED and sample.response_length and not aligned:
+                sample.reset_response()  # only its text is known: nothing to go on from
+        return group
+
+    async def _cancel_all(self) -> None:
+        tasks = [ticket.task for ticket in self.tickets if ticket.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _call_hooks(self) -> None:
+        path = getattr(self.args, "rollout_sample_filter_path", None)
+        if path:
+            load_function(path)(self.args, self.accepted)
+        path = getattr(self.args, "rollout_all_samples_process_path", None)
+        if path:
+            self.judged.sort(key=_index)
+            load_function(path)(self.args, self.judged, self.source)
+
+    # --- reports -----------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        rewards = self.counts.rewards
+        numbers = {"reward": sum(rewards) / len(rewards)} if rewards else {}
+        progress.report("generate", len(self.accepted), self.target, tokens=self.counts.tokens, **numbers)
+
+    def _metrics(self) -> dict[str, float]:
+        metrics = {
+            f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in sorted(self.counts.dropped.items())
+        }
+        metrics["rollout/reward_timeout_count"] = float(self.counts.timed_out)
+        metrics["rollout/reward_error_count"] = float(self.counts.failed)
+        metrics["rollout/replaced_group_count"] = float(self.counts.replaced)
+        metrics["rollout/surplus_group_count"] = float(self.counts.surplus)
+        metrics["rollout/aborted_group_count"] = float(self.counts.aborted)
+        metrics["rollout/lost_group_count"] = float(self.counts.lost)
+        return metrics
+
+    def _drop_report(self) -> str:
+        parts = [f"{n} dropped as {reason}" for reason, n in self.counts.dropped.most_common()]
+        if self.counts.replaced:
+            parts.append(f"{self.counts.replaced} replaced, their verifiers gave no answer")
+        return f" ({'; '.join(parts)})" if parts else ""
+
+    def _deadline_report(self) -> str:
+        waiting = [_index(ticket.pristine) for ticket in self.tickets if not ticket.done]
+        return (
+            f"rollout {self.rollout_id} was not done in {self.seconds:g} s (--phase-timeout): {len(self.accepted)} of "
+            f"{self.target} groups{self._drop_report()}; waiting for {len(waiting)} groups, "
+            f"their first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
+        )
+
+
+def _index(group: Group) -> float:
+    index = flatten(group)[0].index
+    return float("inf") if index is None else index
+
+
+def _reward(args: Any, sample: Sample) -> Any:
+    key = getattr(args, "reward_key", None)
+    return sample.reward.get(key or "score") if isinstance(sample.reward, dict) else sample.reward
+
+
+def _snapshot(group: Group) -> Group:
+    """The group as it is now, safe from what generate functions change; media are shared."""
+    if isinstance(group, Sample):
+        kept = copy.copy(group)
+        kept.prompt, kept.metadata = copy.deepcopy(group.prompt), copy.deepcopy(group.metadata)
+        for name in ("tokens", "loss_mask", "weight_versions", "rollout_log_probs"):
+            value = getattr(group, name)
+            setattr(kept, name, None if value is None else list(value))
+        kept.spec_info, kept.prefix_cache_info = copy.copy(group.spec_info), copy.copy(group.prefix_cache_info)
+        return kept
+    return [_snapshot(entry) for entry in group]

@@ -1,0 +1,195 @@
+"""What the samples of a rollout or an evaluation say, as numbers: pure functions of samples.
+
+Names are those of the metrics page. Samples whose verifier gave no answer are in no reward statistics.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from slime.data.sample import Sample, flatten
+
+__all__ = ["eval_metrics", "flatten", "pass_at_k", "pass_rates", "rollout_metrics", "sample_metrics"]
+
+Metrics = dict[str, float]
+PASS_ABOVE = 0.5  # a reward nearer to 1 than to 0; also right for rewards of -1 and 1
+_REPETITION_CHARACTERS = 10_000
+_REPETITION_RATIO = 10.0
+
+
+def rollout_metrics(args: Any, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:
+    """``rollout/…``, and where they are asked for ``multi_turn/…`` and ``passrate/…``; ``perf/…`` with ``seconds``.
+
+    Args:
+        samples: of the rollout, flat.
+        seconds: that the rollout took.
+    """
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
+    rewards = [(sample.group_index, value) for sample in samples if (value := _reward(args, sample)) is not None]
+    if rewards:
+        metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
+        metrics.update({f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()})
+    if getattr(args, "log_multi_turn", False):
+        metrics.update(_multi_turn(samples))
+    if getattr(args, "log_passrate", False):
+        metrics.update({f"passrate/pass@{k}": rate for k, rate in pass_rates(rewards).items()})
+    if seconds:
+        metrics.update(_speed(args, samples, seconds))
+    return metrics
+
+
+def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
+    """``eval/<data set>…`` for each data set of an evaluation.
+
+    ``eval/<ds>`` is the mean reward over samples, ``eval/<ds>-pass@k`` the unbiased estimate from as many
+    samples per prompt as the data set has.
+    """
+    metrics: Metrics = {}
+    for name, part in data.items():
+        rewards = [float(reward) for reward in part["rewards"]]
+        known = [reward for reward in rewards if not math.isnan(reward)]
+        if known:
+            metrics[f"eval/{name}"] = fmean(known)
+        if len(known) < len(rewards):
+            metrics[f"eval/{name}-reward_missing_count"] = float(len(rewards) - len(known))
+        if part.get("truncated"):
+            metrics[f"eval/{name}-truncated_ratio"] = fmean(float(value) for value in part["truncated"])
+        samples = part.get("samples")
+        if samples:
+            metrics.update({f"eval/{name}/{k}": v for k, v in sample_metrics(args, flatten(samples)).items()})
+        rates = pass_rates([(key, r) for key, r in zip(_prompts(part), rewards, strict=True) if not math.isnan(r)])
+        if len(rates) > 1 or getattr(args, "log_passrate", False):
+            metrics.update({f"eval/{name}-pass@{k}": rate for k, rate in rates.items()})
+    return metrics
+
+
+def sample_metrics(args: Any, samples: Sequence[Sample]) -> Metrics:
+    """Lengths, truncation, repetition, cache, speculation and the like, without a prefix."""
+    if not samples:
+        return {}
+    metrics = _spread("response_len", [sample.effective_response_length for sample in samples])
+    metrics["truncated_ratio"] = fmean(float(sample.status is Sample.Status.TRUNCATED) for sample in samples)
+    metrics["repetition_frac"] = fmean(float(is_repetitive(sample.response)) for sample in samples)
+    prompt_tokens = sum(sample.prefix_cache_info.total_prompt_tokens for sample in samples)
+    if prompt_tokens:
+        cached = sum(sample.prefix_cache_info.cached_tokens for sample in samples)
+        metrics["prefix_cache_hit_rate"] = cached / prompt_tokens
+        metrics["avg_cached_tokens_per_sample"] = cached / len(samples)
+    drafted = sum(sample.spec_info.spec_draft_token_num for sample in samples)
+    if drafted:
+        metrics["spec_accept_rate"] = sum(sample.spec_info.spec_accept_token_num for sample in samples) / drafted
+    verified = sum(sample.spec_info.spec_verify_ct for sample in samples)
+    if verified:
+        metrics["spec_accept_length"] = sum(sample.spec_info.completion_token_num for sample in samples) / verified
+    nuclei = [s for s in samples if s.rollout_top_p_token_offsets is not None and s.response_length]
+    if nuclei:
+        kept = sum(int(sample.rollout_top_p_token_offsets[-1]) for sample in nuclei)  # type: ignore[index, misc]
+        metrics["top_p_kept_vocab_per_token"] = kept / sum(sample.response_length for sample in nuclei)
+    category = getattr(args, "log_reward_category", None)
+    if category:
+        found = Counter(str(s.reward[category]) for s in samples if isinstance(s.reward, dict) and category in s.reward)
+        metrics.update({f"error_cat/{name}": count / len(samples) for name, count in sorted(found.items())})
+    return metrics
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Chance that at least one of ``k`` samples drawn from ``samples``, ``correct`` of them right, is right.
+
+    Unbiased: ``1 - C(n-c, k) / C(n, k)``. Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4, … over groups with at least k rewards; a pass is a reward above 0.5.
+
+    Args:
+        rewards: (group, reward) pairs.
+    """
+    groups: dict[Hashable, list[bool]] = {}
+    for group, reward in rewards:
+        groups.setdefault(group, []).append(reward > PASS_ABOVE)
+    rates, k = {}, 1
+    while any(len(group) >= k for group in groups.values()):
+        rates[k] = fmean(pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k)
+        k *= 2
+    return rates
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether the last 10,000 characters compress more than tenfold."""
+    tail = text[-_REPETITION_CHARACTERS:].encode()
+    return bool(tail) and len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
+
+
+def _prompts(part: Mapping[str, Any]) -> list[Hashable]:
+    """Which prompt each reward of a data set belongs to."""
+    samples, rewards = flatten(part.get("samples") or []), part["rewards"]
+    if len(samples) == len(rewards) and all(sample.group_index is not None for sample in samples):
+        return [sample.group_index for sample in samples]
+    n = int(part.get("n_samples_per_prompt") or 1)
+    return [i // n for i in range(len(rewards))]
+
+
+def _reward(args: Any, sample: Sample) -> float | None:
+    if sample.reward is None or sample.reward_timed_out:
+        return None
+    reward: Any = sample.reward
+    if isinstance(reward, Mapping):
+        reward = reward.get(getattr(args, "reward_key", None) or "score")
+    return float(reward) if isinstance(reward, int | float) else None
+
+
+def _without_spread(rewards: Sequence[tuple[Hashable, float]]) -> Metrics:
+    """How many groups have one reward only, by that reward."""
+    groups: dict[Hashable, list[float]] = {}
+    for group, reward in rewards:
+        groups.setdefault(group, []).append(reward)
+    counts = Counter(round(group[0], 1) for group in groups.values() if len(set(group)) == 1)
+    return {str(reward): float(count) for reward, count in sorted(counts.items())}
+
+
+def _multi_turn(samples: Sequence[Sample]) -> Metrics:
+    metrics = _spread("multi_turn/raw_response_length", [sample.response_length for sample in samples])
+    metrics.update(
+        _spread("multi_turn/wo_obs_response_length", [sample.effective_response_length for sample in samples])
+    )
+    rounds = [float(sample.metadata["round_number"]) for sample in samples if "round_number" in sample.metadata]
+    if rounds:
+        for name, value in _spread("", rounds).items():
+            metrics[f"multi_turn/multi_turn_metric/round_number_{name.lstrip('/')}"] = value
+    return metrics
+
+
+def _speed(args: Any, samples: Sequence[Sample], seconds: float) -> Metrics:
+    gpus = getattr(args, "rollout_num_gpus", None) or 1
+    tokens = [sample.response_length for sample in samples]
+    trained = [sample.effective_response_length for sample in samples]
+    waits = [sample.non_generation_time for sample in samples]
+    metrics = {
+        "perf/tokens_per_gpu_per_sec": sum(tokens) / seconds / gpus,
+        "perf/effective_tokens_per_gpu_per_sec": sum(trained) / seconds / gpus,
+    }
+    if samples:
+        metrics["perf/longest_sample_tokens_per_sec"] = max(tokens) / seconds
+        metrics["perf/longest_effective_sample_tokens_per_sec"] = max(trained) / seconds
+    if any(waits):
+        metrics.update(_spread("perf/non_generation_time", waits))
+        rates = [n / (seconds - wait) for n, wait in zip(tokens, waits, strict=True) if wait < seconds]
+        if rates:
+            metrics["perf/longest_sample_tokens_per_sec_without_non_generation"] = max(rates)
+    return metrics
+
+
+def _spread(name: str, values: Sequence[float]) -> Metrics:
+    return {
+        f"{name}/mean": float(fmean(values)),
+        f"{name}/median": float(median(values)),
+        f"{name}/max": float(max(values)),
+        f"{name}/min": float(min(values)),
+    }

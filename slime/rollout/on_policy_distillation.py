@@ -1,0 +1,66 @@
+"""On-policy distillation: a teacher behind an engine scores the student's own samples.
+
+``--custom-rm-path slime.rollout.on_policy_distillation.reward_func --custom-reward-post-process-path
+slime.rollout.on_policy_distillation.post_process_rewards --rm-url http://teacher:port/generate
+--use-opd --opd-type sglang``. Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.rollout.generate import request_seconds
+
+
+async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """Set ``sample.teacher_log_probs`` ([response_length]) from the teacher at ``--rm-url``; the reward itself is 0.
+
+    Raises:
+        ValueError: no ``--rm-url``, or the teacher's answer does not cover the response.
+    """
+    from slime.engines.http import post
+
+    if not args.rm_url:
+        raise ValueError("on-policy distillation needs --rm-url, the teacher's /generate address")
+    body = {
+        "input_ids": sample.tokens,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    answer = await asyncio.wait_for(post(args.rm_url, body), request_seconds(args))
+    sample.teacher_log_probs = teacher_log_probs(answer, sample)
+    return 0.0
+
+
+def teacher_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
+    """Log-probs of the response out of the teacher's ``input_token_logprobs`` (entry 0, the first token's, is None)."""
+    scored = answer["meta_info"].get("input_token_logprobs") or []
+    if len(scored) != len(sample.tokens):
+        raise ValueError(
+            f"the teacher scored {len(scored)} of the {len(sample.tokens)} tokens of sample {sample.index}"
+        )
+    tail = scored[len(scored) - sample.response_length :]
+    if [item[1] for item in tail] != sample.tokens[len(sample.tokens) - sample.response_length :]:
+        raise ValueError(
+            f"the teacher scored other tokens than sample {sample.index} has: it needs the student's tokenizer"
+        )
+    return [float(item[0]) for item in tail]
+
+
+def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+    """(raw rewards, trained rewards): zeros, since the advantage comes from the teacher's log-probs alone.
+
+    Raises:
+        ValueError: a sample that no teacher has scored.
+    """
+    for sample in samples:
+        if sample.teacher_log_probs is None and not sample.remove_sample:
+            raise ValueError(
+                f"sample {sample.index} has no teacher_log_probs: is --custom-rm-path {__name__}.reward_func?"
+            )
+    zeros = [0.0] * len(samples)
+    return zeros, list(zeros)

@@ -1,0 +1,70 @@
+"""From a sample's prompt to text, token ids and media."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from slime.data.media import load_image, processor_inputs
+from slime.data.sample import MultimodalTypes, Sample
+from slime.rollout.state import GenerateState
+
+
+def render(tokenizer: Any, sample: Sample, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> str:
+    """Messages as text by the tokenizer's chat template, with the sample's tools and template arguments."""
+    return tokenizer.apply_chat_template(
+        list(messages),
+        tools=sample.metadata.get("tools") or None,
+        tokenize=False,
+        add_generation_prompt=generation_prompt,
+        **sample.apply_chat_template_kwargs,
+    )
+
+
+def prompt_text(tokenizer: Any, sample: Sample) -> str:
+    """The prompt as text: as it is, or rendered when it is a message list."""
+    return sample.prompt if isinstance(sample.prompt, str) else render(tokenizer, sample, sample.prompt)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of ``text``, no special tokens added: a rendered prompt holds its own."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
+    """Ids of the prompt; with media, the processor's, and its tensors go to ``multimodal_train_inputs``."""
+    text = prompt_text(state.tokenizer, sample)
+    if not sample.multimodal_inputs:
+        return encode(state.tokenizer, text)
+    if state.processor is None:
+        raise ValueError(f"sample {sample.index} has media, but the model of --hf-checkpoint has no processor")
+    media = processor_inputs(sample.multimodal_inputs)
+    made = dict(state.processor(text=[text], return_tensors="pt", **media))
+    ids = made.pop("input_ids")[0].tolist()
+    made.pop("attention_mask", None)
+    sample.multimodal_train_inputs = made or None
+    return ids
+
+
+def media_fields(sample: Sample) -> dict[str, list[str]]:
+    """``image_data``, ``video_data``, ``audio_data`` of an engine request: URLs as they are, the rest as data URIs."""
+    fields = {}
+    for kind in MultimodalTypes.ALL:
+        items = (sample.multimodal_inputs or {}).get(kind.processor_key)
+        if items:
+            fields[f"{kind.name}_data"] = [_as_uri(item, kind.name) for item in items]
+    return fields
+
+
+def _as_uri(item: Any, kind: str) -> str:
+    if isinstance(item, str) and (item.startswith(("http://", "https://", "data:")) or kind != "image"):
+        return item
+    if kind == "image":  # read here: the engine may be on another host
+        buffer = io.BytesIO()
+        load_image(item).save(buffer, format="PNG")
+        return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    if isinstance(item, bytes):
+        return f"data:{kind}/unknown;base64,{base64.b64encode(item).decode()}"
+    raise TypeError(f"{kind} of type {type(item).__name__} cannot be sent: give a URL, a path or bytes")

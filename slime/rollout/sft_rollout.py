@@ -1,0 +1,50 @@
+"""Supervised fine-tuning as a rollout: conversations from the data set, nothing is generated.
+
+Use with ``--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss
+--input-key messages`` and no ``--apply-chat-template``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.data.sample import Sample
+from slime.observability import progress
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.state import GenerateState
+
+
+def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+    """``--rollout-batch-size`` groups of conversations with their loss masks (``--loss-mask-type``).
+
+    Raises:
+        ValueError: evaluation, or a conversation with no assistant turn to train on.
+    """
+    from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+
+    if evaluation:
+        raise ValueError("SFT has no evaluation of its own: set --eval-function-path, or leave --eval-interval out")
+    tokenizer = GenerateState(args).tokenizer
+    masks = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
+    groups = data_source.get_samples(args.rollout_batch_size)
+    for done, group in enumerate(groups):
+        for sample in group:
+            _fill(sample, tokenizer, masks)
+        progress.report("generate", done + 1, len(groups))
+    return RolloutFnTrainOutput(samples=groups)
+
+
+def _fill(sample: Sample, tokenizer: Any, masks: Any) -> None:
+    if not isinstance(sample.prompt, list):
+        raise ValueError(
+            f"sample {sample.index}: SFT needs a list of messages, but its prompt is a "
+            f"{type(sample.prompt).__name__} (--input-key messages, no --apply-chat-template)"
+        )
+    tokens, mask = masks.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
+    length = masks.get_response_lengths([mask])[0]
+    if not length:
+        raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
+    sample.tokens, sample.response_length, sample.loss_mask = list(tokens), length, list(mask[-length:])
+    sample.response = tokenizer.decode(sample.tokens[-length:])
+    sample.reward = 0.0
+    sample.status = Sample.Status.COMPLETED

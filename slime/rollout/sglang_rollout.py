@@ -1,0 +1,44 @@
+"""The default rollout: generate with the engines, score, filter, evaluate.
+
+The pieces that users' functions import from here live in small files next to this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.rollout.abort import abort
+from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.evaluate import eval_rollout
+from slime.rollout.generate import generate, get_model_url
+from slime.rollout.group import generate_and_rm, generate_and_rm_group
+from slime.rollout.loop import RolloutLoop
+from slime.rollout.state import GenerateState
+
+__all__ = [
+    "GenerateState",
+    "abort",
+    "eval_rollout",
+    "generate",
+    "generate_and_rm",
+    "generate_and_rm_group",
+    "generate_rollout",
+    "generate_rollout_async",
+    "get_model_url",
+]
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """One rollout (``--rollout-batch-size`` groups) or one evaluation. Blocks; works on the shared event loop."""
+    from slime.utils.async_utils import run
+
+    if evaluation:
+        return run(eval_rollout(args, rollout_id))
+    return run(generate_rollout_async(args, rollout_id, data_source))
+
+
+async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+    """:func:`generate_rollout` for training, for callers with an event loop of their own."""
+    return await RolloutLoop(args, rollout_id, data_source).run()

@@ -1,0 +1,113 @@
+"""A generate function that reads the answer as it is made: ``--custom-generate-function-path
+slime.rollout.sglang_streaming_rollout.generate_streaming``.
+
+An aborted rollout keeps every token that has arrived, without waiting for the engine's last word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import orjson
+
+from slime.data.sample import Sample
+from slime.observability.trace_utils import trace_span
+from slime.rollout.generate import append_output, get_model_url, remaining, request, request_seconds, routing_headers
+from slime.rollout.prompts import prompt_ids
+from slime.rollout.state import GenerateState
+
+_LOOK_SECONDS = 0.5  # how often the abort flag is looked at while no token comes
+
+
+async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Like the default generate function, over server-sent events.
+
+    Raises:
+        RuntimeError: the engine refused, or its stream ended without an end of the answer.
+        TimeoutError: no end within ``--sglang-router-request-timeout-secs``.
+    """
+    state = GenerateState(args)
+    if not sample.tokens:
+        sample.tokens = prompt_ids(state, sample)
+    params = remaining(args, sample, sampling_params)
+    if params is None:
+        sample.status = Sample.Status.TRUNCATED
+        return sample
+    body = {**request(args, state, sample, params), "stream": True}
+    answer = _Answer()
+    with trace_span(sample, "sglang_generate_stream"):
+        async with asyncio.timeout(request_seconds(args)):
+            await _read(args, sample, body, answer, state)
+    if answer.meta is not None:
+        append_output(args, sample, answer.output(aborted=not answer.ended))
+    else:
+        sample.status = Sample.Status.ABORTED
+    return sample
+
+
+class _Answer:
+    """What has arrived. SGLang sends text and log-probs cumulatively, or (a server flag) piece by piece."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.scored: list[Any] = []
+        self.meta: dict[str, Any] | None = None
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        self.meta = chunk["meta_info"]
+        scored = self.meta.get("output_token_logprobs") or []
+        if len(scored) == self.meta.get("completion_tokens", len(scored)):
+            self.text, self.scored = chunk["text"], scored
+        else:
+            self.text, self.scored = self.text + chunk["text"], self.scored + scored
+
+    @property
+    def ended(self) -> bool:
+        return self.meta is not None and self.meta.get("finish_reason") is not None
+
+    def output(self, aborted: bool) -> dict[str, Any]:
+        meta = {**(self.meta or {}), "output_token_logprobs": self.scored}
+        if aborted:
+            meta["finish_reason"] = {"type": "abort"}
+        return {"text": self.text, "meta_info": meta}
+
+
+async def _read(args: Any, sample: Sample, body: dict[str, Any], answer: _Answer, state: GenerateState) -> None:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, json_serialize=lambda value: orjson.dumps(value).decode()) as session,
+        session.post(get_model_url(args), json=body, headers=routing_headers(args, sample)) as response,
+    ):
+        if response.status != 200:
+            raise RuntimeError(f"{response.url} answered {response.status}: {(await response.text())[:500]}")
+        async for chunk in _events(response, state):
+            if "error" in chunk:
+                raise RuntimeError(f"{response.url}, sample {sample.index}: {chunk['error']}")
+            answer.add(chunk)
+            if answer.ended:
+                return
+    if not state.aborted:
+        raise RuntimeError(f"the stream of sample {sample.index} ended in the middle of the answer")
+
+
+async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[dict[str, Any]]:
+    """``data:`` lines as objects, until ``[DONE]``, the end of the stream or an abort."""
+    line: asyncio.Task[bytes] | None = None
+    try:
+        while not state.aborted:
+            line = line or asyncio.ensure_future(response.content.readline())
+            done, _ = await asyncio.wait([line], timeout=_LOOK_SECONDS)
+            if not done:
+                continue
+            data, line = line.result(), None
+            if not data or data.strip() == b"data: [DONE]":
+                return
+            if data.startswith(b"data:"):
+                yield orjson.loads(data[5:])
+    finally:
+        if line is not None:
+            line.cancel()
+            await asyncio.gather(line, return_exceptions=True)

@@ -1,0 +1,23 @@
+"""A rollout that only keeps the engines alive, to look at them by hand."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, NoReturn
+
+from slime.observability import progress
+from slime.rollout.loop import DEFAULT_PHASE_SECONDS
+
+logger = logging.getLogger(__name__)
+
+
+def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+    """Sleep until the run is stopped, at most ``--phase-timeout`` seconds; then raises TimeoutError."""
+    seconds = float(getattr(args, "phase_timeout", None) or DEFAULT_PHASE_SECONDS)
+    logger.info("engines are up at %s:%s; sleeping", args.sglang_router_ip, args.sglang_router_port)
+    start = time.monotonic()
+    while (waited := time.monotonic() - start) < seconds:
+        progress.report("sleep", int(waited), int(seconds))
+        time.sleep(min(1.0, seconds - waited))
+    raise TimeoutError(f"slept for {seconds:g} s (--phase-timeout), as {__name__}.sleep does")

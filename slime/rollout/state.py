@@ -1,0 +1,116 @@
+"""What the tasks of one run share: tokenizer, sampling parameters, the limit of requests in flight, the abort flag."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+from slime.rollout.sampling_params import sampling_params
+
+_KEPT_WITHOUT_WEAKREF = 8
+_lock = threading.Lock()
+_states: OrderedDict[int, tuple[Any, GenerateState]] = OrderedDict()
+
+
+class GenerateState:
+    """One per configuration object: ``GenerateState(args)`` gives the same one for the same ``args``.
+
+    It lives as long as ``args`` does, so nothing leaks from one run into the next in the same process.
+
+    Attributes:
+        sampling_params: defaults of training requests; copy before changing.
+        aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
+        rollout_id: the rollout under way.
+        eval_datasets: read once, by their settings.
+        pool: the standing pool of a fully asynchronous run.
+    """
+
+    args: Any
+    sampling_params: dict[str, Any]
+    aborted: bool
+    rollout_id: int | None
+    eval_datasets: dict[bytes, Any]
+    pool: Any
+
+    def __new__(cls, args: Any) -> GenerateState:
+        with _lock:
+            held = _states.get(id(args))
+            if held is not None and _target(held[0]) is args:
+                return held[1]
+            state = super().__new__(cls)
+            state._start(args)
+            _states[id(args)] = (_reference(args), state)
+            strong = [key for key, (reference, _) in _states.items() if not isinstance(reference, weakref.ref)]
+            for key in strong[:-_KEPT_WITHOUT_WEAKREF]:
+                del _states[key]
+            return state
+
+    def _start(self, args: Any) -> None:
+        self._args = _reference(args)
+        self.sampling_params = sampling_params(args)
+        self.eval_datasets = {}
+        self.pool = None
+        self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.reset()
+
+    def reset(self) -> None:
+        """Ready for another rollout."""
+        self.aborted = False
+        self.rollout_id = None
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """Tokenizer of ``--hf-checkpoint``, loaded when first asked for."""
+        from slime.utils.processing_utils import load_tokenizer
+
+        return load_tokenizer(_target(self._args).hf_checkpoint, **self._trust())
+
+    @functools.cached_property
+    def processor(self) -> Any:
+        """Processor of ``--hf-checkpoint`` for multimodal inputs; None for text-only models."""
+        from slime.utils.processing_utils import load_processor
+
+        return load_processor(_target(self._args).hf_checkpoint, **self._trust())
+
+    def _trust(self) -> dict[str, bool]:
+        return {"trust_remote_code": True} if getattr(_target(self._args), "trust_remote_code", False) else {}
+
+    @property
+    def semaphore(self) -> asyncio.Semaphore:
+        """Limits generations in flight to ``--sglang-server-concurrency`` per engine."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._semaphores:
+            self._semaphores[loop] = asyncio.Semaphore(concurrency(_target(self._args)))
+        return self._semaphores[loop]
+
+
+def concurrency(args: Any) -> int:
+    """Requests in flight over all engines."""
+    gpus, per_engine = (
+        getattr(args, "rollout_num_gpus", None) or 1,
+        getattr(args, "rollout_num_gpus_per_engine", None) or 1,
+    )
+    return max(1, (getattr(args, "sglang_server_concurrency", None) or 512) * max(1, gpus // per_engine))
+
+
+def _reference(args: Any) -> Any:
+    try:
+        return weakref.ref(args, functools.partial(_forget, id(args)))
+    except TypeError:  # SimpleNamespace
+        return args
+
+
+def _target(reference: Any) -> Any:
+    return reference() if isinstance(reference, weakref.ref) else reference
+
+
+def _forget(key: int, reference: Any) -> None:
+    held = _states.get(key)
+    if held is not None and held[0] is reference:
+        _states.pop(key, None)

@@ -1,0 +1,510 @@
+"""Every built-in reward by hand-made cases, and the data sets' own answers against their own labels."""
+
+import asyncio
+import json
+import random
+import sys
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.data.sample import Sample
+from slime.rollout.rm_hub import async_rm, batched_async_rm, check_label, scores_whole_groups
+from slime.rollout.rm_hub.f1 import f1_score
+from slime.rollout.rm_hub.gpqa import extract_letter
+from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
+
+HERE = Path(__file__).parent
+
+
+def arguments(rm_type=None, **more):
+    values = {
+        "rm_type": rm_type,
+        "custom_rm_path": None,
+        "reward_timeout": 30.0,
+        "reward_workers": 1,
+        "rollout_seed": 1,
+    }
+    return SimpleNamespace(**{**values, **more})
+
+
+async def score(rm_type, response, label, **metadata):
+    return await async_rm(arguments(rm_type), Sample(response=response, label=label, metadata=metadata))
+
+
+# --- text ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{x}", "x"),
+        (r"\boxed 7$ is it", "7"),
+        (r"\boxed{7} and then \boxed{unclosed", "7"),
+        ("no box", None),
+        (r"\boxedsomething{3}", None),
+    ],
+)
+def test_last_boxed(text, expected):
+    assert last_boxed(text) == expected
+
+
+def test_a_box_repeated_for_ever_costs_little():
+    assert last_boxed("\\boxed{" * 20_000) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7 times 8 is 56.", 56),
+        ("$1,234.50 in all", Fraction("1234.5")),
+        ("it is -3", -3),
+        ("between 3-5", 5),
+        ("x2 and y", None),
+        ("version 1.2.3", Fraction("1.2")),
+        ("3 + .5", Fraction(1, 2)),
+        ("none", None),
+    ],
+)
+def test_last_number(text, expected):
+    if text == "version 1.2.3":
+        assert last_number(text) != 3
+    else:
+        assert last_number(text) == expected
+
+
+@given(st.integers(-(10**9), 10**9))
+def test_numbers_are_read_in_any_spelling(value):
+    for spelling in (str(value), f"{value:,}", f"{value}.0", f"${value}", f" {value} "):
+        assert as_number(spelling) == value
+    assert last_number(f"The answer is {value:,}.") == value
+
+
+def test_what_is_no_plain_number_is_none():
+    for text in ("", "1,23", "3 5", "x", "1/0", "1e5", "10,00", "1.2.3"):
+        assert as_number(text) is None
+    assert as_number(r"-\dfrac{3}{4}") == Fraction(-3, 4)
+    assert as_number(r"10,\!080") == 10080
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (r"\frac12", r"\dfrac{1}{2}"),
+        (r"90^\circ", "90"),
+        (r"\text{East}", "east"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"x \in [1,2]", "[1,2]"),
+        (r"y = 2x", "2x"),
+        (r"\$5", "5"),
+    ],
+)
+def test_normal_form_unites_spellings(left, right):
+    assert normalize_math(left) == normalize_math(right)
+
+
+def test_normal_form_keeps_what_differs():
+    for left, right in [("A", "a"), ("(1,234)", "(1234)"), ("-2", "2"), (r"\frac{A}{2}", r"\frac{a}{2}")]:
+        assert normalize_math(left) != normalize_math(right)
+
+
+# --- types ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"thus \boxed{4}", "4", 1.0),
+        (r"thus \boxed{4.0}", 4, 1.0),
+        (r"thus \boxed{5}", "4", 0.0),
+        (r"\boxed{\frac{3}{2}}", r"\boxed{1.5}", 1.0),
+        ("work\n#### 1,200", "1200", 1.0),
+        ("The product is 42.", "42", 1.0),
+        ("The product of 6 and 7 is 41.", "42", 0.0),
+        ("I do not know", "42", 0.0),
+        ("", "42", 0.0),
+        (r"\boxed{\textbf{(073)}}", "073", 1.0),
+        (r"\boxed{}", "4", 0.0),
+    ],
+)
+async def test_math_decided_by_spelling_or_value(response, label, expected):
+    assert await score("math", response, label) == expected
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("response", "label", "expected"),
+    [
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+2", 0.0),
+        (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1.0),
+        (r"\boxed{x = 4}", "x = 4", 1.0),
+        ("Hence $x = 4$.", "x = 4", 1.0),
+        ("Hence x = 5.", "x = 4", 0.0),
+        (r"So the value is $\frac{6}{4}$.", r"\frac{3}{2}", 1.0),
+        (r"\boxed{1\frac{4}{5}}", r"\frac{9}{5}", 1.0),
+        (r"\boxed{\{1,2,3\}}", r"\{3,2,1\}", 1.0),
+    ],
+)
+async def test_math_decided_by_symbols(response, label, expected):
+    assert await score("math", response, label) == expected
+
+
+async def test_deepscaler_wants_an_answer_in_a_box_after_the_reasoning():
+    assert await score("deepscaler", r"hm \boxed{4}", "4") == 0.0
+    assert await score("deepscaler", r"hm \boxed{5}</think> \boxed{4}", "4") == 1.0
+    assert await score("deepscaler", r"hm \boxed{4}</think> it is 4", "4") == 0.0
+    assert await score("deepscaler", r"###Response \boxed{\frac{1}{2}}", "0.5") == 1.0
+    assert await score("deepscaler", r"</think>\boxed{4}", r"so \boxed{4}") == 1.0
+
+
+async def test_dapo_reads_the_last_answer_of_the_last_300_characters():
+    assert await score("dapo", "Answer: 3\nno\nAnswer: 34", "34") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert await score("dapo", "Answer: $34.0$", "34") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert await score("dapo", r"**Answer:** \boxed{34}", "34.0") == {"score": 1.0, "acc": True, "pred": "34"}
+    assert await score("dapo", "Answer: 34" + " " * 300, "34") == {"score": -1.0, "acc": False, "pred": "[INVALID]"}
+    assert (await score("dapo", "Answer: 35", "34"))["score"] == -1.0
+
+
+def test_f1_by_hand():
+    assert f1_score("the cat sat", "a cat sat down") == pytest.approx(2 * 1.0 * (2 / 3) / (5 / 3))
+    assert f1_score("The  Beatles!", "beatles") == 1.0
+    assert f1_score("yes", "no") == 0.0
+    assert f1_score("yes it is", "yes") == 0.0
+    assert f1_score("", "x") == 0.0
+
+
+async def test_f1_takes_the_best_of_several_labels():
+    assert await async_rm(arguments("f1"), Sample(response="big apple", label=["nyc", "the big apple"])) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("The answer is (C).", "C"),
+        (r"\boxed{B}", "B"),
+        (r"\boxed{\text{(D) mitochondria}}", "D"),
+        ("Answer: A", "A"),
+        ("**Answer: B**", "B"),
+        ("I think\nC\n", "C"),
+        ("A cat is an animal", None),
+        ("not sure between A and B", None),
+        ("D", "D"),
+    ],
+)
+def test_gpqa_letters(response, letter):
+    found = extract_letter(response, "ABCD")
+    if response == "A cat is an animal":
+        assert found in (None, "A")  # a lone letter, right or wrong by luck
+    else:
+        assert found == letter
+
+
+async def test_gpqa_reads_label_or_metadata():
+    choices = ["one", "two", "three", "four"]
+    assert await score("gpqa", "the answer is B", "B") == 1.0
+    assert await score("gpqa", "the answer is B", "two", choices=choices) == 1.0
+    assert await score("gpqa", "the answer is B", 2, choices=choices) == 0.0
+    assert await score("gpqa", "<think>A</think>the answer is C", None, choices=choices, correct_letter="C") == 1.0
+    assert await score("gpqa", "Three.", None, choices=choices, correct_answer="three") == 1.0
+    assert await score("gpqa", "the answer is E", "E", valid_letters=["A", "B", "E"]) == 1.0
+    with pytest.raises(ValueError, match="neither one of the letters ABCD"):
+        await score("gpqa", "the answer is B", "no such choice")
+
+
+async def test_last_number_reward():
+    assert await score("last_number", "7 x 8 = 56.", "56") == 1.0
+    assert await score("last_number", "7 x 8 = 56, or 57", "56") == 0.0
+    assert await score("last_number", "no idea", "56") == 0.0
+    with pytest.raises(ValueError, match="not a number"):
+        await score("last_number", "56", "fifty-six")
+
+
+async def test_boxed_prefix_scores_what_is_in_the_box():
+    assert await score("boxed_f1", r"a lot of words \boxed{Paris}", "Paris") == 1.0
+    assert await score("boxed_last_number", r"12 \boxed{7 or 8} 9", "8") == 1.0
+    assert await score("boxed_last_number", "8", "8") == 0.0
+
+
+async def test_random_is_a_coin_of_the_samples_own():
+    rewards = [await async_rm(arguments("random"), Sample(index=i)) for i in range(400)]
+    assert set(rewards) == {0, 1}
+    assert 120 < sum(rewards) < 280
+    assert rewards == [await async_rm(arguments("random"), Sample(index=i)) for i in range(400)]
+
+
+async def test_ifbench_is_refused_with_the_reason_and_works_where_its_checkers_are(tmp_path, monkeypatch):
+    sample = Sample(prompt="Say hi", response="hi", metadata={"instruction_id_list": ["a", "b"], "kwargs": [{}, {}]})
+    with pytest.raises(RuntimeError, match="put the clone on PYTHONPATH"):
+        await async_rm(arguments("ifbench"), sample)
+    (tmp_path / "evaluation_lib.py").write_text(
+        "import dataclasses\n"
+        "InputExample = dataclasses.make_dataclass('InputExample', "
+        "['key', 'instruction_id_list', 'prompt', 'kwargs'])\n"
+        "class Out: follow_instruction_list = [True, False]\n"
+        "def test_instruction_following_strict(example, answers): "
+        "assert answers[example.prompt] == 'hi'; return Out()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from slime.rollout.verifier import pool as pool_module
+
+    pool = pool_module.VerifierPool(1)
+    monkeypatch.setattr("slime.rollout.rm_hub.outcome.shared_pool", lambda workers: pool)
+    try:
+        assert await async_rm(arguments("ifbench"), sample) == 0.5
+    finally:
+        pool.close()
+        sys.modules.pop("evaluation_lib", None)
+
+
+# --- which one ------------------------------------------------------------------------------
+
+
+async def test_precedence_of_sample_path_then_flag_then_metadata_then_type(tmp_path):
+    (tmp_path / "rewards.py").write_text(
+        "async def one(args, sample, **kw): return 1.0\n"
+        "async def two(args, sample, **kw): return 2.0\n"
+        "def plain(args, sample): return 3.0\n"
+        "async def listed(args, samples, **kw): return [float(len(samples))] * len(samples)\n"
+        "async def short(args, samples, **kw): return [1.0]\n"
+    )
+    file = str(tmp_path / "rewards.py")
+    both = arguments("f1", custom_rm_path=f"{file}:one")
+    assert await async_rm(both, Sample(custom_rm_path=f"{file}:two")) == 2.0
+    assert await async_rm(both, Sample(metadata={"rm_type": "f1"})) == 1.0
+    assert await async_rm(arguments("f1", custom_rm_path=f"{file}:plain"), Sample()) == 3.0
+    by_row = Sample(response="5", label="5", metadata={"rm_type": "last_number"})
+    assert await async_rm(arguments("no_such_type"), by_row) == 1.0
+    listed = arguments(custom_rm_path=f"{file}:listed")
+    assert await batched_async_rm(listed, [Sample(), Sample()]) == [2.0, 2.0]
+    with pytest.raises(ValueError, match="1 rewards for 2 samples"):
+        await batched_async_rm(arguments(custom_rm_path=f"{file}:short"), [Sample(), Sample()])
+    with pytest.raises(ValueError, match="unknown reward type 'no_such_type'"):
+        await async_rm(arguments("no_such_type"), Sample())
+    with pytest.raises(ValueError, match="give --rm-type"):
+        await async_rm(arguments(), Sample())
+
+
+async def test_class_style_reward_models(tmp_path):
+    (tmp_path / "custom_rm.py").write_text(
+        "class CustomRewardModel:\n"
+        "    def __init__(self, model_path):\n"
+        "        self.bonus = len(model_path)\n"
+        "    def compute_reward(self, prompts, responses):\n"
+        "        return [len(response) + self.bonus for response in responses]\n"
+    )
+    path = str(tmp_path / "custom_rm.py")
+    args = arguments(custom_rm_path=path, rm_model_path="abc")
+    assert scores_whole_groups(args)
+    assert await batched_async_rm(args, [Sample(response="x"), Sample(response="yyy")]) == [4.0, 6.0]
+    assert await async_rm(args, Sample(response="x")) == 4.0
+    with pytest.raises(ValueError, match="wants model_path: give --rm-model-path"):
+        await async_rm(arguments(custom_rm_path=path), Sample(response="x"))
+
+
+# --- verifiers without an answer ------------------------------------------------------------
+
+
+@pytest.mark.real
+async def test_a_verifier_that_times_out_marks_the_sample_and_is_no_zero(caplog):
+    from slime.rollout.rm_hub import outcome
+
+    outcome._warned.clear()
+    args = arguments("math", reward_timeout=0.5)
+    slow = Sample(index=7, label="5", response=r"\boxed{3^{3^{3^{3}}}}")
+    fine = Sample(index=8, label="(x+1)^2", response=r"\boxed{x^2+2x+1}")
+    assert await async_rm(args, slow) is None
+    assert slow.reward is None and slow.reward_timed_out and slow.remove_sample
+    assert slow.metadata["reward_failure"].startswith("timeout: ")
+    assert "sample 7" in caplog.text
+    args.reward_timeout = 30.0
+    assert await async_rm(args, fine) == 1.0
+    boxed = Sample(index=9, label=slow.label, response=slow.response)
+    args.reward_timeout = 0.5
+    assert await async_rm(arguments("boxed_math", reward_timeout=0.5), boxed) is None
+    assert boxed.reward_timed_out
+
+
+class RewardServer:
+    """A reward server that fails as often as it is told."""
+
+    def __init__(self, failures=0, status=500, hang=False):
+        self.failures, self.status, self.hang, self.calls = failures, status, hang, []
+
+    async def __aenter__(self):
+        app = web.Application()
+        app.router.add_post("/rm", self.answer)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}/rm"
+        return self
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+
+    async def answer(self, request):
+        body = await request.json()
+        self.calls.append(body)
+        if self.hang:
+            await asyncio.sleep(60)
+        if len(self.calls) <= self.failures:
+            return web.Response(status=self.status, text="broken")
+        return web.json_response(0.5 if body["response"] == "a" else {"score": 1})
+
+
+@pytest.fixture
+def quick_retries(monkeypatch):
+    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.FIRST_PAUSE", 0.001)
+
+
+async def test_remote_rm_posts_and_tries_again(quick_retries):
+    async with RewardServer(failures=2) as server:
+        args = arguments("remote_rm", rm_url=server.url)
+        assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
+        assert server.calls == [{"prompt": "p", "response": "a", "label": "l"}] * 3
+        assert await async_rm(args, Sample(prompt="p", response="b")) == {"score": 1}
+
+
+async def test_remote_rm_gives_up_with_the_address(quick_retries):
+    async with RewardServer(failures=99) as server:
+        with pytest.raises(RuntimeError, match=f"{server.url} failed 10 times"):
+            await async_rm(arguments("remote_rm", rm_url=server.url), Sample())
+        assert len(server.calls) == 10
+    async with RewardServer(failures=99, status=422) as server:
+        with pytest.raises(Exception, match="422"):
+            await async_rm(arguments("remote_rm", rm_url=server.url), Sample())
+        assert len(server.calls) == 1, "a refusal is not tried again"
+    with pytest.raises(ValueError, match="--rm-url"):
+        await async_rm(arguments("remote_rm", rm_url=None), Sample())
+
+
+async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
+    async with RewardServer(hang=True) as server:
+        sample = Sample()
+        assert await async_rm(arguments("remote_rm", rm_url=server.url, reward_timeout=0.02), sample) is None
+        assert sample.reward_timed_out
+
+
+# --- labels ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "label", "metadata", "problem"),
+    [
+        ("math", "4", {}, None),
+        ("math", "x = 4", {}, None),
+        ("math", 4, {}, None),
+        ("math", None, {}, "no label"),
+        ("math", "  ", {}, "empty"),
+        ("math", {"a": 1}, {}, "is a dict"),
+        ("math", r"\frac{1}{2", {}, "unbalanced"),
+        ("math", "the prime minister of a large country", {}, "reads like a sentence"),
+        ("deepscaler", r"\text{Evelyn}", {}, None),
+        ("boxed_last_number", "four", {}, "not a number"),
+        ("last_number", "1,234", {}, None),
+        ("dapo", "34", {}, None),
+        ("f1", ["a", ""], {}, "empty"),
+        ("gpqa", "E", {}, "neither one of the letters"),
+        ("gpqa", "E", {"rm_type": "f1"}, None),
+        ("math", "prose about a thing with many words", {"rm_type": "f1"}, None),
+        ("random", None, {}, None),
+        ("remote_rm", None, {}, None),
+        ("", None, {}, None),
+    ],
+)
+def test_check_label(rm_type, label, metadata, problem):
+    found = check_label(rm_type, label, metadata)
+    assert found is None if problem is None else problem in found
+
+
+def rows(folder, name):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def gold_labels(folder, name):
+    import pyarrow.parquet
+
+    if name == "gsm8k":
+        return [
+            row["answer"].split("####")[1].strip()
+            for part in ("train", "test")
+            for row in rows(folder, f"gsm8k/{part}.jsonl")
+        ]
+    if name == "math500":
+        return [row["answer"] for row in rows(folder, "math500/math500.jsonl")]
+    if name == "aime":
+        return [row["answer"] for row in rows(folder, "aime/aime24.jsonl")] + [
+            row["output"] for row in rows(folder, "aime/AIME25_retool.jsonl")
+        ]
+    table = pyarrow.parquet.read_table(folder / "dapo/dapo_math_17k.parquet", columns=["reward_model"])
+    return [row["reward_model"]["ground_truth"] for row in table.to_pylist()]
+
+
+async def scores(rm_type, pairs):
+    args = arguments(rm_type, reward_workers=2)
+    rewards = await asyncio.gather(*(async_rm(args, Sample(response=text, label=label)) for text, label in pairs))
+    return [reward["score"] if isinstance(reward, dict) else reward for reward in rewards]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math500", "aime", "dapo"])
+@pytest.mark.parametrize(
+    ("rm_type", "answer"),
+    [
+        ("math", r"so \boxed{%s}"),
+        ("deepscaler", r"</think>\boxed{%s}"),
+        ("dapo", "so\nAnswer: %s"),
+        ("last_number", "It is %s."),
+    ],
+)
+async def test_every_gold_answer_scores_one_against_its_own_label(datasets_dir, name, rm_type, answer):
+    labels = gold_labels(datasets_dir, name)
+    unreadable = [label for label in labels if check_label(rm_type, label)]
+    if rm_type != "last_number" or name != "math500":
+        assert not unreadable, f"{name}: labels that {rm_type} cannot read: {unreadable[:10]}"
+    labels = [label for label in labels if label not in set(unreadable)]
+    got = await scores(rm_type, [(answer % label, label) for label in labels])
+    missed = [label for label, reward in zip(labels, got, strict=True) if reward != 1.0]
+    assert not missed, f"{name}: {len(missed)} gold answers that {rm_type} does not accept: {missed[:10]}"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "aime", "dapo"])
+async def test_wrong_numbers_score_nothing(datasets_dir, name):
+    labels = gold_labels(datasets_dir, name)
+    wrong = random.Random(1).sample(labels, len(labels))
+    pairs = [(rf"\boxed{{{other}}}", label) for other, label in zip(wrong, labels, strict=True)]
+    expected = [float(as_number(other) == as_number(label)) for other, label in zip(wrong, labels, strict=True)]
+    assert await scores("math", pairs) == expected
+
+
+@pytest.mark.real
+async def test_worked_solutions_of_the_data_sets_score_one(datasets_dir):
+    for file, solution, label in [
+        ("gsm8k/test.jsonl", "answer", lambda row: row["answer"].split("####")[1].strip()),
+        ("math500/math500.jsonl", "solution", lambda row: row["answer"]),
+        ("aime/aime24.jsonl", "solution", lambda row: row["answer"]),
+    ]:
+        data = rows(datasets_dir, file)
+        got = await scores("math", [(row[solution], label(row)) for row in data])
+        missed = [label(row) for row, reward in zip(data, got, strict=True) if reward != 1.0]
+        assert not missed, f"{file}: {missed[:10]}"
+
+
+@pytest.mark.real
+async def test_math_verify_reads_every_label_of_math500(datasets_dir):
+    from slime.rollout.verifier import shared_pool
+
+    labels = sorted(set(gold_labels(datasets_dir, "math500")))
+    verdicts = await asyncio.gather(
+        *(shared_pool(2).run("slime.rollout.rm_hub.math_equal.equal", label, label, timeout=30) for label in labels)
+    )
+    assert [label for label, verdict in zip(labels, verdicts, strict=True) if verdict.value is not True] == []
