@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -35,7 +36,11 @@ class _Misuse(Exception):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse that raises instead of leaving at the first mistake."""
+    """argparse that raises instead of leaving at the first mistake, and knows ``-1e-5`` for a number."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def error(self, message: str) -> NoReturn:
         raise _Misuse(message)

@@ -43,11 +43,6 @@ ROUTER_SET_BY_SLIME: dict[str, str] = {
     "worker_urls": "slime registers its engines",
     "request_timeout_secs": "use --sglang-router-request-timeout-secs",
 }
-RENAMED: dict[str, dict[str, str]] = {
-    "0.5.23": {"cuda_graph_bs": "cuda_graph_bs_decode", "cuda_graph_max_bs": "cuda_graph_max_bs_decode"}
-}
-"""Names of an older SGLang that a newer one spells differently."""
-
 ROUTER_DEFAULTS: dict[str, Any] = {"balance_abs_threshold": 10, "balance_rel_threshold": 1.2, "log_level": "warn"}
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "loose": Loose, "count": Loose}
@@ -181,7 +176,7 @@ def check(args: Any) -> list[str]:
 
 
 def _absent_in(given: Mapping[str, Any], version: str) -> list[str]:
-    known = {entry["dest"] for entry in load_table("sglang", version).values()} | set(RENAMED.get(version, {}))
+    known = {entry["dest"] for entry in load_table("sglang", version).values()}
     return [
         f"--sglang-{name.replace('_', '-')}: another SGLang has it, the installed {version} has not"
         for name in given
@@ -202,7 +197,7 @@ def command_line(family: Family, given: Mapping[str, Any], version: str | None =
         spelling.setdefault(entry["dest"], option)
     words: list[str] = []
     for name, value in given.items():
-        option = spelling[RENAMED.get(version, {}).get(name, name)]
+        option = spelling[name]
         if isinstance(value, bool):
             is_default = value == bool(table[option].get("default", table[option]["kind"] == "negative"))
             words += [] if is_default else [option]

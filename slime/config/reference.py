@@ -69,7 +69,7 @@ def _limits() -> str:
 
 def _passed() -> str:
     lines = [
-        "Names come from tables of the pinned versions (`slime/config/tables`); parsing imports none of these packages.",
+        "Names come from tables of the pinned versions (`slime/config/tables`); parsing imports none of them.",
         "",
     ]
     for family, spelled, versions in (

@@ -1,0 +1,230 @@
+"""Words to Args: every flag, every spelling, and all mistakes told together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.config.args import FLAGS, Args
+from slime.config.errors import ConfigError
+from slime.config.flag import Flag, convert
+from slime.config.gone import GONE
+from slime.config.parser import load_args, parse_args, read_command_line
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+BLOCKED = ("torch", "transformers", "sglang", "megatron", "ray", "aiohttp", "pyarrow", "numpy", "tensorboard")
+
+
+def words(flag: Flag, value: object) -> list[str]:
+    """How a user would type ``value``."""
+    if flag.kind == "toggle":
+        return [flag.option if value else f"--no-{flag.option[2:]}"]
+    if flag.is_bool:
+        return [flag.option]
+    if flag.kind == "repeat":
+        return [word for item in value for word in (flag.option, str(item))]  # type: ignore[attr-defined]
+    if flag.takes_list:
+        return [flag.option, *map(str, value)]  # type: ignore[call-overload]
+    return [flag.option, json.dumps(value) if flag.kind == "json" else str(value)]
+
+
+def values_of(flag: Flag) -> st.SearchStrategy[object]:
+    """Values that a command line can carry for this flag."""
+    text = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=8)
+    if flag.choices:
+        one: st.SearchStrategy[object] = st.sampled_from(flag.choices)
+    elif flag.value_type is int:
+        one = st.integers(-(2**40), 2**40)
+    elif flag.value_type is float:
+        one = st.floats(allow_nan=False, allow_infinity=False)
+    elif flag.value_type is dict:
+        return st.dictionaries(text, st.one_of(text, st.integers(), st.booleans()), max_size=3)
+    else:
+        one = text
+    if flag.kind == "switch":
+        return st.just(True)
+    if flag.kind == "negative":
+        return st.just(False)
+    if flag.kind == "toggle":
+        return st.booleans()
+    return st.lists(one, min_size=1, max_size=4) if flag.takes_list else one
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(FLAGS)).flatmap(lambda name: st.tuples(st.just(name), values_of(FLAGS[name]))))
+def test_what_is_typed_is_what_args_hold(case: tuple[str, object]) -> None:
+    name, value = case
+    args, problems = read_command_line(words(FLAGS[name], value))
+    assert problems == []
+    assert getattr(args, name) == value
+    assert type(getattr(args, name)) is type(value)
+    assert args.explicit == {name}
+
+
+def test_every_default_survives_being_typed() -> None:
+    line = [word for flag in FLAGS.values() if flag.default not in (None, [], {}) and not flag.is_bool
+            for word in words(flag, flag.default)]  # fmt: skip
+    args, problems = read_command_line(line)
+    assert problems == []
+    assert {name: getattr(args, name) for name in FLAGS} == {name: getattr(Args(), name) for name in FLAGS}
+
+
+def test_every_flag_says_what_it_is() -> None:
+    for flag in FLAGS.values():
+        assert flag.help and not flag.help.endswith("."), flag.name
+        assert flag.reader or flag.status != "works", f"{flag.name}: which file reads it?"
+        assert flag.reason or flag.status not in ("notice", "refused"), flag.name
+    assert not set(GONE) & {flag.option for flag in FLAGS.values()}
+
+
+def test_unknown_flags_are_reported_together_with_suggestions() -> None:
+    _, problems = read_command_line(
+        [
+            "--rollout_batch_size",
+            "4",
+            "--num-rolout",
+            "3",
+            "--sglang-mem-fraction-statc",
+            "0.5",
+            "--zzzz",
+            "--use-critic",
+        ]
+    )
+    assert problems == [
+        "--rollout_batch_size: no such flag; did you mean --rollout-batch-size?",
+        "--num-rolout: no such flag; did you mean --num-rollout?",
+        "--sglang-mem-fraction-statc: no such flag; did you mean --sglang-mem-fraction-static?",
+        "--zzzz: no such flag",
+        "--use-critic is gone: --advantage-estimator ppo brings the critic",
+    ]
+
+
+def test_no_abbreviations_and_no_stray_words() -> None:
+    assert read_command_line(["--num-roll", "3"])[1] == ["--num-roll: no such flag; did you mean --num-rollout?"]
+    assert read_command_line(["--colocate", "true"])[1] == ["'true' belongs to no flag"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--lr fast", "--lr: 'fast' is not a number"),
+        ("--num-rollout 2.5", "--num-rollout: '2.5' is not a whole number"),
+        ("--num-rollout inf", "--num-rollout: 'inf' is not a whole number"),
+        ("--advantage-estimator grp", "--advantage-estimator: 'grp' is not one of grpo, "),
+        ("--train-env-vars {a:1}", "--train-env-vars: '{a:1}' is not JSON"),
+        ("--train-env-vars [1]", "--train-env-vars: needs a JSON object"),
+        ("--lr", "argument --lr: expected one argument"),
+    ],
+)
+def test_bad_values_name_the_flag(line: str, problem: str) -> None:
+    problems = read_command_line(line.split())[1]
+    assert len(problems) == 1 and problems[0].startswith(problem), problems
+
+
+def test_numbers_may_be_written_as_people_write_them() -> None:
+    args, problems = read_command_line("--lr 1e-6 --update-weight-buffer-size 1e9 --rollout-top-k -1".split())
+    assert problems == []
+    assert (args.lr, args.update_weight_buffer_size, args.rollout_top_k) == (1e-6, 10**9, -1)
+
+
+def test_repeated_eval_sets_are_appended() -> None:
+    typed = "--eval-prompt-data aime a.jsonl --eval-prompt-data gsm8k b.jsonl math c.jsonl"
+    args, problems = read_command_line(typed.split())
+    assert problems == []
+    assert args.eval_prompt_data == ["aime", "a.jsonl", "gsm8k", "b.jsonl", "math", "c.jsonl"]
+
+
+def test_negative_flags_keep_their_names() -> None:
+    args, _ = read_command_line(["--disable-grpo-std-normalization", "--no-use-tensorboard"])
+    assert args.grpo_std_normalization is False
+    assert args.rewards_normalization is True
+    assert args.use_tensorboard is False
+
+
+def test_user_arguments_are_added_and_slimes_definition_wins() -> None:
+    def add(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--my-flag", type=int, default=3)
+        parser.add_argument("--lr", type=str, default="none")
+        return parser
+
+    args, problems = read_command_line(["--my-flag", "7", "--lr", "1e-3"], add)
+    assert problems == []
+    assert (args.my_flag, args.lr) == (7, 1e-3)
+    assert read_command_line([], add)[0].my_flag == 3
+    with pytest.raises(TypeError, match="must return the parser"):
+        read_command_line([], lambda parser: None)  # type: ignore[arg-type, return-value]
+
+
+def test_args_survive_pickling_and_take_new_attributes() -> None:
+    args, _ = read_command_line("--sglang-log-level debug --tensor-model-parallel-size 2 --lr 0.5".split())
+    args.from_a_hook = [1]
+    copy = pickle.loads(pickle.dumps(args))
+    assert copy == args and copy.from_a_hook == [1]
+    assert (copy.sglang_log_level, copy.tensor_model_parallel_size, copy.lr) == ("debug", 2, 0.5)
+    with pytest.raises(AttributeError, match="did you mean 'rollout_batch_size'"):
+        _ = args.rollout_batchsize
+    assert getattr(args, "nobody_knows", 5) == 5
+
+
+def test_parse_args_prints_a_numbered_list_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--num-rolout", "3", "--lr", "x"], extra_checks=[lambda args: ["row 3 is not JSON"]])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "problems with the arguments" in error
+    for part in ("1. --num-rolout", "2. --lr", "--hf-checkpoint", "--prompt-data", "row 3 is not JSON"):
+        assert part in error
+
+
+def test_config_error_is_a_numbered_list_and_survives_pickling() -> None:
+    error = ConfigError(["one", "two"])
+    assert str(error) == "  1. one\n  2. two"
+    assert pickle.loads(pickle.dumps(error)).problems == ["one", "two"]
+    assert str(ConfigError(["alone"])) == "alone"
+    with pytest.raises(ConfigError):
+        load_args(["--zzz"])
+
+
+def test_help_is_fast_and_needs_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in {BLOCKED!r}:\n"
+        "            raise ImportError('blocked: ' + name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "sys.argv = ['train.py', '--help']\n"
+        "import runpy\n"
+        f"runpy.run_path({str(CHECKOUT / 'train.py')!r}, run_name='__main__')\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=CHECKOUT)
+    seconds = time.perf_counter() - start
+    assert done.returncode == 0, done.stderr
+    assert seconds < 2, f"--help took {seconds:.2f} s"
+    for option in ("--rollout-batch-size N", "--advantage-estimator", "--sglang-", "algorithm:", "checkpoints:"):
+        assert option in done.stdout
+    assert "--megatron-deepgemm" not in done.stdout  # refused flags stay out
+
+
+@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.lists(st.integers())))
+def test_conversion_gives_the_type_or_says_why_not(value: object) -> None:
+    for name in ("lr", "num_rollout", "colocate", "rollout_stop_token_ids", "train_env_vars", "hf_checkpoint"):
+        flag = FLAGS[name]
+        try:
+            converted = convert(flag, value)
+        except ValueError as error:
+            assert str(error)
+            continue
+        element = converted[0] if isinstance(converted, list) and converted else converted
+        assert element is None or element == [] or isinstance(element, flag.value_type)
