@@ -132,7 +132,7 @@ def test_bad_values_name_the_flag(line: str, problem: str) -> None:
 
 
 def test_numbers_may_be_written_as_people_write_them() -> None:
-    args, problems = read_command_line("--lr 1e-6 --update-weight-buffer-size 1e9 --rollout-top-k -1".split())
+    args, problems = read_command_line(["--lr", "1e-6", "--update-weight-buffer-size", "1e9", "--rollout-top-k", "-1"])
     assert problems == []
     assert (args.lr, args.update_weight_buffer_size, args.rollout_top_k) == (1e-6, 10**9, -1)
 
@@ -166,7 +166,7 @@ def test_user_arguments_are_added_and_slimes_definition_wins() -> None:
 
 
 def test_args_survive_pickling_and_take_new_attributes() -> None:
-    args, _ = read_command_line("--sglang-log-level debug --tensor-model-parallel-size 2 --lr 0.5".split())
+    args, _ = read_command_line(["--sglang-log-level", "debug", "--tensor-model-parallel-size", "2", "--lr", "0.5"])
     args.from_a_hook = [1]
     copy = pickle.loads(pickle.dumps(args))
     assert copy == args and copy.from_a_hook == [1]

@@ -1,0 +1,178 @@
+"""What is derived when a flag is not given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slime.config import machine as machine_module
+from slime.config.args import Args
+from slime.config.defaults import default_args, resolve_defaults
+from slime.config.machine import Machine, count_gpus
+
+LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
+NODE = Machine(gpus=8, cores=64, in_cluster=False)
+ONE_GPU = Machine(gpus=1, cores=16, in_cluster=False)
+
+
+def test_the_seeds_quick_start_has_all_it_needs(workplace) -> None:
+    args = workplace.load("--num-rollout 3000 --use-kl-loss --kl-loss-coef 0.001 --global-batch-size 256")
+    assert (args.rollout_batch_size, args.n_samples_per_prompt, args.num_steps_per_rollout) == (32, 8, 1)
+    assert (args.input_key, args.label_key, args.rollout_max_response_len, args.rm_type) == (
+        "prompt",
+        "label",
+        1024,
+        "math",
+    )
+    assert args.ref_load == args.hf_checkpoint == workplace.model
+    assert (args.train_backend, args.rollout_backend) == ("fsdp", "embedded")
+    assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.world_size) == (1, 1, 1)
+    assert (args.train_dtype, args.rollout_dtype, args.distributed_backend) == ("float32", "float32", "gloo")
+    assert args.use_tensorboard and args.num_rollout == 3000
+    assert any("--rm-type math" in notice for notice in args.notices)
+
+
+@given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 8))
+def test_batch_equation_holds_whatever_was_given(prompts: int, samples: int, steps: int) -> None:
+    total = prompts * samples
+    for given_size, given_steps in ((None, None), (None, steps), (max(total // steps, 1), None)):
+        args = Args(rollout_batch_size=prompts, n_samples_per_prompt=samples)
+        args.global_batch_size, args.num_steps_per_rollout = given_size, given_steps  # type: ignore[assignment]
+        problems = resolve_defaults(args, machine=LAPTOP)
+        if problems:
+            assert total % (given_size or steps) and str(total) in problems[0]
+        else:
+            assert args.global_batch_size * args.num_steps_per_rollout == total
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (
+            "--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 250",
+            "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256, which is no multiple of --global-batch-size "
+            "250: 256 would fit",
+        ),
+        (
+            "--rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 8 --num-steps-per-rollout 3",
+            "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16, but --global-batch-size 8 x "
+            "--num-steps-per-rollout 3 = 24: leave one of the last two out, and it follows",
+        ),
+        (
+            "--rollout-batch-size 3 --n-samples-per-prompt 3 --num-steps-per-rollout 2",
+            "--rollout-batch-size 3 x --n-samples-per-prompt 3 = 9 samples cannot be split into "
+            "--num-steps-per-rollout 2 equal steps",
+        ),
+    ],
+)
+def test_impossible_batches_show_the_equation(workplace, line: str, problem: str) -> None:
+    assert workplace.problems(line) == [problem]
+
+
+def test_a_gpu_node_without_placement_is_shared(workplace) -> None:
+    workplace.use(NODE)
+    args = workplace.load()
+    assert args.colocate and args.offload_train and args.offload_rollout
+    assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.train_dtype) == (8, 8, "bfloat16")
+    args = workplace.load(asynchronous=True)
+    assert not args.colocate and (args.actor_num_gpus_per_node, args.rollout_num_gpus) == (4, 4)
+    args = workplace.load("--rollout-num-gpus 2 --use-dynamic-batch-size --max-tokens-per-gpu 4096")
+    assert not args.colocate and args.actor_num_gpus_per_node == 6
+
+
+def test_colocation_sets_both_offloads_unless_told_otherwise(workplace) -> None:
+    args = workplace.load("--colocate --no-offload-train")
+    assert (args.offload_train, args.offload_rollout) == (False, True)
+    args = workplace.load()
+    assert (args.offload_train, args.offload_rollout) == (False, False)
+    args = workplace.load("--offload")
+    assert (args.offload_train, args.offload_rollout) == (True, True)
+
+
+def test_ppo_brings_the_critic(workplace) -> None:
+    args = workplace.load("--advantage-estimator ppo --lr 1e-5")
+    assert args.use_critic and args.critic_lr == 1e-5
+    assert not workplace.load().use_critic
+
+
+def test_save_interval_alone_saves_in_the_runs_folder(workplace) -> None:
+    args = workplace.load("--save-interval 100 --run-name mine")
+    assert args.save == "outputs/mine/checkpoints"
+    assert workplace.load().save is None
+
+
+def test_a_resumed_run_goes_on_in_its_own_folder(workplace) -> None:
+    folder = workplace.root / "outputs" / "earlier" / "checkpoints"
+    folder.mkdir(parents=True)
+    assert workplace.load(f"--load {folder} --save {folder}").run_name == "earlier"
+    fresh = workplace.load().run_name
+    assert fresh.startswith("model-grpo-20")
+
+
+def test_eval_interval_without_data_is_one_notice(workplace) -> None:
+    args = workplace.load("--eval-interval 50")
+    assert args.eval_interval is None
+    assert len([notice for notice in args.notices if "--eval-prompt-data" in notice]) == 1
+
+
+def test_eval_settings_fall_back_to_the_rollouts(workplace) -> None:
+    args = workplace.load("--rollout-max-response-len 99 --eval-temperature 0 --input-key prompt")
+    assert (args.eval_max_response_len, args.eval_temperature, args.eval_top_p) == (99, 0.0, 1.0)
+    assert (args.eval_input_key, args.eval_label_key) == ("prompt", "label")
+    assert args.eval_function_path == args.rollout_function_path
+
+
+def test_rows_choose_keys_and_reward(workplace) -> None:
+    data = workplace.write("other.jsonl", json.dumps({"input": "hi", "answer": "4"}) + "\n")
+    line = f"--prompt-data {data}"
+    assert any(problem.startswith("nothing scores the samples") for problem in workplace.problems(line))
+    args = workplace.load(f"{line} --rm-type random")
+    assert (args.input_key, args.label_key) == ("input", None)
+    args = workplace.load(f"{line} --label-key answer")
+    assert (args.label_key, args.rm_type) == ("answer", "math")
+
+
+def test_parquet_rows_are_seen_too(workplace) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = workplace.root / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "hi", "label": "4"}]), file)
+    assert workplace.load(f"--prompt-data {file}@[0:1]").rm_type == "math"
+
+
+def test_the_checkpoint_may_come_by_load_or_ref_load(workplace) -> None:
+    from slime.config.parser import load_args
+
+    args = load_args(["--prompt-data", workplace.data, "--ref-load", workplace.model])
+    assert args.hf_checkpoint == workplace.model
+    assert any("--hf-checkpoint is not given" in notice for notice in args.notices)
+
+
+def test_recompute_flags_mean_gradient_checkpointing(workplace) -> None:
+    for line in ("--recompute-activations", "--recompute-granularity full", "--gradient-checkpointing"):
+        assert workplace.load(line).gradient_checkpointing
+    assert not workplace.load().gradient_checkpointing
+
+
+def test_default_args_are_resolved_and_reject_unknown_names() -> None:
+    args = default_args(rollout_batch_size=4, n_samples_per_prompt=2)
+    assert (args.global_batch_size, args.over_sampling_batch_size) == (8, 4)
+    with pytest.raises(TypeError, match="rollout_batchsize"):
+        default_args(rollout_batchsize=4)
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_module, "_torch_is_cpu_build", lambda: False)
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert count_gpus(tmp_path) == 3
+    for visible, count in (("", 0), ("-1", 0), ("0", 1), ("0,2,5", 3), ("GPU-a,GPU-b", 2), ("1,-1,2", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus(tmp_path) == count
+    monkeypatch.setattr(machine_module, "_torch_is_cpu_build", lambda: True)
+    assert count_gpus(tmp_path) == 0

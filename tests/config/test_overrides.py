@@ -1,0 +1,99 @@
+"""YAML files: the user's own configuration first, the override last of all, both checked."""
+
+from __future__ import annotations
+
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slime.config.args import FLAGS
+from slime.config.args_dump import to_dict, to_yaml
+from slime.config.overrides import set_value
+from slime.config.parser import read_command_line
+
+
+def test_override_beats_custom_config_beats_command_line(workplace) -> None:
+    custom = workplace.write("custom.yaml", "lr: 2.0e-5\nmax_turns: 7\nrollout_batch_size: 16\nmy_tool: search\n")
+    override = workplace.write(
+        "laptop.yaml", "rollout_batch_size: 4\nglobal-batch-size: 8\n--n-samples-per-prompt: 2\n"
+    )
+    args = workplace.load(f"--lr 1e-3 --rollout-batch-size 32 --custom-config-path {custom} --override {override}")
+    assert (args.lr, args.max_turns, args.my_tool) == (2e-5, 7, "search")
+    assert (args.rollout_batch_size, args.global_batch_size, args.n_samples_per_prompt) == (4, 8, 2)
+    (printed,) = [notice for notice in args.notices if notice.startswith("--override")]
+    assert "rollout_batch_size: 16 -> 4" in printed and "global_batch_size: None -> 8" in printed
+
+
+def test_custom_config_is_checked_with_everything_else(workplace) -> None:
+    custom = workplace.write("custom.yaml", "use_tis: true\nuse_rollout_logprobs: true\nlr: fast\n")
+    problems = workplace.problems(f"--custom-config-path {custom}")
+    assert len(problems) == 2
+    assert any("lr: 'fast' is not a number" in problem for problem in problems)
+    assert any("--use-tis has nothing to correct" in problem for problem in problems)
+
+
+def test_override_rejects_names_that_are_no_flags(workplace) -> None:
+    override = workplace.write("o.yaml", "rolout_batch_size: 4\nsglang_mem_fraction: 0.5\n")
+    problems = workplace.problems(f"--override {override}")
+    assert len(problems) == 2
+    assert "did you mean rollout_batch_size?" in problems[0]
+    assert "did you mean sglang_mem_fraction_static?" in problems[1]
+
+
+def test_files_that_are_not_there_or_not_mappings(workplace) -> None:
+    listing = workplace.write("list.yaml", "- 1\n")
+    broken = workplace.write("broken.yaml", "a: [1\n")
+    assert "no such file" in workplace.problems("--override none.yaml")[0]
+    assert "needs a mapping" in workplace.problems(f"--override {listing}")[0]
+    assert "not YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
+    assert workplace.problems(f"--override {workplace.write('empty.yaml', '')}") == []
+
+
+def test_pass_through_flags_can_be_set_and_unset(workplace) -> None:
+    override = workplace.write(
+        "o.yaml", "num_layers: null\nsglang_mem_fraction_static: '0.5'\nrouter_policy: manual\nswiglu: true\n"
+    )
+    args = workplace.load(f"--num-layers 2 --override {override}")
+    assert args.num_layers == 0 and "num_layers" not in args.megatron
+    assert (args.sglang_mem_fraction_static, args.router_policy, args.swiglu) == (0.5, "manual", True)
+
+
+def test_another_checkpoint_in_the_override_silences_model_args(workplace) -> None:
+    override = workplace.write("o.yaml", f"hf_checkpoint: {workplace.model}\n")
+    args = workplace.load(f"--num-layers 61 --hidden-size 7168 --override {override}")
+    assert "num_layers" not in args.megatron
+    assert any("another model" in notice for notice in args.notices)
+
+
+def test_negative_flags_by_either_name() -> None:
+    args, _ = read_command_line([])
+    assert set_value(args, "disable_grpo_std_normalization", True) is None
+    assert args.grpo_std_normalization is False
+    assert set_value(args, "grpo_std_normalization", True) is None
+    assert args.grpo_std_normalization is True
+
+
+def test_dump_holds_everything_and_no_secret(workplace) -> None:
+    args = workplace.load("--wandb-key s3cret --tensor-model-parallel-size 1 --sglang-log-level debug --lr 1e-5")
+    args.from_a_hook = {"depth": [1, 2]}
+    args.not_plain = object()
+    text = to_yaml(args)
+    assert "s3cret" not in text
+    loaded = yaml.safe_load(text)
+    assert loaded["lr"] == 1e-5 and loaded["sglang_log_level"] == "debug" and loaded["from_a_hook"] == {"depth": [1, 2]}
+    assert loaded["use_critic"] is False and "not_plain" not in loaded and "explicit" not in loaded
+    assert set(FLAGS) - set(loaded) == {"override"}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 8), st.floats(1e-6, 1.0), st.booleans(), st.sampled_from(["grpo", "gspo", "ppo"]))
+def test_a_dumped_run_is_an_override_that_repeats_it(
+    workplace, prompts: int, lr: float, shuffle: bool, kind: str
+) -> None:
+    line = f"--rollout-batch-size {prompts} --lr {lr} --advantage-estimator {kind} --run-name r"
+    first = workplace.load(line + " --rollout-shuffle" * shuffle)
+    dump = {name: value for name, value in to_dict(first).items() if name in FLAGS}
+    again = workplace.load(f"--override {workplace.write('dump.yaml', yaml.safe_dump(dump))}")
+    for name in FLAGS:
+        if name != "override":
+            assert getattr(again, name) == getattr(first, name), name

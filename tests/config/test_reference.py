@@ -1,0 +1,19 @@
+"""The generated page of all flags is current and complete."""
+
+from __future__ import annotations
+
+from slime.config.args import FLAGS
+from slime.config.reference import PAGE, page
+
+
+def test_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run: python -m slime.config.reference"
+
+
+def test_page_names_every_flag_in_the_right_group() -> None:
+    text = page()
+    works, rest = text.split("## Accepted with a notice")
+    notice, refused = rest.split("## Refused")
+    for flag in FLAGS.values():
+        where = {"works": works, "notice": notice}.get(flag.status, refused)
+        assert f"`{flag.option}" in where, flag.option

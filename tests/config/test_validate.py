@@ -1,0 +1,190 @@
+"""Cross-field checks: each says what is wrong and what to change, and all are told together."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.config.machine import Machine
+
+LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
+FOUR_GPUS = Machine(gpus=4, cores=32, in_cluster=False)
+
+ONE_PROBLEM = [
+    ("--kl-coef 0.1 --use-kl-loss --kl-loss-coef 0.1", "exclude each other"),
+    ("--kl-loss-coef 0.1", "needs --use-kl-loss"),
+    ("--advantage-estimator reinforce_plus_plus", "needs --normalize-advantages"),
+    ("--advantage-estimator reinforce_plus_plus_baseline", "needs --normalize-advantages"),
+    ("--n-samples-per-prompt 1", "makes every advantage 0"),
+    ("--num-critic-only-steps 2", "--advantage-estimator ppo"),
+    ("--loss-type custom_loss", "--custom-loss-function-path"),
+    ("--eps-clip-c 0.5", "above 1"),
+    ("--eps-clip -0.1 --eps-clip-high 0.2", "not negative"),
+    ("--gamma 1.5", "between 0 and 1"),
+    ("--only-train-params-name-list a --freeze-params-name-list b", "exclude each other"),
+    ("--use-rollout-logprobs --use-tis", "drop one"),
+    ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
+    ("--tis-clip 1 --tis-clip-low 2", "must be above"),
+    ("--use-opd", "needs --opd-type"),
+    ("--opd-type sglang", "needs --use-opd"),
+    ("--min-lr 1 --lr 0.1", "is above --lr"),
+    ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "drop one"),
+    ("--lr-decay-samples 10", "use --lr-decay-iters"),
+    ("--over-sampling-batch-size 8", "is below --rollout-batch-size 32"),
+    ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu"),
+    ("--balance-by-flops", "needs --use-dynamic-batch-size"),
+    ("--mask-offpolicy-in-partial-rollout", "needs --partial-rollout"),
+    ("--rollout-temperature 0", "above 0"),
+    ("--rollout-top-p 1.5", "at most 1"),
+    ("--num-rollout -3", "0 or more"),
+    ("--rollout-max-response-len 0", "at least 1"),
+    ("--rm-type deepscalar", "not one of deepscaler"),
+    ("--rm-type remote_rm", "needs --rm-url"),
+    ("--sglang-router-ip 127.0.0.1", "go together"),
+    ("--update-weight-transport disk", "--update-weight-disk-dir"),
+    ("--debug-train-only", "--load-debug-rollout-data"),
+    ("--eval-prompt-data a b c", "needs pairs NAME PATH"),
+    ("--eval-prompt-data a none.jsonl", "no such file"),
+    ("--load /nowhere", "no such folder"),
+    ("--ref-load /nowhere --use-kl-loss --kl-loss-coef 0.1", "the KL needs it"),
+    ("--custom-rm-path nowhere.py", "does not exist"),
+    ("--custom-generate-function-path no_such_module.fn", "no module"),
+    ("--rollout-sample-hook-path json.dumpz", "has no 'dumpz'"),
+    ("--tensor-model-parallel-size 2", "has no tensor parallel"),
+    ("--context-parallel-size 2", "not built yet"),
+    ("--num-layers 35", "num_hidden_layers 36"),
+    ("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "the embedded engine runs on one GPU"),
+    ("--rollout-num-gpus 0", "leaves no engine"),
+    ("--micro-batch-size 5", "does not split"),
+    ("--actor-num-gpus-per-node 8", "2 CPU cores"),
+    ("--update-weight-mode delta", "not built yet"),
+    ("--rollout-data-transport nixl", "is not supported"),
+    ("--megatron-deepgemm-forward-layers 1 2", "no DeepGEMM kernels"),
+    ("--sglang-model-path x", "--hf-checkpoint"),
+    ("--router-port 3", "--sglang-router-port"),
+    ("--train-backend megatron", "megatron"),
+]
+
+
+@pytest.mark.parametrize(("line", "part"), ONE_PROBLEM, ids=[line for line, _ in ONE_PROBLEM])
+def test_each_mistake_is_one_clear_line(workplace, line: str, part: str) -> None:
+    problems = workplace.problems(line)
+    named = line.split()[0]
+    assert [problem for problem in problems if part in problem], problems
+    assert all("\n" not in problem for problem in problems)
+    assert any(named.lstrip("-").split("-")[0] in problem for problem in problems)
+    assert len(problems) <= 2, problems
+
+
+def test_a_good_line_has_no_problems(workplace) -> None:
+    assert workplace.problems() == []
+    assert workplace.problems("--advantage-estimator ppo --normalize-advantages --eps-clip-high 0.28") == []
+
+
+def test_several_problems_are_told_at_once(workplace) -> None:
+    problems = workplace.problems("--num-rolout 3 --kl-loss-coef 1 --prompt-data none.jsonl --lr x --rm-type dappo")
+    assert len(problems) == 5
+    for part in ("--num-rolout", "--kl-loss-coef", "none.jsonl", "--lr", "dappo"):
+        assert any(part in problem for problem in problems)
+
+
+def test_missing_checkpoint_and_data_are_named() -> None:
+    from slime.config.errors import ConfigError
+    from slime.config.parser import load_args
+
+    with pytest.raises(ConfigError) as caught:
+        load_args([])
+    assert len(caught.value.problems) == 2
+    assert "--hf-checkpoint" in caught.value.problems[0] and "--prompt-data" in caught.value.problems[1]
+
+
+def test_a_hub_id_is_as_good_as_a_folder(workplace) -> None:
+    assert workplace.problems("--hf-checkpoint Qwen/Qwen3-4B") == []
+    (problem,) = workplace.problems("--hf-checkpoint /path/to/Qwen3-4B")
+    assert "no such folder" in problem
+
+
+def test_eight_gpus_on_a_laptop_are_one_line_with_what_to_change(workplace) -> None:
+    (problem,) = workplace.problems("--actor-num-gpus-per-node 8 --rollout-num-gpus 8")
+    assert "--actor-num-gpus-per-node 8" in problem and "no GPU and 2 CPU cores" in problem
+    assert "--actor-num-gpus-per-node 1 --rollout-num-gpus 1" in problem
+    assert workplace.problems("--actor-num-gpus-per-node 2 --rollout-num-gpus 2") == []
+
+
+def test_a_gpu_machine_counts_its_gpus(workplace) -> None:
+    workplace.use(FOUR_GPUS)
+    (problem,) = workplace.problems("--actor-num-gpus-per-node 4 --rollout-num-gpus 4")
+    assert "8 GPUs" in problem and "has 4" in problem and "--colocate" in problem
+    assert workplace.problems("--actor-num-gpus-per-node 4 --rollout-num-gpus 4 --colocate") == []
+    assert workplace.problems("--actor-num-gpus-per-node 2 --rollout-num-gpus 2") == []
+    assert len(workplace.problems("--actor-num-nodes 2 --actor-num-gpus-per-node 4 --colocate")) == 1
+
+
+def test_a_cluster_is_not_judged_by_this_machine(workplace) -> None:
+    workplace.use(Machine(gpus=0, cores=2, in_cluster=True))
+    assert (
+        workplace.problems(
+            "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64 --global-batch-size 64"
+        )
+        == []
+    )
+
+
+def test_asynchronous_runs_do_not_share_gpus(workplace) -> None:
+    (problem,) = workplace.problems("--colocate", asynchronous=True)
+    assert "train_async.py" in problem
+    assert workplace.problems("--async-buffer-size 4 --update-weights-interval 2", asynchronous=True) == []
+    notices = workplace.load("--async-buffer-size 4").notices
+    assert any("train_async.py" in notice for notice in notices)
+
+
+def test_hooks_are_found_in_all_forms(workplace) -> None:
+    workplace.write("custom_rm.py", "class CustomRewardModel:\n    def __init__(self, model_path): ...\n")
+    workplace.write(
+        "custom_generate.py", "async def custom_generate(args, samples, evaluation=False): return samples\n"
+    )
+    line = "--custom-rm-path custom_rm.py --custom-generate-function-path custom_generate.py --max-turns 5"
+    args = workplace.load(line)
+    assert args.max_turns == 5
+    assert workplace.problems("--custom-rm-path custom_rm.py:CustomRewardModel") == []
+    assert workplace.problems("--custom-rm-path json:dumps --rollout-sample-hook-path json.loads") == []
+
+
+def test_a_hook_whose_file_fails_is_reported(workplace) -> None:
+    workplace.write("broken.py", "raise RuntimeError('no license')\n")
+    (problem,) = workplace.problems("--custom-rm-path broken.py:reward")
+    assert "--custom-rm-path" in problem and "RuntimeError: no license" in problem
+
+
+def test_every_difference_to_the_checkpoint_is_named(workplace) -> None:
+    good = (
+        "--num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --num-attention-heads 32 --num-query-groups 8 "
+        "--kv-channels 128 --norm-epsilon 1e-6 --rotary-base 1000000 --vocab-size 151936 --swiglu --qk-layernorm"
+    )
+    assert workplace.problems(good) == []
+    bad = good.replace("--num-layers 36", "--num-layers 28").replace("2560", "1024").replace("1000000", "10000")
+    problems = workplace.problems(f"{bad} --untie-embeddings-and-output-weights")
+    assert len(problems) == 4
+    for part in ("--num-layers 28", "--hidden-size 1024", "--rotary-base 10000.0", "tie_word_embeddings"):
+        assert any(part in problem for problem in problems), problems
+
+
+def test_flags_without_effect_are_named_once(workplace) -> None:
+    args = workplace.load(
+        "--overlap-grad-reduce --sequence-parallel --sglang-mem-fraction-static 0.4 --attention-dropout 0.0"
+    )
+    (megatron,) = [notice for notice in args.notices if "--train-backend fsdp" in notice]
+    assert "--overlap-grad-reduce" in megatron and "--sequence-parallel" in megatron and "dropout" not in megatron
+    assert any("--sglang-mem-fraction-static" in notice for notice in args.notices)
+
+
+def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
+    args = workplace.load("--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3")
+    text = "\n".join(args.notices)
+    for part in (
+        "--http-proxy x has no effect",
+        "--kl-coef has no effect",
+        "--max-tokens-per-gpu has",
+        "wins over --num-epoch",
+    ):
+        assert part in text
