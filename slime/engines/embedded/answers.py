@@ -1,0 +1,72 @@
+"""The JSON that ``/generate`` answers, with SGLang's field names."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from slime.engines.embedded.sequence import Sequence, version_spans
+from slime.engines.embedded.text import Detokenizer
+
+
+def build_answer(
+    sequence: Sequence, detokenizer: Detokenizer, weight_version: str, count: int, finish: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The answer as of ``count`` output tokens; ``finish`` is None while the sequence still runs."""
+    request = sequence.request
+    spans = version_spans(sequence.version_events, weight_version, count)
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": finish,
+        "prompt_tokens": sequence.prompt_len,
+        "weight_version": spans[-1]["version"],
+        "num_retractions": sequence.retractions,
+    }
+    if request.return_logprob:
+        meta.update(_logprobs(sequence, detokenizer, count))
+    meta.update(
+        reasoning_tokens=0,
+        completion_tokens=count,
+        cached_tokens=sequence.cached_tokens,
+        weight_versions=spans,
+    )
+    if finish is not None:
+        meta["e2e_latency"] = time.perf_counter() - sequence.created
+    output_ids = sequence.tokens[sequence.prompt_len : sequence.prompt_len + count]
+    return {
+        "text": detokenizer.output_text(sequence, count, finish),
+        "output_ids": output_ids,
+        "meta_info": meta,
+    }
+
+
+def _logprobs(sequence: Sequence, detokenizer: Detokenizer, count: int) -> dict[str, Any]:
+    """``[[log-prob, id, text or null], ...]``; the first prompt entry has no log-prob, since nothing predicts it."""
+    request = sequence.request
+    texts = detokenizer if request.return_text_in_logprobs else None
+    output_ids = sequence.tokens[sequence.prompt_len : sequence.prompt_len + count]
+    fields: dict[str, Any] = {
+        "input_token_logprobs": [],
+        "output_token_logprobs": _triples(sequence.output_logprobs[:count], output_ids, texts),
+        "output_token_logprobs_length": count,
+    }
+    if sequence.wants_input_logprobs:
+        ids = request.input_ids[request.logprob_start_len :]
+        fields["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, texts)
+    if request.top_logprobs_num:
+        fields["output_top_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_top[:count]]
+        fields["input_top_logprobs"] = []
+        if sequence.wants_input_logprobs:
+            fields["input_top_logprobs"] = [None, *(_pairs(entry, texts) for entry in sequence.input_top)]
+    if request.token_ids_logprob:
+        fields["output_token_ids_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_chosen[:count]]
+    return fields
+
+
+def _triples(values: list[Any], ids: list[int], texts: Detokenizer | None) -> list[list[Any]]:
+    words: list[Any] = texts.token_texts(ids) if texts else [None] * len(ids)
+    return [list(entry) for entry in zip(values, ids, words, strict=False)]
+
+
+def _pairs(entry: list[tuple[float, int]], texts: Detokenizer | None) -> list[list[Any]]:
+    return _triples([value for value, _ in entry], [token for _, token in entry], texts)

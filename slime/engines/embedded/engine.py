@@ -1,0 +1,259 @@
+"""The thread that owns the model: takes commands between steps, computes, hands results to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from slime.engines.embedded.memory import Memory
+from slime.engines.embedded.protocol import GenerateRequest
+from slime.engines.embedded.runner import Logits, Runner
+from slime.engines.embedded.sampling import draw, score_prompt
+from slime.engines.embedded.scheduler import Drawn, Plan, Scheduler
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.weights import Weights
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Listener = Callable[[Sequence, int, dict[str, Any] | None, str], None]
+"""Called on the event loop with a sequence, its output tokens so far, why it ended (None: it runs on), and the
+weight version of the last token."""
+
+IDLE_SECONDS = 0.5
+
+
+class Engine:
+    """Everything between HTTP and the model. Public methods are for the event loop's thread.
+
+    ``halted`` names why no step is planned although nothing is paused: an open weight update, or memory
+    that was released.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, weights: Weights, default_seed: int | None) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.weights = weights
+        self.memory = Memory(runner)
+        self.default_seed = default_seed  # of requests without one; None: each gets its own
+        self.halted: set[str] = set()
+        self.steps = 0
+        self.generated_tokens = 0
+        self.last_step = time.monotonic()
+        self.failure: BaseException | None = None
+        self._seeds = threading.Lock()
+        self._next_seed = time.time_ns() & (2**62 - 1)
+        self._listeners: dict[Sequence, Listener] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+
+    # --- from the event loop -------------------------------------------------------------------
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    @property
+    def resting(self) -> bool:
+        """Whether no step is computed for now, on purpose."""
+        return self.scheduler.paused or bool(self.halted)
+
+    def stop(self) -> None:
+        """End the thread after the step under way."""
+        self._inbox.put(None)
+        self._thread.join(timeout=30)
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run ``function`` on the model's thread between two steps and return its result."""
+        assert self._loop is not None
+        if self.failure is not None:
+            raise RuntimeError(f"the model's thread has ended: {self.failure!r}")
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = function(*arguments)
+            except Exception as error:
+                self._post(_settle, future, None, error)
+            else:
+                self._post(_settle, future, result, None)
+
+        self._inbox.put(run)
+        return await future
+
+    async def submit(self, request: GenerateRequest, listener: Listener, image_inputs: Any = None) -> Sequence:
+        """Queue a request; ``listener`` hears of it on the event loop.
+
+        Raises:
+            BadRequest: it can never fit.
+        """
+        sequence = Sequence(request, 0, self._seed(request), image_inputs=image_inputs)
+
+        def add() -> None:
+            self.scheduler.add(sequence)
+            self._listeners[sequence] = listener
+
+        await self.call(add)
+        return sequence
+
+    def _seed(self, request: GenerateRequest) -> int:
+        if request.params.sampling_seed is not None:
+            return request.params.sampling_seed
+        if self.default_seed is not None:
+            return self.default_seed
+        with self._seeds:
+            self._next_seed += 1
+            return self._next_seed
+
+    # --- on the model's thread, as arguments of call() -----------------------------------------
+
+    def abort(self, rid: str | None, exact: bool = False) -> None:
+        self._finish(self.scheduler.abort(rid, exact))
+
+    def pause(self, mode: str) -> None:
+        self._finish(self.scheduler.pause(mode))
+
+    def change_weights(self, write: Callable[[], T], version: str | None) -> T:
+        """Run ``write``, which changes weights, and account for it."""
+        try:
+            return write()
+        finally:
+            self.runner.weights_changed()
+            self.scheduler.weights_changed(version if version != self.scheduler.weight_version else None)
+
+    def rename_version(self, version: str) -> None:
+        """The weights are now called ``version``, without having changed."""
+        if version != self.scheduler.weight_version:
+            self.scheduler.name_version(version)
+
+    def release(self, tags: list[str]) -> None:
+        """Give memory back. Running requests wait and are computed again after the resume."""
+        if "kv_cache" in tags:
+            paused = self.scheduler.paused
+            self.scheduler.pause("retract")
+            self.scheduler.paused = paused
+            self.scheduler.drop_slots()
+        self.memory.release(tags)
+        self._halt("memory", bool(self.memory.released))
+
+    def resume(self, tags: list[str]) -> None:
+        self.memory.resume(tags)
+        self._halt("memory", bool(self.memory.released))
+
+    def _halt(self, reason: str, on: bool) -> None:
+        (self.halted.add if on else self.halted.discard)(reason)
+
+    def begin_update(self) -> bool:
+        """Open a weight update: nothing is computed until it ends. False when one is open."""
+        if "update" in self.halted:
+            return False
+        self.halted.add("update")
+        return True
+
+    def end_update(self) -> bool:
+        opened = "update" in self.halted
+        self.halted.discard("update")
+        return opened
+
+    # --- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands(block=not self._step()):
+                pass
+        except BaseException as error:
+            logger.exception("the model's thread failed")
+            self.failure = error
+            for sequence in list(self._listeners):
+                sequence.finish_reason = {"type": "abort", "message": repr(error), "status_code": 500, "err_type": None}
+                self._finish([sequence])
+            raise
+
+    def _take_commands(self, block: bool) -> bool:
+        """Run what is in the inbox; with ``block`` wait for something. False at the end."""
+        while True:
+            try:
+                command = self._inbox.get(block, IDLE_SECONDS if block else None)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+            block = False
+
+    def _step(self) -> bool:
+        """One forward; False when there was nothing to do."""
+        plan = None if self.halted else self.scheduler.plan()
+        if plan is None:
+            return False
+        drawn = self._compute(plan)
+        finished = self.scheduler.commit(plan, drawn)
+        self.steps += 1
+        self.generated_tokens += len(drawn)
+        self.last_step = time.monotonic()
+        for sequence in plan.sampled:
+            if sequence.request.stream and sequence.finish_reason is None:
+                self._tell(sequence)
+        self._finish(finished)
+        return True
+
+    def _compute(self, plan: Plan) -> list[Drawn]:
+        rows: dict[int, Any] = {}  # by work
+        for logits in self.runner.run(plan):
+            self._score(plan, logits)
+            for row, (owner, position) in enumerate(zip(logits.owners, logits.positions, strict=True)):
+                if plan.works[owner].sample and position == plan.works[owner].end - 1:
+                    rows[owner] = logits.values[row]
+            if len(logits.owners) == len(plan.works) == len(plan.sampled) and len(rows) == len(plan.works):
+                return draw(logits.values, plan.sampled, self.scheduler.eos_token_ids)  # all rows, in order
+        picked = [rows[i] for i, work in enumerate(plan.works) if work.sample for _ in (0, *work.followers)]
+        if not picked:
+            return []
+        return draw(self.runner.stack(picked), plan.sampled, self.scheduler.eos_token_ids)
+
+    def _score(self, plan: Plan, logits: Logits) -> None:
+        """Prompt log-probs of the sequences that want them."""
+        for owner, work in enumerate(plan.works):
+            sequence = work.sequence
+            if not sequence.wants_input_logprobs:
+                continue
+            mine = [
+                (row, position)
+                for row, (o, position) in enumerate(zip(logits.owners, logits.positions, strict=True))
+                if o == owner and sequence.score_from <= position < sequence.prompt_len - 1
+            ]
+            if mine:
+                score_prompt(logits.values[[row for row, _ in mine]], sequence, [position for _, position in mine])
+
+    # --- results -------------------------------------------------------------------------------
+
+    def _finish(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._tell(sequence)
+            self._listeners.pop(sequence, None)
+
+    def _tell(self, sequence: Sequence) -> None:
+        listener = self._listeners.get(sequence)
+        if listener is not None:
+            version = self.scheduler.weight_version
+            self._post(listener, sequence, sequence.num_output, sequence.finish_reason, version)
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

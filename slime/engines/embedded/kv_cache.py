@@ -1,0 +1,80 @@
+"""The tensors behind the slots: keys and values of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slime.engines.embedded.slots import Copy, Move, Swap
+
+
+class KVCache:
+    """One pair of tensors ``[slots + 1, capacity, kv_heads, head_dim]`` per attention layer.
+
+    Layers come into being when the model first uses them, so no config has to be read for shapes. The
+    last slot is a bin for padding rows. Memory starts as zeros: masked positions are multiplied by zero,
+    and what is not a number would stay so. On the CPU, pages are taken only as they are written.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.num_slots = 0
+        self.capacity = 0
+        self.keys: dict[int, torch.Tensor] = {}
+        self.values: dict[int, torch.Tensor] = {}
+
+    @property
+    def bin_slot(self) -> int:
+        return self.num_slots
+
+    @property
+    def nbytes(self) -> int:
+        tensors = [*self.keys.values(), *self.values.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Keep what both shapes have room for."""
+        if (num_slots, capacity) == (self.num_slots, self.capacity):
+            return
+        slots, length = min(num_slots, self.num_slots), min(capacity, self.capacity)
+        self.num_slots, self.capacity = num_slots, capacity
+        for store in (self.keys, self.values):
+            for layer, old in store.items():
+                store[layer] = self._zeros(old.shape[2], old.shape[3])
+                store[layer][:slots, :length] = old[:slots, :length]
+
+    def _zeros(self, heads: int, dim: int) -> torch.Tensor:
+        shape = (self.num_slots + 1, self.capacity, heads, dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def write(self, layer: int, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store ``key`` and ``value`` (``[rows, kv_heads, head_dim]``) at ``index`` (= slot · capacity + position)."""
+        if layer not in self.keys:
+            self.keys[layer] = self._zeros(key.shape[1], key.shape[2])
+            self.values[layer] = self._zeros(value.shape[1], value.shape[2])
+        self.keys[layer].flatten(0, 1).index_copy_(0, index, key.to(self.dtype))
+        self.values[layer].flatten(0, 1).index_copy_(0, index, value.to(self.dtype))
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Carry the scheduler's moves out, in order."""
+        for store in (self.keys, self.values):
+            for tensor in store.values():
+                for move in moves:
+                    if isinstance(move, Copy):
+                        tensor[move.target, : move.length].copy_(tensor[move.source, : move.length])
+                    else:
+                        _swap(tensor, move)
+
+    def clear(self) -> None:
+        """Give the memory back; everything cached is lost."""
+        self.keys.clear()
+        self.values.clear()
+        self.num_slots = self.capacity = 0
+
+
+def _swap(tensor: torch.Tensor, move: Swap) -> None:
+    kept = tensor[move.a, : move.length_a].clone()
+    tensor[move.a, : move.length_b].copy_(tensor[move.b, : move.length_b])
+    tensor[move.b, : move.length_a].copy_(kept)

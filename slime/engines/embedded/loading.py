@@ -1,0 +1,180 @@
+"""From the command line's words to a running :class:`Engine`."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.engines.embedded import attention
+from slime.engines.embedded.deterministic import choose_row_counts
+from slime.engines.embedded.engine import Engine
+from slime.engines.embedded.images import ImageReader
+from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
+from slime.engines.embedded.rows import row_context, rows_of, segment_context
+from slime.engines.embedded.runner import Runner
+from slime.engines.embedded.scheduler import Scheduler, Work
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.text import Detokenizer
+from slime.engines.embedded.weights import Weights
+from slime.models.loading import is_multimodal, load_hf_model
+
+logger = logging.getLogger(__name__)
+
+DETERMINISTIC_SEED = 42  # of requests that bring none; SGLang's choice
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # of what is free after loading, for the KV cache
+
+
+@dataclass
+class EngineOptions:
+    """What the command line says of the model side. ``max_total_tokens`` None: by free memory."""
+
+    model_path: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_running_requests: int = 64
+    max_total_tokens: int | None = None
+    deterministic: bool = False
+    trust_remote_code: bool = False
+    weight_version: str = "default"
+    random_seed: int = 0
+
+
+@dataclass
+class Loaded:
+    """A model and what talks about it."""
+
+    engine: Engine
+    tokenizer: Any
+    detokenizer: Detokenizer
+    config: Any
+    images: ImageReader | None
+    context_len: int
+    vocab_size: int
+    options: EngineOptions
+
+
+class UnsupportedModel(RuntimeError):
+    """The engine would compute something else than the model does."""
+
+
+def load_engine(options: EngineOptions) -> Loaded:
+    """Load model and tokenizer, check that the engine computes what the model does, and warm up."""
+    from transformers import AutoTokenizer
+
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    attention.register()
+    model = load_hf_model(
+        options.model_path, dtype, device, attn_implementation="sdpa", trust_remote_code=options.trust_remote_code
+    )
+    config = model.config
+    tokenizer = AutoTokenizer.from_pretrained(options.model_path, trust_remote_code=options.trust_remote_code)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab_size = int(model.get_output_embeddings().weight.shape[0])
+    runner = Runner(model, dtype, device, options.deterministic)
+    reference = _plain_logits(model, vocab_size)
+    _use_slots(model)
+    _check_against(reference, runner, dtype)
+    if options.deterministic:
+        runner.row_counts = choose_row_counts(runner, vocab_size, options.random_seed)
+        logger.info("deterministic: forwards of %s rows", ", ".join(map(str, runner.row_counts)))
+    detokenizer = Detokenizer(tokenizer)
+    context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
+    scheduler = Scheduler(
+        max_running=options.max_running_requests,
+        max_total_tokens=options.max_total_tokens or _tokens_that_fit(runner, context_len),
+        context_len=context_len,
+        eos_token_ids=_end_tokens(model, tokenizer),
+        match_stop=detokenizer.match_stop,
+        weight_version=options.weight_version,
+    )
+    seed = DETERMINISTIC_SEED if options.deterministic else None
+    engine = Engine(scheduler, runner, Weights(model), seed)
+    images = None
+    if is_multimodal(config):
+        images = ImageReader(options.model_path, device, dtype, options.trust_remote_code)
+    return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
+
+
+def _use_slots(model: Any) -> None:
+    """Our attention for the language model; image encoders keep theirs."""
+    text = model.config.get_text_config()
+    key = next((name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name) is text), "")
+    model.set_attn_implementation({key: attention.NAME} if key else attention.NAME)
+    text._attn_implementation_internal = attention.NAME
+
+
+_PROBE_LENGTH = 12
+
+
+@torch.inference_mode()
+def _plain_logits(model: Any, vocab_size: int) -> torch.Tensor:
+    """What transformers itself computes for a short sequence, ``[length, vocab]``."""
+    return model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False).logits[0].float()
+
+
+def _probe_tokens(vocab_size: int) -> torch.Tensor:
+    return torch.randint(0, vocab_size, (_PROBE_LENGTH,), generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) -> None:
+    """A prompt of all but two tokens, then those two by decode, must give the model's own logits.
+
+    Raises:
+        UnsupportedModel: they differ, so the architecture needs something the engine has not got.
+    """
+    request = GenerateRequest("probe", _probe_tokens(reference.shape[1]).tolist(), SamplingParams())
+    request.return_logprob, request.logprob_start_len = True, 0
+    got = [_probe_step(runner, request, 0, _PROBE_LENGTH - 2)]
+    got += [_probe_step(runner, request, start, start + 1) for start in (_PROBE_LENGTH - 2, _PROBE_LENGTH - 1)]
+    runner.cache.clear()
+    difference = float((torch.cat(got) - reference).abs().max())
+    spread = float(reference.std())
+    if not difference <= (1e-3 if dtype == torch.float32 else 0.2) * max(spread, 1.0):
+        raise UnsupportedModel(
+            f"{type(runner.model).__name__}: the engine's logits differ from transformers' by {difference:.2g} "
+            f"(their spread is {spread:.2g}); this architecture is not supported by the embedded engine"
+        )
+
+
+def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) -> torch.Tensor:
+    """Logits of all positions ``start..end`` of one sequence."""
+
+    work = Work(Sequence(request, 0, 0, slot=0), start, end, True)
+    runner.cache.resize(1, 64)
+    if runner.packed is not None:
+        runner.packed.refresh()
+    rows = rows_of([work])
+    decode = end - start == 1
+    step = row_context(runner.cache, rows, fixed=False) if decode else segment_context(runner.cache, [work], rows)
+    logits = runner.forward(rows, step, list(range(end - start)))
+    assert logits is not None
+    return logits.float()
+
+
+def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Everything that ends a text: of generation config, config and tokenizer."""
+    ends: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for source in (generation, model.config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        ends |= set(value if isinstance(value, list | tuple) else () if value is None else (value,))
+    return frozenset(int(token) for token in ends)
+
+
+def _tokens_that_fit(runner: Runner, context_len: int) -> int:
+    """KV tokens for a share of the free memory, and never less than one full context."""
+    runner.cache.resize(1, 64)
+    _probe_step(runner, GenerateRequest("size", [0, 0], SamplingParams()), 0, 2)
+    per_token = runner.cache.nbytes / (2 * 64)
+    runner.cache.clear()
+    if runner.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(runner.device)
+    else:
+        import psutil
+
+        free = psutil.virtual_memory().available
+    return max(int(free * MEMORY_SHARE[runner.device.type] / per_token), context_len)

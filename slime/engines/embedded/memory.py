@@ -1,0 +1,70 @@
+"""Memory that an engine can give back while its GPU trains, and take again."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from slime.engines.embedded.runner import Runner
+
+TAGS = ("weights", "kv_cache", "cuda_graph")
+"""``cuda_graph`` is known and holds nothing here."""
+
+
+class Memory:
+    """Releases by tag. Weights survive: on CUDA they move to pinned host memory and come back as they were;
+    on the CPU only the packed copies go."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.released: set[str] = set()
+        self._host: dict[str, torch.Tensor] = {}
+
+    def release(self, tags: list[str]) -> None:
+        new = set(tags) - self.released
+        if "kv_cache" in new:
+            self.runner.cache.clear()
+        if "weights" in new:
+            if self.runner.packed is not None:
+                self.runner.packed.drop()
+            if self.runner.device.type == "cuda":
+                self._to_host()
+        self.released |= new
+        gc.collect()
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def resume(self, tags: list[str]) -> None:
+        back = set(tags) & self.released
+        if "weights" in back and self._host:
+            self._to_device()
+        self.released -= back
+
+    def _storages(self) -> dict[str, torch.UntypedStorage]:
+        """Each storage once: tied tensors share theirs, and views keep pointing into it."""
+        model = self.runner.model
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        unique = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in tensors}
+        return {name: tensor.untyped_storage() for name, tensor in unique.values()}
+
+    def _to_host(self) -> None:
+        for name, storage in self._storages().items():
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            host = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
+            host.copy_(flat, non_blocking=True)
+            self._host[name] = host
+        torch.cuda.synchronize(self.runner.device)
+        for storage in self._storages().values():
+            storage.resize_(0)
+
+    def _to_device(self) -> None:
+        for name, storage in self._storages().items():
+            host = self._host[name]
+            storage.resize_(host.numel())
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            flat.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(self.runner.device)
+        self._host.clear()

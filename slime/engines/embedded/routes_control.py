@@ -1,0 +1,352 @@
+"""Everything but generation: what the server is, pauses, weight updates, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+
+from slime.engines.embedded.memory import TAGS
+from slime.engines.embedded.process_group import join_group
+from slime.engines.embedded.protocol import API_VERSION, BadRequest
+from slime.engines.embedded.tensor_wire import read_named_tensors
+from slime.engines.embedded.web import LOADED, body_of, field, json_answer, outcome
+from slime.engines.embedded.weights import WeightError, overall_checksum
+
+GROUP_TIMEOUT = timedelta(seconds=120)
+FLUSHED = "Cache flushed.\n"
+NOT_FLUSHED = "Cache not flushed: requests are running or waiting.\n"
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+GROUPS: web.AppKey[dict[str, Any]] = web.AppKey("groups", dict)
+
+
+async def pause_generation(request: web.Request) -> web.Response:
+    """POST /pause_generation ``{"mode": "abort" | "retract" | "in_place"}``; returns when nothing runs."""
+    mode = (await body_of(request)).get("mode", "abort")
+    if mode not in PAUSE_MODES:
+        raise BadRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    engine = request.app[LOADED].engine
+    await engine.call(engine.pause, mode)
+    return json_answer({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def continue_generation(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    await engine.call(engine.scheduler.resume)
+    return json_answer({"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    flushed = await engine.call(engine.scheduler.flush)
+    return web.Response(text=FLUSHED if flushed else NOT_FLUSHED, status=200 if flushed else 400)
+
+
+# --- weights -------------------------------------------------------------------------------------
+
+
+async def begin_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    opened = await engine.call(engine.begin_update)
+    return outcome(opened, "Success" if opened else "a weight update is open already; call /end_weight_update first")
+
+
+async def end_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    closed = await engine.call(engine.end_update)
+    return outcome(closed, "Success" if closed else "no weight update is open; call /begin_weight_update first")
+
+
+def _require_open(request: web.Request) -> None:
+    if "update" not in request.app[LOADED].engine.halted:
+        raise WeightError(f"{request.path} must stand between /begin_weight_update and /end_weight_update")
+
+
+async def _abort_if_asked(request: web.Request, body: dict[str, Any]) -> None:
+    engine = request.app[LOADED].engine
+    if body.get("abort_all_requests"):
+        await engine.call(engine.abort, None)
+
+
+async def update_weights_from_tensor(request: web.Request) -> web.Response:
+    """One entry per tensor-parallel rank; this engine is one rank and reads the first."""
+    body = await body_of(request)
+    entries = field(body, "serialized_named_tensors", list)
+    _require_open(request)
+    await _abort_if_asked(request, body)
+    engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
+
+    def write() -> int:
+        return weights.load(read_named_tensors(entries[0], body.get("load_format")))
+
+    await engine.call(engine.change_weights, write, body.get("weight_version"))
+    return outcome(True, "Success")
+
+
+async def init_weights_update_group(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    name = body.get("group_name", "weight_update_group")
+    if name in request.app[GROUPS]:
+        raise BadRequest(f"the group {name!r} exists already; destroy it first")
+    arguments = (
+        field(body, "master_address", str),
+        field(body, "master_port", int),
+        field(body, "rank_offset", int),
+        field(body, "world_size", int),
+        name,
+        body.get("backend", "nccl"),
+        GROUP_TIMEOUT,
+    )
+    try:
+        request.app[GROUPS][name] = await asyncio.to_thread(join_group, *arguments)
+    except RuntimeError as error:
+        return outcome(False, f"could not join the group {name!r}: {error}")
+    return outcome(True, f"joined the group {name!r}")
+
+
+async def update_weights_from_distributed(request: web.Request) -> web.Response:
+    """One broadcast from rank 0 per tensor, in the order of ``names``."""
+    body = await body_of(request)
+    names, dtypes, shapes = (field(body, key, list) for key in ("names", "dtypes", "shapes"))
+    group = request.app[GROUPS].get(body.get("group_name", "weight_update_group"))
+    if group is None:
+        raise BadRequest(f"no group {body.get('group_name')!r}; call /init_weights_update_group first")
+    _require_open(request)
+    await _abort_if_asked(request, body)
+    engine = request.app[LOADED].engine
+
+    def write() -> int:
+        return engine.weights.load(_receive(names, dtypes, shapes, group, engine.runner.device))
+
+    try:
+        await engine.call(engine.change_weights, write, body.get("weight_version"))
+    except RuntimeError as error:
+        return outcome(False, f"Failed to receive weights: {error}")
+    return outcome(True, "Succeeded to update parameter online.")
+
+
+def _receive(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], group: Any, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    tensors, waits = [], []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        tensor = torch.empty(shape, dtype=getattr(torch, str(dtype).removeprefix("torch.")), device=device)
+        waits.append(torch.distributed.broadcast(tensor, src=0, group=group, async_op=True))
+        tensors.append((name, tensor))
+    for wait in waits:
+        wait.wait()
+    return tensors
+
+
+async def destroy_weights_update_group(request: web.Request) -> web.Response:
+    name = (await body_of(request)).get("group_name", "weight_update_group")
+    group = request.app[GROUPS].pop(name, None)
+    if group is None:
+        return outcome(False, f"no group {name!r}")
+    await asyncio.to_thread(torch.distributed.destroy_process_group, group)
+    return outcome(True, f"destroyed the group {name!r}")
+
+
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    folder = Path(field(body, "model_path", str)).expanduser()
+    await _abort_if_asked(request, body)
+    engine = request.app[LOADED].engine
+
+    def write() -> int:
+        return engine.weights.load_folder(folder)
+
+    count = await engine.call(engine.change_weights, write, body.get("weight_version"))
+    running = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+    return outcome(True, f"loaded {count} tensors from {folder}", num_paused_requests=running)
+
+
+async def update_weight_version(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    version = field(body, "new_version", str)
+    engine = request.app[LOADED].engine
+    if body.get("abort_all_requests", True):
+        await engine.call(engine.abort, None)
+    await engine.call(engine.rename_version, version)
+    return outcome(True, f"Weight version updated to {version}", new_version=version)
+
+
+async def get_weight_version(request: web.Request) -> web.Response:
+    return json_answer({"weight_version": request.app[LOADED].engine.scheduler.weight_version})
+
+
+async def get_weights_by_name(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    engine = request.app[LOADED].engine
+    values = await engine.call(engine.weights.get, field(body, "name", str), int(body.get("truncate_size", 100)))
+    return json_answer(values)
+
+
+async def weights_checker(request: web.Request) -> web.Response:
+    """``checksum``; or ``snapshot``, ``reset_tensors`` and ``compare``: was every tensor written?"""
+    body = await body_of(request)
+    action, skip = body.get("action", "checksum"), body.get("skip_tensor_list") or []
+    engine = request.app[LOADED].engine
+    weights = engine.weights
+    if action == "checksum":
+        checksums = await engine.call(weights.checksums, skip)
+        rank = {"checksums": checksums, "per_gpu_checksum": overall_checksum(checksums), "parallelism_info": [_ALONE]}
+        return outcome(True, "Success", ranks=[rank], per_engine_checksum=rank["per_gpu_checksum"])
+    if action == "snapshot":
+        await engine.call(weights.take_snapshot)
+    elif action in ("reset_tensors", "reset"):
+        await engine.call(engine.change_weights, lambda: weights.reset(skip), None)
+    elif action == "compare":
+        different = await engine.call(weights.compare, skip)
+        if different:
+            names = ", ".join(different[:5])
+            return outcome(False, f"{len(different)} tensors differ from the snapshot: {names}")
+    else:
+        raise BadRequest(f"action must be checksum, snapshot, reset_tensors or compare, got {action!r}")
+    return outcome(True, "Success")
+
+
+_ALONE = {
+    "role": "target",
+    **{f"{axis}_rank": 0 for axis in ("tp", "dp", "pp")},
+    **{f"{axis}_size": 1 for axis in ("tp", "dp", "pp")},
+    "rank": 0,
+    "size": 1,
+}
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+async def _tags(request: web.Request) -> list[str]:
+    tags = (await body_of(request)).get("tags") or list(TAGS)
+    unknown = [tag for tag in tags if tag not in TAGS]
+    if unknown:
+        raise BadRequest(f"unknown tags {unknown}; known are {', '.join(TAGS)}")
+    return list(tags)
+
+
+async def release_memory_occupation(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    await engine.call(engine.release, await _tags(request))
+    return json_answer(None)
+
+
+async def resume_memory_occupation(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    await engine.call(engine.resume, await _tags(request))
+    return json_answer(None)
+
+
+# --- what it is and does -------------------------------------------------------------------------
+
+
+async def model_info(request: web.Request) -> web.Response:
+    loaded = request.app[LOADED]
+    return json_answer(
+        {
+            "model_path": loaded.options.model_path,
+            "served_model_name": loaded.options.model_path,
+            "tokenizer_path": loaded.options.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": loaded.engine.scheduler.weight_version,
+            "has_image_understanding": loaded.images is not None,
+            "has_audio_understanding": False,
+            "model_type": getattr(loaded.config, "model_type", None),
+            "architectures": getattr(loaded.config, "architectures", None),
+        }
+    )
+
+
+async def server_info(request: web.Request) -> web.Response:
+    """Options and state; ``engine`` tells clients that this is not SGLang, ``version`` which surface it speaks."""
+    loaded = request.app[LOADED]
+    engine, options = loaded.engine, loaded.options
+    state = {
+        "weight_version": engine.scheduler.weight_version,
+        "paused": engine.scheduler.paused,
+        "halted": sorted(engine.halted),
+        "released": sorted(engine.memory.released),
+        "steps": engine.steps,
+        "generated_tokens": engine.generated_tokens,
+    }
+    return json_answer(
+        {
+            "engine": "embedded",
+            "version": API_VERSION,
+            "model_path": options.model_path,
+            "served_model_name": options.model_path,
+            "dtype": options.dtype,
+            "device": options.device,
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "context_length": loaded.context_len,
+            "max_running_requests": options.max_running_requests,
+            "max_total_num_tokens": engine.scheduler.max_total_tokens,
+            "enable_deterministic_inference": options.deterministic,
+            "deterministic_row_counts": list(engine.runner.row_counts) if options.deterministic else [],
+            "torch_threads": torch.get_num_threads(),
+            "internal_states": [state],
+        }
+    )
+
+
+async def loads(request: web.Request) -> web.Response:
+    """GET /v1/loads: SGLang's core section."""
+    scheduler = request.app[LOADED].engine.scheduler
+    running, waiting = len(scheduler.running), len(scheduler.waiting)
+    used = sum(sequence.computed for sequence in list(scheduler.running))
+    core = {
+        "dp_rank": 0,
+        "timestamp": time.time(),
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "num_used_tokens": used,
+        "max_total_num_tokens": scheduler.max_total_tokens,
+        "max_running_requests": scheduler.max_running,
+        "token_usage": used / scheduler.max_total_tokens,
+    }
+    return json_answer({"timestamp": datetime.now(UTC).isoformat(), "version": API_VERSION, "loads": [core]})
+
+
+def routes() -> list[web.RouteDef]:
+    posts = {
+        "/pause_generation": pause_generation,
+        "/continue_generation": continue_generation,
+        "/begin_weight_update": begin_weight_update,
+        "/end_weight_update": end_weight_update,
+        "/update_weights_from_tensor": update_weights_from_tensor,
+        "/init_weights_update_group": init_weights_update_group,
+        "/update_weights_from_distributed": update_weights_from_distributed,
+        "/destroy_weights_update_group": destroy_weights_update_group,
+        "/update_weights_from_disk": update_weights_from_disk,
+        "/update_weight_version": update_weight_version,
+    }
+    both = {
+        "/flush_cache": flush_cache,
+        "/get_weights_by_name": get_weights_by_name,
+        "/weights_checker": weights_checker,
+        "/release_memory_occupation": release_memory_occupation,
+        "/resume_memory_occupation": resume_memory_occupation,
+    }
+    gets = {
+        "/get_weight_version": get_weight_version,
+        "/model_info": model_info,
+        "/get_model_info": model_info,
+        "/server_info": server_info,
+        "/get_server_info": server_info,
+        "/v1/loads": loads,
+    }
+    return [
+        *(web.post(path, handler) for path, handler in {**posts, **both}.items()),
+        *(web.get(path, handler) for path, handler in {**gets, **both}.items()),
+    ]

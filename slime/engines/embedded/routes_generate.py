@@ -1,0 +1,200 @@
+"""``/generate`` and what stands around it: health, abort, and the OpenAI forms."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from slime.engines.embedded.answers import build_answer
+from slime.engines.embedded.engine import Engine
+from slime.engines.embedded.loading import Loaded
+from slime.engines.embedded.protocol import (
+    BadRequest,
+    GenerateBody,
+    GenerateRequest,
+    SamplingParams,
+    parse_generate,
+)
+from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.web import LOADED, body_of, json_answer
+
+HEALTH_SECONDS = 20.0
+Event = tuple[Sequence, int, dict[str, Any] | None, str]
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """POST /generate."""
+    loaded = request.app[LOADED]
+    parsed = parse_generate(await body_of(request), loaded.vocab_size)
+    await prepare(loaded, parsed)
+    if parsed.stream:
+        return await _stream(request, loaded, parsed)
+    answers = await run_all(loaded, parsed.requests)
+    return json_answer(answers[0] if parsed.is_single else answers)
+
+
+async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
+    """Tokenise text and read images; off the event loop where it takes long."""
+    for single, text in zip(parsed.requests, parsed.texts, strict=True):
+        if single.images:
+            if loaded.images is None:
+                raise BadRequest("this model takes no images")
+            arguments = (single.input_ids, text, single.images)
+            single.input_ids, single.images = await asyncio.to_thread(_with_images, loaded, *arguments)
+        elif text is not None:
+            single.input_ids = list(loaded.tokenizer(text)["input_ids"])
+            if not single.input_ids:
+                raise BadRequest("text must not be empty")
+
+
+def _with_images(loaded: Loaded, ids: list[int], text: str | None, images: list[Any]) -> tuple[list[int], list[Any]]:
+    assert loaded.images is not None
+    ids, inputs = loaded.images.prepare(ids, text, images)
+    return ids, [inputs]
+
+
+async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
+    """Generate all to the end; when this is cancelled (the client is gone), they are aborted."""
+    watched = [await _watch(loaded.engine, single) for single in requests]
+    try:
+        answers = []
+        for events in watched:
+            event = await events.get()
+            while event[2] is None:
+                event = await events.get()
+            answers.append(_answer(loaded, event))
+        return answers
+    except asyncio.CancelledError:
+        _abandon(loaded.engine, requests)
+        raise
+
+
+async def _watch(engine: Engine, single: GenerateRequest) -> asyncio.Queue[Event]:
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    image_inputs = single.images[0] if single.images else None
+    await engine.submit(single, lambda *event: events.put_nowait(event), image_inputs)
+    return events
+
+
+def _answer(loaded: Loaded, event: Event) -> dict[str, Any]:
+    sequence, count, finish, version = event
+    return build_answer(sequence, loaded.detokenizer, version, count, finish)
+
+
+_background: set[asyncio.Task[None]] = set()
+
+
+def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
+    """Abort without waiting: whoever waited is gone."""
+    for single in requests:
+        task = asyncio.ensure_future(engine.call(engine.abort, single.rid, True))
+        _background.add(task)
+        task.add_done_callback(_background.discard)
+
+
+async def _stream(request: web.Request, loaded: Loaded, parsed: GenerateBody) -> web.StreamResponse:
+    """Server-sent events; each holds the whole answer so far, as SGLang sends it."""
+    answers = answers_as_they_come(loaded, parsed.requests)
+    return await send_events(request, answers, index=not parsed.is_single)
+
+
+async def answers_as_they_come(
+    loaded: Loaded, requests: list[GenerateRequest]
+) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    """(request number, answer so far) after each step that adds to one."""
+    merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+    def listener(index: int) -> Any:
+        return lambda *event: merged.put_nowait((index, event))
+
+    done = False
+    try:
+        for index, single in enumerate(requests):
+            single.stream = True
+            await loaded.engine.submit(single, listener(index), single.images[0] if single.images else None)
+        running = len(requests)
+        while running:
+            index, event = await merged.get()
+            running -= event[2] is not None
+            yield index, _answer(loaded, event)
+        done = True
+    finally:
+        if not done:
+            _abandon(loaded.engine, requests)
+
+
+async def send_events(
+    request: web.Request, answers: AsyncIterator[tuple[int, dict[str, Any]]], index: bool
+) -> web.StreamResponse:
+    """``data: {…}`` lines and a final ``data: [DONE]``."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    try:
+        async for number, answer in answers:
+            content = {"index": number, **answer} if index else answer
+            await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
+    except BadRequest as error:
+        content = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
+        await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def abort_request(request: web.Request) -> web.Response:
+    """POST /abort_request: ``{"rid": …}`` or ``{"abort_all": true}``."""
+    body = await body_of(request)
+    rid = body.get("rid") or ""
+    if not rid and not body.get("abort_all"):
+        raise BadRequest("give rid, or abort_all: true")
+    engine = request.app[LOADED].engine
+    await engine.call(engine.abort, None if body.get("abort_all") else rid)
+    return web.Response(status=200)
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: the model's thread lives and answers."""
+    engine = request.app[LOADED].engine
+    if engine.failure is not None:
+        return json_answer({"error": {"message": f"the model's thread failed: {engine.failure!r}"}}, 503)
+    return web.Response(status=200)
+
+
+async def health_generate(request: web.Request) -> web.Response:
+    """GET /health_generate: a token was made since the question came.
+
+    A busy engine makes one anyway; an idle one is asked for one. While generation is paused, or memory is
+    released, an answer of the model's thread has to do.
+    """
+    loaded = request.app[LOADED]
+    engine, since = loaded.engine, time.monotonic()
+    if engine.failure is not None:
+        return await health(request)
+    probe = GenerateRequest(f"HEALTH_CHECK_{uuid.uuid4().hex}", [0], SamplingParams(max_new_tokens=1, temperature=0.0))
+    try:
+        async with asyncio.timeout(HEALTH_SECONDS):
+            paused, idle = await engine.call(lambda: (engine.resting, engine.scheduler.idle))
+            if not paused and idle:
+                await run_all(loaded, [probe])
+            while not paused and engine.last_step < since:
+                await asyncio.sleep(0.02)
+                paused = engine.resting
+    except TimeoutError:
+        return json_answer({"error": {"message": f"no token within {HEALTH_SECONDS:.0f} s"}}, 503)
+    return web.Response(status=200)
+
+
+def routes() -> list[web.RouteDef]:
+    return [
+        web.post("/generate", generate),
+        web.put("/generate", generate),
+        web.post("/abort_request", abort_request),
+        web.get("/health", health),
+        web.get("/health_generate", health_generate),
+    ]

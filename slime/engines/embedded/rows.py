@@ -1,0 +1,129 @@
+"""From a plan to the rows of a forward: where each token goes, and how its attention is grouped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from slime.engines.embedded.attention import RowGroup, Segment, StepContext
+from slime.engines.embedded.kv_cache import KVCache
+from slime.engines.embedded.scheduler import Work
+
+ROWS_PER_GROUP = 16  # neighbouring slots that attend together; more wastes work on unequal lengths
+LENGTH_STEP = 16  # attention lengths are rounded up to this
+FIXED_LENGTH_STEP = 64  # the same where shapes may depend on a row's own length only
+
+
+@dataclass
+class Rows:
+    """One forward.
+
+    ``wanted`` are the rows whose logits are needed, in order; row ``i`` of them belongs to work
+    ``owners[i]``, position ``positions[wanted[i]]``.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    shifts: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def pad(self, count: int, bin_slot: int) -> None:
+        """Rows that write to the bin, up to ``count`` rows."""
+        missing = count - len(self)
+        self.tokens += [0] * missing
+        self.positions += [0] * missing
+        self.shifts += [0] * missing
+        self.slots += [bin_slot] * missing
+
+
+def rows_of(works: Sequence[Work]) -> Rows:
+    """All tokens of a plan, in order, with the logits they must give."""
+    rows = Rows()
+    for owner, work in enumerate(works):
+        seq = work.sequence
+        first = len(rows)
+        rows.tokens += seq.tokens[work.start : work.end]
+        rows.positions += range(work.start, work.end)
+        rows.shifts += [seq.position_shift] * (work.end - work.start)
+        rows.slots += [seq.slot] * (work.end - work.start)
+        scored = range(max(seq.score_from, work.start), min(seq.prompt_len - 1, work.end))
+        wanted = [first + position - work.start for position in scored]
+        if work.sample:
+            wanted.append(len(rows) - 1)
+        rows.wanted += wanted
+        rows.owners += [owner] * len(wanted)
+    return rows
+
+
+def blocks_of(rows: Rows, size: int) -> list[Rows]:
+    """Cut into forwards of at most ``size`` rows; later ones may look at what earlier ones stored."""
+    blocks = []
+    for start in range(0, len(rows), size):
+        end = min(start + size, len(rows))
+        picked = [i for i, row in enumerate(rows.wanted) if start <= row < end]
+        blocks.append(
+            Rows(
+                rows.tokens[start:end],
+                rows.positions[start:end],
+                rows.shifts[start:end],
+                rows.slots[start:end],
+                [rows.wanted[i] - start for i in picked],
+                [rows.owners[i] for i in picked],
+            )
+        )
+    return blocks
+
+
+def row_context(cache: KVCache, rows: Rows, fixed: bool) -> StepContext:
+    """Every row attends alone. ``fixed``: to a length that depends on nothing but its own position."""
+    slots, positions = torch.tensor(rows.slots), torch.tensor(rows.positions)
+    step = FIXED_LENGTH_STEP if fixed else LENGTH_STEP
+    groups = []
+    start = 0
+    while start < len(rows):
+        end = _group_end(rows, start, step, fixed)
+        longest = max(rows.positions[start:end]) + 1
+        length = min(-(-longest // step) * step, cache.capacity)
+        same = end - start > 1 and rows.slots[start] == rows.slots[start + 1]
+        groups.append(RowGroup(start, end, rows.slots[start], same, length))
+        start = end
+    return StepContext(
+        cache,
+        write_index=(slots * cache.capacity + positions).to(cache.device),
+        lengths=(positions + 1).to(cache.device),
+        groups=groups,
+    )
+
+
+def _group_end(rows: Rows, start: int, step: int, fixed: bool) -> int:
+    """Rows of one slot, or of neighbouring slots, that one call can take."""
+    end = start + 1
+    stride = None
+    while end < len(rows) and (fixed or end - start < ROWS_PER_GROUP):
+        jump = rows.slots[end] - rows.slots[end - 1]
+        if jump not in (0, 1) or (stride is not None and jump != stride):
+            break
+        if fixed and rows.positions[end] // step != rows.positions[start] // step:
+            break
+        stride = jump
+        end += 1
+    return end
+
+
+def segment_context(cache: KVCache, works: Sequence[Work], rows: Rows) -> StepContext:
+    """The tokens of each work attend together, causally."""
+    index = torch.tensor(rows.slots) * cache.capacity + torch.tensor(rows.positions)
+    segments = []
+    start = 0
+    for work in works:
+        end = start + work.end - work.start
+        segments.append(Segment(start, end, work.sequence.slot, work.end))
+        start = end
+    return StepContext(cache, write_index=index.to(cache.device), segments=segments)

@@ -1,0 +1,165 @@
+"""The model's forward for one plan: packed rows in, logits of the wanted rows out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slime.engines.embedded import attention
+from slime.engines.embedded.kv_cache import KVCache
+from slime.engines.embedded.linear import PackedLinears
+from slime.engines.embedded.rows import Rows, blocks_of, row_context, rows_of, segment_context
+from slime.engines.embedded.scheduler import Plan, Work
+from slime.engines.embedded.slots import Copy
+
+logger = logging.getLogger(__name__)
+
+FIXED_ROWS = (1, 8, 16, 32, 64)
+"""Row counts that deterministic mode may use; start-up keeps those that give equal bits."""
+
+
+@dataclass
+class Logits:
+    """Logits of some wanted rows: ``values`` is ``[≥ len(owners), vocab]`` (padding rows at the end)."""
+
+    values: torch.Tensor
+    owners: list[int]
+    positions: list[int]
+
+
+class Runner:
+    """Owns model, KV cache and packed weights; knows nothing of requests beyond their tokens."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> None:
+        self.model = model
+        self.device = device
+        self.deterministic = deterministic
+        self.cache = KVCache(dtype, device)
+        self.packed = PackedLinears(model) if PackedLinears.available(device, dtype) else None
+        self.row_counts: tuple[int, ...] = (max(FIXED_ROWS),)
+        self.position_axes = _position_axes(model.config)
+
+    def weights_changed(self) -> None:
+        if self.packed is not None:
+            self.packed.stale = True
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Iterator[Logits]:
+        """Compute a plan. Copies of shared prompts are made before the last logits are yielded."""
+        self.cache.resize(plan.num_slots, plan.capacity)
+        self.cache.move(plan.moves)
+        if self.packed is not None:
+            self.packed.refresh()
+        if len(plan.works) == 1 and plan.works[0].sequence.image_inputs is not None and not plan.decode:
+            yield self._image_prefill(plan.works[0])
+            return
+        images = [work for work in plan.works if work.sequence.image_inputs is not None and not plan.decode]
+        texts = [work for work in plan.works if work not in images]
+        for work in images:
+            done = self._image_prefill(work)
+            yield Logits(done.values, [plan.works.index(work)] * len(done.owners), done.positions)
+        if texts:
+            yield from self._text_step(plan, texts)
+
+    def _text_step(self, plan: Plan, works: list[Work]) -> Iterator[Logits]:
+        rows = rows_of(works)
+        index = [plan.works.index(work) for work in works]
+        copies = [Copy(work.sequence.slot, follower.slot, work.end) for work in works for follower in work.followers]
+        if self.deterministic:
+            blocks = blocks_of(rows, max(self.row_counts))
+            outputs = [self._fixed_block(block) for block in blocks]
+        elif plan.decode:
+            blocks = [rows]
+            outputs = [self.forward(rows, row_context(self.cache, rows, fixed=False), rows.wanted)]
+        else:
+            blocks = [rows]
+            outputs = [self.forward(rows, segment_context(self.cache, works, rows), rows.wanted)]
+        self.cache.move(copies)
+        for block, values in zip(blocks, outputs, strict=True):
+            if values is not None:
+                owners = [index[owner] for owner in block.owners]
+                yield Logits(values, owners, [block.positions[row] for row in block.wanted])
+
+    def _fixed_block(self, block: Rows) -> torch.Tensor | None:
+        """A forward whose shapes are among ``row_counts``, whatever else runs."""
+        wanted = list(block.wanted)
+        block.pad(self.fixed_count(len(block)), self.cache.bin_slot)
+        wanted += [len(block) - 1] * (self.fixed_count(len(wanted)) - len(wanted))
+        return self.forward(block, row_context(self.cache, block, fixed=True), wanted)
+
+    def fixed_count(self, rows: int) -> int:
+        return min((count for count in self.row_counts if count >= rows), default=max(self.row_counts))
+
+    def stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits of several sequences as one block; padded to a fixed row count in deterministic mode."""
+        if self.deterministic:
+            rows = [*rows, *[rows[-1]] * (self.fixed_count(len(rows)) - len(rows))]
+        return torch.stack(list(rows))
+
+    def forward(self, rows: Rows, step: attention.StepContext, wanted: Sequence[int]) -> torch.Tensor | None:
+        """Logits ``[len(wanted), vocab]`` in the model's dtype; None when none are wanted."""
+        attention.set_step(step)
+        try:
+            output = self.model(
+                input_ids=torch.tensor([rows.tokens], device=self.device),
+                position_ids=self._position_ids(rows),
+                use_cache=False,
+                logits_to_keep=torch.tensor(wanted or [0], device=self.device),
+            )
+        finally:
+            attention.set_step(None)
+        return output.logits[0] if wanted else None
+
+    def _position_ids(self, rows: Rows) -> torch.Tensor:
+        if not self.position_axes:
+            return torch.tensor([rows.positions], device=self.device)
+        shifted = [position + shift for position, shift in zip(rows.positions, rows.shifts, strict=True)]
+        return torch.tensor([[shifted]], device=self.device).expand(self.position_axes, 1, -1)
+
+    def _image_prefill(self, work: Work) -> Logits:
+        """A whole prompt with images, alone, through the model's own merging of image features."""
+        seq = work.sequence
+        part = Work(seq, 0, work.end, work.sample)
+        rows = rows_of([part])
+        step = segment_context(self.cache, [part], rows)
+        inner = getattr(self.model, "model", self.model)
+        if hasattr(inner, "rope_deltas"):
+            inner.rope_deltas = None
+        inputs = {key: value for key, value in seq.image_inputs.items() if key != "input_ids"}
+        attention.set_step(step)
+        try:
+            output = self.model(
+                input_ids=torch.tensor([seq.tokens[: work.end]], device=self.device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(rows.wanted, device=self.device),
+                **_extended(inputs, work.end),
+            )
+        finally:
+            attention.set_step(None)
+        deltas = getattr(inner, "rope_deltas", None)
+        if deltas is not None:
+            seq.position_shift = int(deltas.flatten()[0])
+        return Logits(output.logits[0], rows.owners, [rows.positions[row] for row in rows.wanted])
+
+
+def _extended(inputs: dict[str, Any], length: int) -> dict[str, Any]:
+    """Per-token inputs of the processor (``[1, prompt]``) with zeros for tokens generated before a retract."""
+    out = {}
+    for key, value in inputs.items():
+        if key == "attention_mask":
+            continue
+        if key.endswith("token_type_ids") and value.shape[-1] < length:
+            value = torch.nn.functional.pad(value, (0, length - value.shape[-1]))
+        out[key] = value
+    return out
+
+
+def _position_axes(config: Any) -> int:
+    """Rotary position axes (time, height, width) of vision-language models that have them; 0 for plain positions."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    return 3 if isinstance(rope, dict) and "mrope_section" in rope else 0

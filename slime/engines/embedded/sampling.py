@@ -1,0 +1,179 @@
+"""Drawing tokens from logits, and the log-probs of what was drawn.
+
+The draw for output token ``t`` of a request is one uniform number that depends on its seed and ``t`` only,
+taken through the inverse of the cumulative distribution: no sort is needed unless the request filters.
+Log-probs are those of the whole distribution at the request's temperature, as SGLang returns them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+
+from slime.engines.embedded.scheduler import Drawn
+from slime.engines.embedded.sequence import Sequence
+
+_BLOCK = 128  # the cumulative sum is taken over blocks first
+_CANDIDATES = 1024  # top-p sorts only so many tokens, where they hold enough of the mass
+
+
+def uniforms(seeds: Rows[int], steps: Rows[int]) -> np.ndarray:
+    """One number in [0, 1) per (seed, step): splitmix64 over both, 53 bits, float64.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    with np.errstate(over="ignore"):
+        state = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
+        mixed = _mix(state + np.uint64(0x9E3779B97F4A7C15))
+        mixed = _mix(mixed ^ (np.array(steps, dtype=np.uint64) + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: np.ndarray) -> np.ndarray:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+@torch.inference_mode()
+def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -> list[Drawn]:
+    """Draw one token per sequence.
+
+    Args:
+        logits: ``[rows ≥ len(sequences), vocab]``; rows beyond the sequences are padding. Overwritten.
+        eos: tokens that ``min_new_tokens`` keeps away.
+    """
+    scores = logits.float()
+    count = len(sequences)
+    _adjust(scores, sequences, eos)
+    temperatures = [1.0 if seq.request.params.greedy else seq.request.params.temperature for seq in sequences]
+    if any(t != 1.0 for t in temperatures):
+        padded = temperatures + [1.0] * (scores.shape[0] - count)
+        scores = scores.div_(torch.tensor(padded, device=scores.device)[:, None])
+    probs = torch.softmax(scores, dim=-1)
+    tokens = _choose(probs, sequences)
+    index = torch.tensor(tokens, device=probs.device)
+    logprobs = probs[:count].gather(1, index[:, None])[:, 0].log().tolist()
+    drawn = [Drawn(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    for row, (seq, one) in enumerate(zip(sequences, drawn, strict=True)):
+        request = seq.request
+        if request.top_logprobs_num or request.token_ids_logprob:
+            row_logprobs = torch.log_softmax(scores[row], dim=-1)
+            one.top, one.chosen = top_and_chosen(row_logprobs, request.top_logprobs_num, request.token_ids_logprob)
+    return drawn
+
+
+def top_and_chosen(
+    logprobs: torch.Tensor, top: int, chosen: Rows[int]
+) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    """The ``top`` best (log-prob, id) of one position, and those of the ``chosen`` ids."""
+    best: list[tuple[float, int]] = []
+    if top:
+        values, ids = torch.topk(logprobs, min(top, logprobs.shape[-1]))
+        best = list(zip(values.tolist(), ids.tolist(), strict=True))
+    asked = [(float(logprobs[token]), token) for token in chosen]
+    return best, asked
+
+
+def _adjust(scores: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -> None:
+    """Penalties, logit bias, and no end before ``min_new_tokens``; in place, only where asked for."""
+    for row, seq in enumerate(sequences):
+        params = seq.request.params
+        if params.penalised:
+            _penalise(scores[row], seq)
+        for token, bias in params.logit_bias:
+            scores[row, token] += bias
+        if seq.num_output < params.min_new_tokens:
+            ends = [token for token in eos | params.stop_token_ids if token < scores.shape[1]]
+            scores[row, ends] = float("-inf")
+
+
+def _penalise(row: torch.Tensor, seq: Sequence) -> None:
+    """Frequency and presence count output tokens; repetition counts prompt and output (as in SGLang)."""
+    params = seq.request.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(seq.tokens)), device=row.device)
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if seq.num_output and (params.frequency_penalty or params.presence_penalty):
+        ids, counts = np.unique(np.asarray(seq.output_ids), return_counts=True)
+        penalty = params.frequency_penalty * counts + params.presence_penalty
+        row[torch.as_tensor(ids, device=row.device)] -= torch.as_tensor(penalty, dtype=row.dtype, device=row.device)
+
+
+def _choose(probs: torch.Tensor, sequences: Rows[Sequence]) -> list[int]:
+    count = len(sequences)
+    tokens = [0] * count
+    plain = [i for i, seq in enumerate(sequences) if not seq.request.params.greedy and not seq.request.params.filtered]
+    greedy = [i for i, seq in enumerate(sequences) if seq.request.params.greedy]
+    numbers = uniforms([seq.seed for seq in sequences], [seq.num_output for seq in sequences])
+    if greedy:
+        best = probs.argmax(dim=-1).tolist()
+        for row in greedy:
+            tokens[row] = best[row]
+    if plain:
+        padded = np.zeros(probs.shape[0])
+        padded[:count] = numbers
+        chosen = inverse_cdf(probs, torch.from_numpy(padded)).tolist()
+        for row in plain:
+            tokens[row] = chosen[row]
+    for row, seq in enumerate(sequences):
+        if seq.request.params.filtered:
+            tokens[row] = _filtered(probs[row], seq, float(numbers[row]))
+    return tokens
+
+
+def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """``[rows]`` int64: the token at which the cumulative sum of ``probs`` (``[rows, vocab]``) passes ``uniform``.
+
+    Sums of blocks first, in float64, then the one block that the number falls into: two small passes instead
+    of a cumulative sum over the vocabulary. A token of probability zero is never drawn.
+    """
+    rows, vocab = probs.shape
+    blocks = -(-vocab // _BLOCK)
+    if vocab % _BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, blocks * _BLOCK - vocab))
+    parts = probs.view(rows, blocks, _BLOCK)
+    mass = parts.sum(dim=-1).double().cumsum(dim=-1)
+    target = uniform.to(device=probs.device, dtype=torch.float64)[:, None] * mass[:, -1:]
+    block = torch.searchsorted(mass, target, right=True).clamp_(max=blocks - 1)
+    before = torch.where(block > 0, mass.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = parts.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double()
+    cumulative = before + inside.cumsum(dim=-1)
+    offset = torch.searchsorted(cumulative, target, right=True)
+    last = (_BLOCK - 1) - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)  # rounding must not run past it
+    return (block * _BLOCK + torch.minimum(offset, last))[:, 0]
+
+
+def _filtered(probs: torch.Tensor, seq: Sequence, uniform: float) -> int:
+    """Draw from what top-k, top-p and min-p leave, renormalised (top-k first, then top-p: SGLang's order)."""
+    params = seq.request.params
+    vocab = probs.shape[-1]
+    width = min(params.top_k, vocab) if params.top_k > 0 else min(_CANDIDATES, vocab)
+    values, ids = torch.topk(probs, width)
+    if params.top_k <= 0 and width < vocab and (params.min_p > 0 or float(values.sum()) < params.top_p):
+        values, ids = torch.sort(probs, descending=True, stable=True)
+    mass = values.double()
+    before = mass.cumsum(0) - mass
+    keep = before <= params.top_p
+    if params.min_p > 0:
+        keep &= mass >= params.min_p * mass[0]
+    kept = torch.where(keep, mass, 0.0).cumsum(0)
+    index = int(torch.searchsorted(kept, uniform * kept[-1], right=True))
+    return int(ids[min(index, int(keep.sum()) - 1)])
+
+
+@torch.inference_mode()
+def score_prompt(logits: torch.Tensor, seq: Sequence, positions: Rows[int]) -> None:
+    """Add the log-probs of the prompt tokens after ``positions`` (at temperature 1) to the sequence.
+
+    ``logits``: ``[≥ len(positions), vocab]``.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    request = seq.request
+    for row, position in enumerate(positions):
+        seq.input_logprobs.append(float(logprobs[row, request.input_ids[position + 1]]))
+        if request.top_logprobs_num:
+            seq.input_top.append(top_and_chosen(logprobs[row], request.top_logprobs_num, ())[0])

@@ -1,0 +1,296 @@
+"""Continuous batching: which tokens the next forward computes. Pure logic; no torch, no clock, no HTTP.
+
+A step either extends (computes the prompts of newly admitted sequences) or decodes (one token for every
+running sequence). Admission is first come, first served; a sequence is admitted when its longest possible
+length fits, so nothing ever has to be thrown out half way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slime.engines.embedded.protocol import BadRequest
+from slime.engines.embedded.sequence import Sequence, VersionEvent
+from slime.engines.embedded.slots import Move, SlotTable
+
+MatchStop = Callable[[Sequence], str | None]
+"""The stop string that the output of a sequence now holds, if any."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Compute ``tokens[start:end]`` of a sequence; ``sample`` when that reaches its last token.
+
+    ``followers`` have the same tokens: they get a copy of the KV, and draw from the same logits.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    sample: bool
+    followers: tuple[Sequence, ...] = ()
+
+
+@dataclass
+class Plan:
+    """One step: first the moves between slots, in order, then the forward."""
+
+    moves: list[Move]
+    works: list[Work]
+    decode: bool
+    capacity: int
+    num_slots: int
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """Who draws a token, in the order of the sampler's rows."""
+        return [seq for work in self.works if work.sample for seq in (work.sequence, *work.followers)]
+
+
+@dataclass
+class Drawn:
+    """What one sequence drew in a step."""
+
+    token: int
+    logprob: float
+    top: list[tuple[float, int]] = field(default_factory=list)
+    chosen: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass
+class Scheduler:
+    """All sequences of the engine.
+
+    Args:
+        max_running: sequences decoded together.
+        max_total_tokens: bound on running slots times their capacity.
+        context_len: longest sequence that the model takes.
+        eos_token_ids: end a sequence unless it says ``ignore_eos``.
+        prefill_tokens: most prompt tokens of one step.
+        score_tokens: the same where log-probs of the prompt are wanted (they need logits at each position).
+    """
+
+    max_running: int
+    max_total_tokens: int
+    context_len: int
+    eos_token_ids: frozenset[int] = frozenset()
+    match_stop: MatchStop = lambda sequence: None
+    prefill_tokens: int = 2048
+    score_tokens: int = 256
+    weight_version: str = "default"
+    share_prefixes: bool = True
+
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)  # by slot
+    paused: bool = False
+    arrivals: int = 0
+    moves: list[Move] = field(default_factory=list)
+    extended_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.table = SlotTable(self.max_running, self.max_total_tokens)
+
+    # --- coming and going --------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            BadRequest: it can never fit.
+        """
+        limit = min(self.context_len, self.max_total_tokens)
+        if sequence.prompt_len >= limit:
+            raise BadRequest(
+                f"the prompt has {sequence.prompt_len} tokens; at most {limit - 1} fit "
+                f"(context length {self.context_len}, --max-total-tokens {self.max_total_tokens})"
+            )
+        sequence.order = self.arrivals
+        self.arrivals += 1
+        self.waiting.append(sequence)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def abort(self, rid: str | None, exact: bool = False, message: str = "Aborted") -> list[Sequence]:
+        """End what is called ``rid`` (as in SGLang: all whose id starts so, unless ``exact``), or everything."""
+
+        def meant(name: str) -> bool:
+            return rid is None or (name == rid if exact else name.startswith(rid))
+
+        doomed = [seq for seq in [*self.running, *self.waiting] if meant(seq.request.rid)]
+        for sequence in doomed:
+            sequence.finish_reason = {"type": "abort", "message": message, "status_code": None, "err_type": None}
+            self._leave(sequence)
+        return doomed
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the queue or out of its slot."""
+        if sequence.slot < 0:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            return
+        shared = sequence.computed if self.share_prefixes and sequence.image_inputs is None else 0
+        last = self.running[-1]
+        self.moves += self.table.free(sequence.slot, sequence.tokens, shared, last.computed)
+        self.running[sequence.slot] = last
+        self.running.pop()
+        last.slot, sequence.slot = sequence.slot, -1
+
+    def pause(self, mode: str) -> list[Sequence]:
+        """Stop planning. ``abort`` ends all, ``retract`` puts running ones back in the queue, ``in_place`` keeps them."""
+        self.paused = True
+        if mode == "abort":
+            return self.abort(None)
+        if mode == "retract":
+            for sequence in reversed(self.running.copy()):
+                self._leave(sequence)
+                sequence.retractions += 1
+                sequence.computed = 0
+                self.waiting.append(sequence)
+            self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.order))
+        return []
+
+    def resume(self) -> None:
+        self.paused = False
+
+    # --- weights -----------------------------------------------------------------------------
+
+    def weights_changed(self, version: str | None) -> None:
+        """KV computed so far is of older weights; tokens from here on are of ``version``."""
+        self.table.forget_free()
+        if version is not None:
+            self.name_version(version)
+
+    def name_version(self, version: str) -> None:
+        """Tokens from here on carry ``version``."""
+        for sequence in [*self.running, *self.waiting]:
+            if sequence.num_output:
+                sequence.version_events.append(VersionEvent(self.weight_version, sequence.num_output))
+        self.weight_version = version
+
+    def flush(self) -> bool:
+        """Drop all cached prefixes; False (and nothing done) while something runs or, unless paused, waits."""
+        if self.running or (self.waiting and not self.paused):
+            return False
+        self.table.forget_free()
+        return True
+
+    def drop_slots(self) -> None:
+        """The KV cache is gone; nothing may be running."""
+        self.moves.clear()
+        self.table = SlotTable(self.max_running, self.max_total_tokens)
+
+    # --- one step ----------------------------------------------------------------------------
+
+    def plan(self) -> Plan | None:
+        """What to compute next; None when paused or nothing is to do."""
+        if self.paused:
+            return None
+        self._admit()
+        decodable = [seq for seq in self.running if seq.computed == len(seq.tokens) - 1 >= seq.prompt_len]
+        extending = [seq for seq in self.running if seq not in decodable] if len(decodable) < len(self.running) else []
+        if not self.running:
+            return None
+        decode = not extending or (self.extended_last and bool(decodable) and self._long(extending))
+        self.extended_last = not decode
+        if decode:
+            works = [Work(seq, seq.computed, len(seq.tokens), True) for seq in decodable]
+        else:
+            works = self._extend(extending)
+        moves, self.moves = self.moves, []
+        return Plan(moves, works, decode, self.table.capacity, len(self.table.slots))
+
+    def _long(self, extending: list[Sequence]) -> bool:
+        """Whether the prompts take several steps: then decoding takes turns with them."""
+        return sum(len(seq.tokens) - seq.computed for seq in extending) > self.prefill_tokens
+
+    def _admit(self) -> None:
+        while self.waiting:
+            sequence = self.waiting[0]
+            reserve = min(sequence.reserve(self.context_len), self.max_total_tokens)
+            if not self.table.fits(reserve):
+                return
+            self.waiting.popleft()
+            self.table.make_room(reserve)
+            tokens = np.asarray(sequence.tokens, dtype=np.int64)
+            limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0
+            if sequence.image_inputs is not None:
+                tokens, limit = tokens[:0], 0
+            sequence.slot, sequence.computed, moves = self.table.allocate(tokens, limit)
+            self.moves += moves
+            sequence.cached_tokens = max(sequence.cached_tokens, min(sequence.computed, sequence.prompt_len))
+            self.running.append(sequence)
+
+    def _extend(self, extending: list[Sequence]) -> list[Work]:
+        """Prompts up to the budget; sequences with the same tokens follow the first of them."""
+        works: list[Work] = []
+        budget = self.prefill_tokens
+        leaders: dict[tuple[int, ...], int] = {}
+        for sequence in extending:
+            key = tuple(sequence.tokens)
+            plain = self.share_prefixes and not sequence.wants_input_logprobs and sequence.image_inputs is None
+            if plain and key in leaders:
+                index = leaders[key]
+                work = works[index]
+                works[index] = Work(work.sequence, work.start, work.end, True, (*work.followers, sequence))
+                continue
+            if budget <= 0:
+                continue
+            chunk = min(budget, self.score_tokens if sequence.wants_input_logprobs else budget)
+            if sequence.image_inputs is not None:
+                chunk = len(sequence.tokens)  # the processor's placeholders cannot be cut
+            end = min(sequence.computed + chunk, len(sequence.tokens))
+            budget -= end - sequence.computed
+            done = end == len(sequence.tokens)
+            works.append(Work(sequence, sequence.computed, end, done))
+            if plain and done:
+                leaders[key] = len(works) - 1
+        return works
+
+    def commit(self, plan: Plan, drawn: list[Drawn]) -> list[Sequence]:
+        """Take the drawn tokens in; returns the sequences that finished, now without a slot."""
+        for work in plan.works:
+            work.sequence.computed = work.end
+            for follower in work.followers:
+                follower.computed = work.end
+                follower.cached_tokens = max(follower.cached_tokens, min(work.end, follower.prompt_len))
+            for sequence in (work.sequence, *work.followers):
+                if not plan.decode:
+                    self.table.note_computed(sequence.slot, sequence.computed)
+        finished = []
+        for sequence, draw in zip(plan.sampled, drawn, strict=True):
+            if sequence.request.params.max_new_tokens > 0:
+                self._append(sequence, draw)
+            self._check_finish(sequence)
+            if sequence.finish_reason is not None:
+                finished.append(sequence)
+        for sequence in finished:
+            self._leave(sequence)
+        return finished
+
+    def _append(self, sequence: Sequence, draw: Drawn) -> None:
+        sequence.tokens.append(draw.token)
+        sequence.output_logprobs.append(draw.logprob)
+        if sequence.request.top_logprobs_num:
+            sequence.output_top.append(draw.top)
+        if sequence.request.token_ids_logprob:
+            sequence.output_chosen.append(draw.chosen)
+
+    def _check_finish(self, sequence: Sequence) -> None:
+        """A stop string beats a stop token, which beats the length: SGLang's order."""
+        params = sequence.request.params
+        token, count = sequence.tokens[-1], sequence.num_output
+        stops: dict[str, Any] | None = None
+        if count and params.stop and (matched := self.match_stop(sequence)) is not None:
+            stops = {"type": "stop", "matched": matched}
+        elif count and not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):
+            stops = {"type": "stop", "matched": token}
+        elif count >= params.max_new_tokens or len(sequence.tokens) >= min(self.context_len, self.max_total_tokens):
+            stops = {"type": "length", "length": count}
+        sequence.finish_reason = stops

@@ -1,0 +1,107 @@
+"""``python -m slime.engines.embedded.server``: one engine process."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from slime.engines.embedded.lifetime import die_with_parent
+
+MAX_BODY_BYTES = 512 * 1024 * 1024
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; names are SGLang's where SGLang has them."""
+    parser = argparse.ArgumentParser(prog="python -m slime.engines.embedded.server", description=__doc__)
+    parser.add_argument("--model-path", required=True, help="Hugging Face folder or hub id")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
+    parser.add_argument("--max-running-requests", type=int, default=64)
+    parser.add_argument("--max-total-tokens", type=int, help="bound of the KV cache; default: by free memory")
+    parser.add_argument("--deterministic", action="store_true", help="results do not depend on the rest of the batch")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, else the cores")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--random-seed", type=int, default=0)
+    parser.add_argument("--parent-pid", type=int, help="end when this process, our parent, is gone")
+    parser.add_argument("--log-level", default="info")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Load the model, then serve until SIGTERM or SIGINT."""
+    started = time.perf_counter()
+    options = build_parser().parse_args(argv)
+    if options.parent_pid:
+        die_with_parent(options.parent_pid)
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads stall each other on busy cores
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.basicConfig(
+        level=options.log_level.upper(), format="[%(asctime)s] %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    _serve(options, started)
+
+
+def _serve(options: argparse.Namespace, started: float) -> None:
+    import torch
+    from aiohttp import web
+
+    from slime.engines.embedded import routes_control, routes_generate, routes_openai
+    from slime.engines.embedded.loading import EngineOptions, load_engine
+    from slime.engines.embedded.web import LOADED, errors_as_json
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    sys.setswitchinterval(0.001)  # the model's thread takes the interpreter back after each operator
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_engine(
+        EngineOptions(
+            model_path=options.model_path,
+            dtype=options.dtype or ("float32" if device == "cpu" else "bfloat16"),
+            device=device,
+            max_running_requests=options.max_running_requests,
+            max_total_tokens=options.max_total_tokens,
+            deterministic=options.deterministic,
+            trust_remote_code=options.trust_remote_code,
+            weight_version=options.weight_version,
+            random_seed=options.random_seed,
+        )
+    )
+    app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app[LOADED] = loaded
+    app[routes_control.GROUPS] = {}
+    for module in (routes_generate, routes_control, routes_openai):
+        app.add_routes(module.routes())
+
+    async def model_thread(app: web.Application) -> AsyncIterator[None]:
+        import asyncio
+
+        loaded.engine.start(asyncio.get_running_loop())
+        logging.getLogger(__name__).info("ready after %.1f s", time.perf_counter() - started)
+        yield
+        loaded.engine.stop()
+
+    app.cleanup_ctx.append(model_thread)
+    web.run_app(
+        app,
+        host=options.host,
+        port=options.port,
+        print=None,
+        access_log=None,
+        shutdown_timeout=1.0,
+        handler_cancellation=True,
+        keepalive_timeout=3600.0,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Small things that all routes share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from slime.engines.embedded.loading import Loaded
+from slime.engines.embedded.protocol import BadRequest
+from slime.engines.embedded.weights import WeightError
+
+logger = logging.getLogger(__name__)
+
+LOADED: web.AppKey[Loaded] = web.AppKey("loaded", Loaded)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_answer(content: Any, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
+
+
+def outcome(success: bool, message: str, **more: Any) -> web.Response:
+    """SGLang's answer to a control call."""
+    return json_answer({"success": success, "message": message, **more}, 200 if success else 400)
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """The JSON object of a request; an empty body is an empty object.
+
+    Raises:
+        BadRequest: it is something else.
+    """
+    raw = await request.read()
+    if not raw.strip():
+        return {}
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def field(body: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """A field of a control call, checked.
+
+    Raises:
+        BadRequest: it is missing (and has no default) or of another type.
+    """
+    value = body.get(name, default)
+    if value is None and default is None:
+        raise BadRequest(f"the field {name!r} is missing")
+    if not isinstance(value, kind):
+        raise BadRequest(f"the field {name!r} must be a {kind.__name__}, got {value!r}")
+    return value
+
+
+@web.middleware
+async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """400 with a sentence for what the client can mend, 500 with a sentence for the rest."""
+    try:
+        return await handler(request)
+    except (BadRequest, WeightError) as error:
+        return json_answer({"error": {"message": str(error)}, "success": False, "message": str(error)}, 400)
+    except web.HTTPException as error:
+        return json_answer({"error": {"message": f"{request.method} {request.path}: {error.reason}"}}, error.status)
+    except Exception as error:
+        logger.exception("%s %s failed", request.method, request.path)
+        message = f"{type(error).__name__}: {error}"
+        return json_answer({"error": {"message": message}, "success": False, "message": message}, 500)

@@ -1,0 +1,179 @@
+"""The weights by the names of the checkpoint: load, hash, compare."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slime.models.digest import tensor_digest
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+class WeightError(ValueError):
+    """An update does not fit this model; the message names the tensor."""
+
+
+class Weights:
+    """Views of a model's parameters under the names that they have on disk.
+
+    transformers may keep several tensors of a checkpoint in one parameter (the experts of a layer, say).
+    Each name maps to a view of the parameter, so an update writes just that part, in place.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.snapshot: dict[str, torch.Tensor] | None = None
+        self.aliases: dict[str, str] = {}
+        self.views = self._checkpoint_views()
+
+    def _checkpoint_views(self) -> dict[str, torch.Tensor]:
+        views: dict[str, torch.Tensor] = {}
+        seen: dict[tuple[int, int], str] = {}
+        for name, parameter in self.model.state_dict(keep_vars=False).items():
+            place = (parameter.data_ptr(), parameter.numel())
+            if parameter.numel() and place in seen:  # tied: one tensor on disk, under the first name
+                self.aliases[name] = seen[place]
+                continue
+            seen[place] = name
+            views[name] = parameter
+        return _on_disk_views(self.model, views)
+
+    def resolve(self, name: str) -> torch.Tensor:
+        """The tensor behind a checkpoint name.
+
+        Raises:
+            WeightError: no such name.
+        """
+        view = self.views.get(self.aliases.get(name, name))
+        if view is None:
+            near = difflib.get_close_matches(name, self.views, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise WeightError(f"the model has no tensor {name!r}{hint}")
+        return view
+
+    @torch.no_grad()
+    def load(self, tensors: Iterable[NamedTensor]) -> int:
+        """Copy tensors in; returns how many. Nothing is written when a name or shape is wrong."""
+        pairs = [(name, self.resolve(name), tensor) for name, tensor in tensors]
+        for name, view, tensor in pairs:
+            if view.shape != tensor.shape:
+                raise WeightError(f"{name!r} has shape {tuple(tensor.shape)}, the model has {tuple(view.shape)}")
+        for _, view, tensor in pairs:
+            view.copy_(tensor)
+        return len(pairs)
+
+    def load_folder(self, folder: Path) -> int:
+        """All tensors of the safetensors files in a Hugging Face folder.
+
+        Raises:
+            WeightError: no such files, or tensors of the model are missing in them.
+        """
+        from safetensors.torch import load_file
+
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise WeightError(f"{str(folder)!r} holds no *.safetensors")
+        found: set[str] = set()
+        for file in files:
+            tensors = load_file(file)
+            found |= {self.aliases.get(name, name) for name in tensors}
+            self.load(tensors.items())
+        missing = sorted(name for name in self.views if name not in found and _is_weight(self.model, name))
+        if missing:
+            raise WeightError(f"{str(folder)!r} lacks {len(missing)} tensors of the model, e.g. {missing[0]!r}")
+        return len(found)
+
+    def get(self, name: str, truncate: int) -> list[Any]:
+        view = self.resolve(name)
+        return view[:truncate].float().tolist()  # type: ignore[no-any-return]
+
+    def checksums(self, skip: Sequence[str] = ()) -> dict[str, str]:
+        """XXH3-128 of each tensor's bytes, as the engine holds it."""
+        return {name: tensor_digest(view) for name, view in self.views.items() if not _skipped(name, skip)}
+
+    def take_snapshot(self) -> None:
+        self.snapshot = {name: view.detach().cpu().clone() for name, view in self.views.items()}
+
+    @torch.no_grad()
+    def reset(self, skip: Sequence[str] = ()) -> None:
+        """Fill all floating-point tensors with noise, so that :meth:`compare` shows what an update did not write."""
+        generator = torch.Generator().manual_seed(0)
+        for name, view in self.views.items():
+            if view.is_floating_point() and not _skipped(name, skip):
+                view.copy_(torch.randn(view.shape, generator=generator))
+
+    def compare(self, skip: Sequence[str] = ()) -> list[str]:
+        """Names that differ from the snapshot, which is dropped.
+
+        Raises:
+            WeightError: there is no snapshot.
+        """
+        if self.snapshot is None:
+            raise WeightError("there is no snapshot to compare with; ask for action 'snapshot' first")
+        snapshot, self.snapshot = self.snapshot, None
+        return [
+            name
+            for name, view in self.views.items()
+            if not _skipped(name, skip) and not torch.equal(view.detach().cpu(), snapshot[name])
+        ]
+
+
+def overall_checksum(checksums: dict[str, str]) -> str:
+    """One digest for all tensors, names included."""
+    digest = hashlib.sha256()
+    for name in sorted(checksums):
+        digest.update(name.encode())
+        digest.update(checksums[name].encode())
+    return digest.hexdigest()
+
+
+def _skipped(name: str, skip: Sequence[str]) -> bool:
+    return any(part in name for part in skip)
+
+
+def _is_weight(model: Any, name: str) -> bool:
+    """Parameters must be in a checkpoint; buffers may be computed."""
+    return name not in {key for key, _ in model.named_buffers()}
+
+
+def _on_disk_views(model: Any, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rename and split parameters as ``save_pretrained`` would, but as views.
+
+    transformers' own reverse conversion runs on tensors of element numbers; where the outcome is a regular
+    part of one parameter, it tells that part's offset and strides.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if getattr(model, "_weight_conversions", None) is None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        if not get_model_conversion_mapping(model, add_legacy=False):
+            return views
+    result: dict[str, torch.Tensor] = {}
+    for name, parameter in views.items():
+        numbers = torch.arange(parameter.numel()).view(parameter.shape)
+        for disk_name, part in revert_weight_conversion(model, {name: numbers}).items():
+            result[disk_name] = _strided_view(disk_name, parameter, part)
+    return result
+
+
+def _strided_view(name: str, parameter: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The view of ``parameter`` whose elements have the flat indices ``numbers``."""
+    flat = parameter.view(-1)
+    if numbers.numel() == 0:
+        return parameter
+    offset = int(numbers.reshape(-1)[0])
+    strides = []
+    for axis in range(numbers.dim()):
+        step = numbers.select(axis, 1) - numbers.select(axis, 0) if numbers.shape[axis] > 1 else torch.zeros(1).long()
+        strides.append(int(step.reshape(-1)[0]))
+    expected = torch.arange(flat.numel()).as_strided(numbers.shape, strides, offset)
+    if not torch.equal(expected, numbers):
+        raise WeightError(f"checkpoint tensor {name!r} is not a regular part of a parameter; cannot update it in place")
+    return flat.as_strided(numbers.shape, strides, flat.storage_offset() + offset)
