@@ -69,6 +69,8 @@ class Dataset:
         keys = RowKeys(prompt_key, label_key, metadata_key, tool_key, multimodal_keys or {})
         rows = read_prompts(path, keys, problems, as_messages=apply_chat_template)
         problems.raise_if_any()
+        for warning in problems.warnings:
+            logger.warning("%s", warning)
         kwargs = dict(apply_chat_template_kwargs or {})
         samples = []
         for row in rows:

@@ -48,7 +48,8 @@ class RowError(ValueError):
 
 
 def read_prompts(spec: str, keys: RowKeys, problems: Problems, as_messages: bool = False) -> list[PromptRow]:
-    """All prompts of a file; what is wrong goes to ``problems``, with file and row.
+    """All prompts of a file; what is wrong goes to ``problems``, with file and row. A column of metadata, tools or
+    media that no row has is a warning.
 
     Args:
         as_messages: wrap a prompt that is a string into one user message (chat template, media).
@@ -59,10 +60,14 @@ def read_prompts(spec: str, keys: RowKeys, problems: Problems, as_messages: bool
             problems.add(f"{spec}: no rows")
         return []
     absent = _columns_nobody_has(rows, keys)
-    if absent:  # said once, not for every row
-        for name, key in absent:
-            problems.add(f"{spec}: no row has the {name} column {key!r}; the rows have {_names(rows[0].data)}")
-        return []
+    for name, key in absent:
+        said = f"{spec}: no row has the {name} column {key!r}; the rows have {_names(rows[0].data)}"
+        if name in ("prompt", "label"):
+            problems.add(said)
+        else:  # an evaluation set need not have what the training rows have
+            problems.warnings.append(said)
+    if any(name in ("prompt", "label") for name, _ in absent):
+        return []  # said once, not for every row
     prompts = []
     for row in rows:
         try:

@@ -28,6 +28,7 @@ class Problems:
 
     def __init__(self) -> None:
         self.shown: list[str] = []
+        self.warnings: list[str] = []  # what may be as it should
         self.count = 0
 
     def add(self, problem: str) -> None:

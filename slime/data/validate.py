@@ -30,7 +30,7 @@ def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
     found: list[str] = []
     if _reads_prompts(args):
         if args.prompt_data:
-            found += _check_file(args.prompt_data, RowKeys.of_args(args), _reward_type(args, args), check)
+            found += _check_file(args.prompt_data, RowKeys.of_args(args), _reward_type(args, args), check, strict=True)
         else:
             found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
     try:
@@ -75,12 +75,17 @@ def _reward_type(args: Any, settings: Any) -> str | None:
     return None if users else ""  # the user's own generation may set rewards itself
 
 
-def _check_file(spec: str, keys: RowKeys, rm_type: str | None, check_label: LabelCheck) -> list[str]:
+def _check_file(
+    spec: str, keys: RowKeys, rm_type: str | None, check_label: LabelCheck, strict: bool = False
+) -> list[str]:
+    """``strict``: a column that was asked for and that no row has is a problem, optional or not."""
     problems = Problems()
     try:
         rows = read_prompts(spec, keys, problems)
     except DataError as error:
         return error.problems
+    for warning in problems.warnings if strict else ():
+        problems.add(warning)
     if rm_type is None or not rows:
         return problems.lines()
     if not any(row.label is not None for row in rows) and (

@@ -130,11 +130,14 @@ def test_at_most_twenty_are_shown(file: Path) -> None:
     assert found[19].startswith(f"{file}:20: ")
 
 
-def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(file: Path) -> None:
+def test_a_wrong_key_is_said_once_with_the_keys_that_are_there(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(file, [{"question": "q", "answer": "a"}] * 50)
     assert problems_of(path) == [f"{path}: no row has the prompt column 'prompt'; the rows have 'question', 'answer'"]
-    found = problems_of(path, prompt_key="question", label_key="anwser", metadata_key="info")
-    assert [line.split("column ")[1].split(";")[0] for line in found] == ["'anwser'", "'info'"]
+    found = problems_of(path, prompt_key="question", label_key="anwser")
+    assert found == [f"{path}: no row has the label column 'anwser'; the rows have 'question', 'answer'"]
+    with caplog.at_level("WARNING"):
+        assert len(Dataset(path, prompt_key="question", metadata_key="info")) == 50
+    assert "no row has the metadata column 'info'; the rows have 'question', 'answer'" in caplog.text
     path = write(file, [{"prompt": "q", "gold": 1}, {"prompt": "q"}])
     assert problems_of(path, label_key="gold") == [f"{path}:2: no label column 'gold'; the row has 'prompt'"]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import slime.data
 from slime.data.validate import check_data, has_labels
 
 
@@ -65,6 +68,14 @@ def test_a_row_may_ask_for_another_verifier(tmp_path: Path) -> None:
     assert found == [f"{tmp_path}/a.jsonl:1: f1 cannot read 'x'"]
 
 
+def test_optional_columns_of_training_rows_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "1"}])
+    (problem,) = check_data(
+        make_args(prompt_data=path, eval_prompt_data=["a", path], metadata_key="info"), numbers_only
+    )
+    assert problem == f"{path}: no row has the metadata column 'info'; the rows have 'prompt', 'label'"
+
+
 def test_rewards_without_labels(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p"}] * 30)
     (problem,) = check_data(make_args(prompt_data=path), numbers_only)
@@ -112,6 +123,24 @@ def test_the_shared_data_sets_pass(datasets_dir: Path) -> None:
     assert check_data(args) == []
     args = make_args(prompt_data=f"{datasets_dir}/math500/math500.jsonl", input_key="problem", label_key="answer")
     assert check_data(args) == []
+
+
+def test_every_argument_that_this_room_reads_exists() -> None:
+    """Read as ``args.name`` or ``getattr(args, "name", ...)``; model shapes come from Megatron's own flags."""
+    from slime.config.args import Args
+
+    sources = [
+        path.read_text() for path in sorted(Path(slime.data.__file__).parent.glob("*.py")) if path.name != "flops.py"
+    ]
+    names = {
+        name
+        for text in sources
+        for name in re.findall(r"\bargs\.([a-z_]+)|getattr\((?:self\.)?args, \"([a-z_]+)\"", text)
+    }
+    read = {a or b for a, b in names}
+    known = {field.name for field in dataclasses.fields(Args)}
+    assert len(read) > 40
+    assert read - known == {"num_layers", "moe_router_topk", "sglang_speculative_algorithm"}
 
 
 def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
