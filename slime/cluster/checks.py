@@ -14,7 +14,8 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     from slime.config.parser import parse_args
 
     checks = (_check_data, _check_async) if asynchronous else (_check_data,)
-    return parse_args(list(argv) if argv is not None else None, extra_checks=checks)
+    words = list(argv) if argv is not None else None
+    return parse_args(words, asynchronous=asynchronous, extra_checks=checks)
 
 
 def _check_async(args: Args) -> list[str]:
