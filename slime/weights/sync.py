@@ -226,7 +226,7 @@ class _Sender:
     async def _pause_mode(self, engine: EngineHandle) -> PauseMode | None:
         """None when nothing runs: then no mode has anything to do, and ``in_place`` is the quickest."""
         load = await engine.load()
-        return self._busy_mode(engine) if any(load.get(name) for name in _BUSY) else None
+        return self._busy_mode(engine) if load["running"] or load["waiting"] else None
 
     def _busy_mode(self, engine: EngineHandle) -> PauseMode:
         """As asked; else requests keep their tokens and compute their cache again, where the engine can do
@@ -253,10 +253,6 @@ class _Sender:
         threshold = audit.threshold(self.args, plan.infos.values())
         await audit.audit_engines(plan.reached, plan.infos, self.report.digests, probe, threshold, self.deadline)
         self.report.audit_seconds = time.perf_counter() - start
-
-
-_BUSY = ("num_reqs", "num_running_reqs", "num_waiting_reqs", "num_total_reqs", "running", "waiting")
-"""Fields of ``EngineHandle.load`` that count requests."""
 
 
 def _engine_dtype(plan: _Plan, args: Any) -> torch.dtype | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from slime.engines.handle import EngineError, EngineHandle
@@ -39,6 +39,7 @@ class DistributedTransport:
     def __init__(self, backend: str, deadline: float, grace: float = GRACE_SECONDS) -> None:
         self.backend, self.deadline, self.grace = backend, deadline, grace
         self.stall = min(GLOO_STALL_SECONDS, deadline)
+        self.probe = min(PROBE_SECONDS, grace)
         self._group: BroadcastGroup | None = None
         self._members: dict[str, EngineHandle] = {}
         self._groups_made = 0
@@ -90,7 +91,8 @@ class DistributedTransport:
         group, members = self._group, list(self._members.values())
         self._group, self._members = None, {}
         if group is not None:
-            await on_each(members, lambda engine: engine.destroy_group(group.name), "leave the group", PROBE_SECONDS)
+            await self._leave(members, group.name)
+            group.release()
 
     # --- one group ---------------------------------------------------------------------------
 
@@ -108,19 +110,22 @@ class DistributedTransport:
         address = address_towards([engine.url for engine in engines])
         rendezvous = Rendezvous(address, world_size, self.deadline)
         ours = in_thread("weights-join", lambda: BroadcastGroup(rendezvous, name, self.backend, self.stall))
-        joined, failed = await on_each(
-            engines,
-            lambda e: e.init_group(address, rendezvous.port, offsets[e.url], world_size, name, self.backend),
-            f"join group {name}",
-            self.deadline,
-        )
+        calls = {
+            e.url: e.init_group(address, rendezvous.port, offsets[e.url], world_size, name, self.backend)
+            for e in engines
+        }
+
+        async def give_up() -> None:
+            await asyncio.wait([ours], timeout=self.stall + 1.0)
+            rendezvous.release()
+            if ours.done() and _error(ours) is None:
+                ours.result().release()
+
+        failed = await self._together(ours, calls, engines, f"joining group {name}", give_up)
         if failed:
-            ours.add_done_callback(_ignore)
-            there = [engine for engine in engines if engine.url in joined]
-            await on_each(there, lambda engine: engine.destroy_group(name), "leave the group", PROBE_SECONDS)
+            await self._leave([engine for engine in engines if engine.url not in failed], name)
             return failed
-        self._group = await asyncio.wait_for(ours, self.deadline)
-        self._members = {engine.url: engine for engine in engines}
+        self._group, self._members = ours.result(), {engine.url: engine for engine in engines}
         return {}
 
     async def _broadcast(self, bucket: Bucket, engines: Sequence[EngineHandle], version: str) -> Failures:
@@ -129,52 +134,58 @@ class DistributedTransport:
         assert group is not None, "send() without connect()"
         tensors = [tensor.detach().contiguous() for _, tensor in bucket.tensors]
         names, dtypes, shapes = _describe(bucket)
-        receiving: dict[str, asyncio.Future[None]] = {
-            engine.url: asyncio.ensure_future(engine.receive(names, dtypes, shapes, group.name, version))
-            for engine in engines
-        }
+        calls = {e.url: e.receive(names, dtypes, shapes, group.name, version) for e in engines}
         sending = in_thread("weights-broadcast", lambda: group.broadcast(tensors))
-        everything: list[asyncio.Future[None]] = [sending, *receiving.values()]
+
+        async def give_up() -> None:
+            self._group, self._members = None, {}
+            if self.backend == "nccl":
+                await asyncio.wait([in_thread("weights-abort", group.abort)], timeout=self.grace)
+            await asyncio.wait([sending], timeout=self.grace if self.backend == "nccl" else self.stall + 1.0)
+            group.release()
+
+        what = f"the broadcast of bucket {bucket.index} of weights {version}"
+        failed = await self._together(sending, calls, engines, what, give_up)
+        if failed:
+            await self._leave([engine for engine in engines if engine.url not in failed], group.name)
+        return failed
+
+    async def _together(
+        self,
+        ours: asyncio.Future[Any],
+        calls: Mapping[str, Coroutine[Any, Any, None]],
+        engines: Sequence[EngineHandle],
+        what: str,
+        give_up: Callable[[], Awaitable[None]],
+    ) -> Failures:
+        """The trainer's half and the engines' halves of something that needs all of them.
+
+        On the first error, or at the deadline, ``give_up`` ends the trainer's half; that frees engines that
+        are well. To blame is who then does not answer, or is still stuck; if nobody is, who refused.
+        """
+        theirs: dict[str, asyncio.Future[None]] = {url: asyncio.ensure_future(call) for url, call in calls.items()}
+        everything = [ours, *theirs.values()]
         _, late = await asyncio.wait(everything, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
         if not late and not any(future.exception() for future in everything):
             return {}
-        what = f"bucket {bucket.index} of weights {version}"
-        return await self._give_up(group, sending, receiving, engines, what)
-
-    async def _give_up(
-        self,
-        group: BroadcastGroup,
-        sending: asyncio.Future[None],
-        receiving: dict[str, asyncio.Future[None]],
-        engines: Sequence[EngineHandle],
-        what: str,
-    ) -> Failures:
-        """Abort the communicator, forget the group, and find out who is to blame."""
-        self._group, self._members = None, {}
-        refused = {url: error for url, future in receiving.items() if (error := _error(future))}
-        if self.backend == "nccl":
-            await asyncio.wait([in_thread("weights-abort", group.abort)], timeout=self.grace)
-        await asyncio.wait([sending], timeout=self.grace if self.backend == "nccl" else self.stall + 1.0)
-        sending.add_done_callback(_ignore)
-        group.release()
-        _, stuck = await asyncio.wait(receiving.values(), timeout=self.grace)
-        for future in receiving.values():
+        refused = {url: error for url, future in theirs.items() if (error := _error(future))}
+        await give_up()
+        _, stuck = await asyncio.wait(theirs.values(), timeout=self.grace)
+        for future in everything:
             future.cancel()
             future.add_done_callback(_ignore)
-        _, failed = await on_each(
-            engines, lambda engine: engine.info(), f"answer after {what} was aborted", PROBE_SECONDS
-        )
-        for url, future in receiving.items():
+        _, failed = await on_each(engines, lambda engine: engine.info(), f"answer after {what}", self.probe)
+        for url, future in theirs.items():
             if future in stuck:
-                failed.setdefault(url, EngineError(f"{url} is stuck in the broadcast of {what}"))
+                failed.setdefault(url, EngineError(f"{url} is stuck in {what}"))
         failed = failed or refused
         if not failed:
-            raise RuntimeError(f"the broadcast of {what} failed on the trainer, all engines are well") from _error(
-                sending
-            )
-        left = [engine for engine in engines if engine.url not in failed]
-        await on_each(left, lambda engine: engine.destroy_group(group.name), "leave the group", PROBE_SECONDS)
+            raise RuntimeError(f"{what} failed on the trainer, all engines are well") from _error(ours)
         return {url: refused.get(url, error) for url, error in failed.items()}
+
+    async def _leave(self, engines: Sequence[EngineHandle], name: str) -> None:
+        """As far as they know the group; engines that do not are fine as well."""
+        await on_each(engines, lambda engine: engine.destroy_group(name), "leave the group", self.probe)
 
 
 def _describe(bucket: Bucket) -> tuple[list[str], list[str], list[list[int]]]:
@@ -184,7 +195,7 @@ def _describe(bucket: Bucket) -> tuple[list[str], list[str], list[list[int]]]:
     return [name for name, _ in tensors], dtypes, [list(tensor.shape) for _, tensor in tensors]
 
 
-def _error(future: asyncio.Future[None]) -> Exception | None:
+def _error(future: asyncio.Future[Any]) -> Exception | None:
     """What a future ended with, as far as it has ended."""
     error = future.exception() if future.done() and not future.cancelled() else None
     return error if isinstance(error, Exception) else None

@@ -34,10 +34,14 @@ class Rendezvous:
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.address, self.port = address, listener.getsockname()[1]
         self.world_size = world_size
-        self.store = TCPStore(
+        self.store: Any = TCPStore(
             address, self.port, world_size, True, timedelta(seconds=deadline),
             wait_for_workers=False, master_listen_fd=listener.detach(),
         )  # fmt: skip
+
+    def release(self) -> None:
+        """Stop listening: members that still look for each other get an error."""
+        self.store = None
 
 
 class BroadcastGroup:

@@ -1,0 +1,142 @@
+"""Buckets in shared memory: whole, aligned, opened by another process, and gone afterwards."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+
+from slime.engines.handle import EngineError
+from slime.models.digest import tensor_digest
+from slime.weights.transports import ipc
+from slime.weights.update import Bucket, WeightUpdate
+
+
+def named(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ("a", torch.randn(33, 7, generator=generator)),
+        ("scalar", torch.tensor(3.5, dtype=torch.float64)),
+        ("turned", torch.randn(8, 3, generator=generator).T),
+        ("half", torch.randn(5, generator=generator).bfloat16()),
+        ("empty", torch.zeros(0, 4)),
+        ("mask", torch.tensor([True, False, True])),
+    ]
+
+
+def segments() -> set[str]:
+    return {name for name in os.listdir(ipc.SHARED_MEMORY) if name.startswith(f"torch_{os.getpid()}_")}
+
+
+def test_staged_tensors_equal_the_originals_and_share_one_buffer() -> None:
+    before = segments()
+    staged = ipc.stage(Bucket(2, named(), last=True))
+    assert staged.bucket.last and staged.bucket.index == 2 and staged.bucket.flat is not None
+    storage = staged.bucket.flat.untyped_storage().data_ptr()
+    for (name, tensor), (staged_name, view) in zip(named(), staged.bucket.tensors, strict=True):
+        assert staged_name == name and view.dtype == tensor.dtype and torch.equal(view, tensor)
+        assert view.numel() == 0 or view.untyped_storage().data_ptr() == storage
+    assert len(segments() - before) == 1
+    del view
+    staged.drop()
+    gc.collect()
+    assert segments() == before
+
+
+def test_too_little_shared_memory_is_an_error_not_a_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_bavail, f_frsize = 1, 4096
+
+    monkeypatch.setattr(ipc.os, "statvfs", lambda path: Full)
+    with pytest.raises(MemoryError, match=r"--update-weight-buffer-size"):
+        ipc.stage(Bucket(0, [("big", torch.zeros(10_000))]))
+
+
+def _receive(pipe: Connection) -> None:
+    """Another process: opens each bucket by name and answers with digests; b"die" ends it without a word."""
+    torch.set_num_threads(1)
+    while (message := pipe.recv()) is not None:
+        if message == b"die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        tensors = ForkingPickler.loads(message)
+        answer = {name: tensor_digest(tensor) for name, tensor in tensors}
+        del tensors
+        pipe.send(answer)
+
+
+class OtherProcess:
+    """As much of an engine as the transport needs, on the far side of a process border."""
+
+    def __init__(self, url: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.url, (self.pipe, far) = url, context.Pipe()
+        self.process = context.Process(target=_receive, args=(far,), daemon=True)
+        self.process.start()
+        far.close()
+        self.digests: dict[str, str] = {}
+        self.dies_at: int | None = None
+
+    async def push(self, bucket: Bucket, version: str) -> None:
+        payload = bytes(ForkingPickler.dumps(bucket.tensors))
+        try:
+            self.pipe.send(b"die" if bucket.index == self.dies_at else payload)
+            if not self.pipe.poll(20):
+                raise EngineError(f"{self.url} gave no answer")
+            self.digests.update(self.pipe.recv())
+        except (EOFError, ConnectionError) as error:
+            raise EngineError(f"{self.url} is gone") from error
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join(5)
+
+
+@pytest.fixture
+def processes() -> Iterator[list[OtherProcess]]:
+    started = [OtherProcess(f"process-{i}") for i in range(2)]
+    yield started
+    for process in started:
+        process.stop()
+
+
+def update(count: int) -> WeightUpdate:
+    buckets = [Bucket(i, [(f"{i}.{name}", t) for name, t in named(i)], i == count - 1) for i in range(count)]
+    return WeightUpdate("0.1", buckets)
+
+
+@pytest.mark.real
+async def test_all_buckets_reach_all_processes_and_leave_nothing(processes: list[OtherProcess]) -> None:
+    before = segments()
+    transport = ipc.IpcTransport(deadline=30)
+    engines: list[Any] = processes
+    assert await transport.connect(engines) == {}
+    result = await transport.send(update(3), engines)
+    assert not result.failed and result.tensors == 18
+    expected = {name: tensor_digest(tensor) for bucket in update(3).buckets for name, tensor in bucket.tensors}
+    assert [process.digests for process in processes] == [expected, expected]
+    gc.collect()
+    assert segments() == before
+
+
+@pytest.mark.real
+async def test_a_process_that_dies_is_named_and_the_other_gets_everything(processes: list[OtherProcess]) -> None:
+    before = segments()
+    transport = ipc.IpcTransport(deadline=30)
+    engines: list[Any] = processes
+    processes[0].dies_at = 1
+    await transport.connect(engines)
+    result = await transport.send(update(4), engines)
+    assert list(result.failed) == ["process-0"] and "gone" in str(result.failed["process-0"])
+    assert len(processes[1].digests) == 24
+    gc.collect()
+    assert len(segments() - before) == 1, "the dead process never gave back what it was offered"
+    await transport.close()
+    assert segments() == before
