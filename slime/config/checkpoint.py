@@ -25,7 +25,9 @@ class CheckpointConfig:
     ref_load: str = flag(None, help="reference model; default --hf-checkpoint", reader="slime/backends")
     ref_ckpt_step: int = flag(None, help="iteration of the reference checkpoint", status="planned")
     ckpt_step: int = flag(None, help="iteration to load instead of the latest", status="planned")
-    no_save_optim: bool = flag(False, help="leave the optimizer out of snapshots", status="planned")
+    no_save_optim: bool = flag(
+        False, help="leave the optimizer out of snapshots", reader="slime/backends/fsdp/backend.py"
+    )
     no_load_optim: bool = flag(False, help="leave the optimizer of the snapshot aside", status="planned")
     no_load_rng: bool = flag(False, help="leave the random state of the snapshot aside", status="planned")
     finetune: bool = flag(False, help="take the weights only, start at rollout 0", status="planned")

@@ -26,7 +26,7 @@ class ClusterConfig:
         1, help="GPUs of one engine (its tensor parallel size)", reader="slime/cluster"
     )
     num_gpus_per_node: int = flag(
-        None, help="width of a node, for placement and ports", reader="slime/config/defaults.py"
+        None, help="width of a node", status="notice", reason="Ray is asked what each node has"
     )
     colocate: bool = flag(
         False, help="trainer and engines share GPUs and take turns", reader="slime/cluster, slime/weights"
@@ -45,7 +45,7 @@ class ClusterConfig:
         reader="slime/cluster",
     )
     distributed_backend: str = flag(
-        None, help="torch.distributed backend; default: nccl on CUDA, else gloo", reader="slime/backends/create.py"
+        None, help="torch.distributed backend", status="notice", reason="it is nccl on CUDA and gloo on the CPU"
     )
     distributed_timeout_minutes: int = flag(10, help="deadline of one collective", reader="slime/backends/create.py")
     threads_per_process: int = flag(
@@ -56,16 +56,10 @@ class ClusterConfig:
     train_env_vars: dict[str, str] = flag(
         {}, help="JSON; environment variables of the training processes", reader="slime/cluster/train_group.py"
     )
-    use_fault_tolerance: bool = flag(False, help="watch the engines, restart those that die", reader="slime/cluster")
-    rollout_health_check_interval: float = flag(
-        30.0, help="seconds between checks of an engine", reader="slime/cluster"
-    )
-    rollout_health_check_timeout: float = flag(
-        30.0, help="seconds an engine has to answer a check", reader="slime/cluster"
-    )
-    rollout_health_check_first_wait: float = flag(
-        0.0, help="seconds of grace after each resume", reader="slime/cluster"
-    )
+    use_fault_tolerance: bool = flag(False, help="watch the engines, restart those that die", status="planned")
+    rollout_health_check_interval: float = flag(30.0, help="seconds between checks of an engine", status="planned")
+    rollout_health_check_timeout: float = flag(30.0, help="seconds an engine has to answer a check", status="planned")
+    rollout_health_check_first_wait: float = flag(0.0, help="seconds of grace after each resume", status="planned")
     use_distributed_post: bool = flag(
         False,
         help="HTTP posts from one actor per node",

@@ -49,8 +49,18 @@ class DataConfig:
     buffer_filter_path: str = flag(
         None, kind="hook", help="chooses groups from the buffer", reader="slime/data/source.py"
     )
-    num_data_workers: int = flag(0, help="processes that read and tokenise rows", reader=_READER)
-    streaming_data: bool = flag(False, help="read rows as they are needed instead of the whole file", reader=_READER)
+    num_data_workers: int = flag(
+        0,
+        help="processes that read rows",
+        status="notice",
+        reason="rows are read by one process; the order would be the same",
+    )
+    streaming_data: bool = flag(
+        False,
+        help="read rows as they are needed",
+        status="notice",
+        reason="the whole file is read at the start; the order would be the same",
+    )
     loss_mask_type: str = flag(
         "qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks", reader=_READER
     )

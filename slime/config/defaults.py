@@ -27,7 +27,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     _backends(args, machine)
     _model(args, machine)
     _debug_modes(args)
-    problems += _data(args)
+    _data(args)
     problems += _batch(args)
     _algorithm(args)
     _resources(args, machine, asynchronous)
@@ -63,8 +63,6 @@ def _backends(args: Args, machine: Machine) -> None:
     if args.rollout_backend is None:
         sglang = machine.cuda and _is_built("rollout_backend", "sglang") and installed("sglang")
         args.rollout_backend = "sglang" if sglang else "embedded"
-    if args.distributed_backend is None:
-        args.distributed_backend = "nccl" if machine.cuda else "gloo"
     if args.embedded_device is None:
         args.embedded_device = "cuda" if machine.cuda else "cpu"
     if args.reward_workers is None:
@@ -107,7 +105,7 @@ def _debug_modes(args: Args) -> None:
         args.offload_train = args.offload_rollout = False
 
 
-def _data(args: Args) -> list[str]:
+def _data(args: Args) -> None:
     row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
     if row is not None:
         if "input_key" not in args.explicit and args.input_key not in row and "input" in row:
@@ -119,31 +117,24 @@ def _data(args: Args) -> list[str]:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
-    return _reward(args, row)
+    _reward(args, row)
 
 
-def _reward(args: Args, row: dict[str, Any] | None) -> list[str]:
+def _reward(args: Args, row: dict[str, Any] | None) -> None:
     """Without a reward: ``math`` where rows have a label (decisions 1)."""
-    named = args.rm_type or args.custom_rm_path
-    scored_elsewhere = (
-        args.loss_type in SFT_LIKE or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION or args.debug_train_only
-    )
-    if named or scored_elsewhere or row is None:
-        return []
-    if args.label_key is not None and row.get(args.label_key) is not None:
-        args.rm_type = "math"
-        if args.custom_generate_function_path is None:
-            args.notices.append(
-                f"no --rm-type and no --custom-rm-path: rows have a {args.label_key!r}, so --rm-type math scores them"
-            )
-        return []
-    metadata = row.get(args.metadata_key)
-    if args.custom_generate_function_path or (metadata is not None and "rm_type" in str(metadata)):
-        return []
-    return [
-        f"nothing scores the samples: give --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "
-        f"their columns: {', '.join(map(str, row))})"
-    ]
+    if row is None or not needs_reward(args) or args.label_key is None or row.get(args.label_key) is None:
+        return
+    args.rm_type = "math"
+    if args.custom_generate_function_path is None:
+        args.notices.append(
+            f"no --rm-type and no --custom-rm-path: rows have a {args.label_key!r}, so --rm-type math scores them"
+        )
+
+
+def needs_reward(args: Args) -> bool:
+    """Whether samples need a score that no flag names."""
+    scored_elsewhere = args.loss_type in SFT_LIKE or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
 
 
 def _batch(args: Args) -> list[str]:
@@ -194,8 +185,6 @@ def _algorithm(args: Args) -> None:
 
 
 def _resources(args: Args, machine: Machine, asynchronous: bool) -> None:
-    if args.num_gpus_per_node is None:
-        args.num_gpus_per_node = machine.gpus or 8
     _default_placement(args, machine, asynchronous)
     train = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None:

@@ -41,5 +41,5 @@ class EngineConfig:
     )
     prefill_num_servers: int = flag(None, help="servers that only prefill", status="planned")
     logprob_gap_threshold: float = flag(
-        None, help="alarm when trainer and engine log-probs differ by more; default: by dtype", reader="slime/backends"
+        None, help="alarm when trainer and engine log-probs differ by more; default: by dtype", status="planned"
     )

@@ -15,10 +15,12 @@ class ObservabilityConfig:
 
     use_tensorboard: bool = flag(True, kind="toggle", help="TensorBoard events in the run's folder", reader=_METRICS)
     tb_project_name: str = flag(
-        None, help="first part of the event folder's name", status="notice", reason="events lie in outputs/<run>"
+        None,
+        help="folder of TensorBoard events beside the run's own, with --tb-experiment-name",
+        reader="slime/observability/metrics.py",
     )
     tb_experiment_name: str = flag(
-        None, help="second part of it", status="notice", reason="events lie in outputs/<run>; use --run-name"
+        None, help="last part of that folder's path; default: the run's name", reader="slime/observability/metrics.py"
     )
     use_wandb: bool = flag(False, help="log to Weights & Biases too", reader=_METRICS)
     wandb_mode: str = flag(
@@ -36,7 +38,8 @@ class ObservabilityConfig:
         option="--disable-wandb-random-suffix",
         kind="negative",
         help="no random end to the group's name",
-        reader=_METRICS,
+        status="notice",
+        reason="names have no random end",
     )
     wandb_always_use_train_step: bool = flag(False, help="x-axis in optimizer steps", reader=_METRICS)
     log_multi_turn: bool = flag(False, help="metrics of multi-turn samples", reader="slime/rollout")
@@ -57,8 +60,14 @@ class DebugConfig:
     load_debug_rollout_data: str = flag(
         None, help="train on such dumps; implies --debug-train-only", reader="slime/cluster/rollout_manager.py"
     )
-    load_debug_rollout_data_subsample: float = flag(None, help="share of the dump to use", status="planned")
-    load_forge_rollout_data: str = flag(None, help="replay dumps with engines alive", status="planned")
+    load_debug_rollout_data_subsample: float = flag(
+        None, help="share of the dump to use", reader="slime/observability/debug_data.py"
+    )
+    load_forge_rollout_data: str = flag(
+        None,
+        help="template of dumps that slime.rollout.forge_load replays with engines alive",
+        reader="slime/rollout/forge_load.py",
+    )
     save_debug_train_data: str = flag(None, help="template of a dump of each train batch", status="planned")
     dump_details: str = flag(None, help="folder; sets both dumps and keeps the tokenizer", status="planned")
     memory_snapshot_dir: str = flag(".", help="folder of memory snapshots", status="planned")
@@ -79,7 +88,7 @@ class DebugConfig:
         False, help="part of --ci-test", status="refused", reason="there is no --ci-test"
     )
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, help="part of --ci-test", status="refused", reason="use --logprob-gap-threshold"
+        0.1, help="part of --ci-test", status="refused", reason="the gap is in the metrics of each step"
     )
     ci_save_grad_norm: str = flag(
         None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl"

@@ -214,7 +214,8 @@ def parse_args(
         argv: words after the program's name; default: ``sys.argv[1:]``.
         add_custom_arguments: adds the user's own arguments to the parser and returns it.
         asynchronous: True in train_async.py.
-        extra_checks: more checks to report together with the configuration's, e.g. of the data.
+        extra_checks: more checks to report together with the configuration's. Where there are any, that of the
+            data files is among them, so the configuration does not look for these files itself.
 
     Raises:
         SystemExit: 2, after every problem was printed to stderr; 0 after ``--help``.
@@ -248,7 +249,7 @@ def load_args(
     args.notices += notices
     problems += refused
     problems += resolve_defaults(args, asynchronous=asynchronous)
-    problems += validate(args, asynchronous=asynchronous)
+    problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
     for check in extra_checks:
         problems += check(args)
     if problems:

@@ -23,7 +23,7 @@ class RunConfig:
         help="what generates; default: sglang on CUDA where installed, else embedded (our own server)",
         choices=("embedded", "sglang"),
         limits={"sglang": ("planned", "use --rollout-backend embedded")},
-        reader="slime/cluster/engine_actor.py",
+        reader="slime/config/passthrough.py",
     )
     deterministic: bool = flag(
         False,

@@ -27,7 +27,7 @@ def check_states(args: Args) -> tuple[list[str], list[str]]:
         status, reason = state_of(flag, value)
         typed = flag.option if flag.is_bool or flag.takes_list else f"{flag.option} {value}"
         if status == "notice":
-            notices.append(f"{typed} has no effect: {reason}")
+            notices.append(f"{typed}: no effect: {reason}")
         elif status == "refused":
             problems.append(f"{typed} is not supported: {reason}")
         elif status == "planned":

@@ -6,16 +6,22 @@ from slime.config import passthrough
 from slime.config.args import Args
 from slime.config.machine import Machine, this_machine
 from slime.config.validate_algorithm import ALGORITHM_RULES
-from slime.config.validate_files import FILE_RULES
+from slime.config.validate_files import DATA_RULES, FILE_RULES
 from slime.config.validate_model import MODEL_RULES
 from slime.config.validate_resources import check_machine, check_placement
 from slime.config.validate_rollout import ROLLOUT_RULES, check_loop
 
 
-def validate(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
-    """Problems of resolved args, in the order of the rooms. Notices go to ``args.notices``."""
+def validate(
+    args: Args, *, asynchronous: bool = False, machine: Machine | None = None, data_is_checked: bool = False
+) -> list[str]:
+    """Problems of resolved args, in the order of the rooms. Notices go to ``args.notices``.
+
+    Args:
+        data_is_checked: the data room reads the files itself, so their absence is not told twice.
+    """
     problems: list[str] = []
-    for rule in (*FILE_RULES, *ROLLOUT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
+    for rule in (*FILE_RULES, *(() if data_is_checked else DATA_RULES), *ROLLOUT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
         problems += rule(args)
     problems += check_loop(args, asynchronous)
     problems += check_placement(args)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slime.config.args import FLAGS, Args
-from slime.config.data_peek import file_of
+from slime.config.data_peek import file_of, first_row
+from slime.config.defaults import needs_reward
 from slime.config.evaluation import eval_pairs
 from slime.config.hf_config import is_hf_folder, looks_like_hub_id
 from slime.config.hooks import HookError, load_function
@@ -69,6 +70,18 @@ def check_data_files(args: Args) -> list[str]:
     if file_of(args.prompt_data).is_file() or custom_source:
         return []
     return [f"--prompt-data {args.prompt_data}: no such file"]
+
+
+def check_scored(args: Args) -> list[str]:
+    row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
+    if row is None or not needs_reward(args) or args.custom_generate_function_path:
+        return []
+    if "rm_type" in str(row.get(args.metadata_key)):
+        return []
+    return [
+        f"nothing scores the samples: give --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "
+        f"their columns: {', '.join(map(str, row))})"
+    ]
 
 
 def check_eval_files(args: Args) -> list[str]:
@@ -137,9 +150,10 @@ FILE_RULES = (
     check_checkpoint,
     check_reference,
     check_load,
-    check_data_files,
-    check_eval_files,
     check_disk_sync,
     check_debug_files,
     check_hooks,
 )
+
+DATA_RULES = (check_data_files, check_scored, check_eval_files)
+"""What can be said of the data without reading it; the data room's own check says more."""

@@ -31,7 +31,7 @@ def test_the_seeds_quick_start_has_all_it_needs(workplace) -> None:
     assert args.ref_load == args.hf_checkpoint == workplace.model
     assert (args.train_backend, args.rollout_backend) == ("fsdp", "embedded")
     assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.world_size) == (1, 1, 1)
-    assert (args.train_dtype, args.rollout_dtype, args.distributed_backend) == ("float32", "float32", "gloo")
+    assert (args.train_dtype, args.rollout_dtype, args.embedded_device) == ("float32", "float32", "cpu")
     assert args.use_tensorboard and args.num_rollout == 3000
     assert any("--rm-type math" in notice for notice in args.notices)
 

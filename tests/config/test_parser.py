@@ -182,7 +182,7 @@ def test_parse_args_prints_a_numbered_list_and_exits_with_2(capsys: pytest.Captu
     assert stop.value.code == 2
     error = capsys.readouterr().err
     assert "problems with the arguments" in error
-    for part in ("1. --num-rolout", "2. --lr", "--hf-checkpoint", "--prompt-data", "row 3 is not JSON"):
+    for part in ("1. --num-rolout", "2. --lr", "--hf-checkpoint", "row 3 is not JSON"):
         assert part in error
 
 

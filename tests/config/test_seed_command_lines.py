@@ -69,8 +69,9 @@ COMMANDS = {
         --sglang-server-concurrency 160 --sglang-cuda-graph-bs 1 2 4 8 16 24 32 --hf-checkpoint {model}
         --prompt-data {data}""",
     "troubleshooting": """
-        --use-fault-tolerance --sglang-mem-fraction-static 0.85 --rollout-batch-size 16 --update-weights-interval 5
-        --colocate --recompute-activations --micro-batch-size 1 --sequence-parallel --recompute-granularity full
+        --num-data-workers 4 --streaming-data --sglang-mem-fraction-static 0.85 --rollout-batch-size 16
+        --update-weights-interval 5 --colocate --recompute-activations
+        --micro-batch-size 1 --sequence-parallel --recompute-granularity full
         --max-tokens-per-gpu 4096 --use-dynamic-batch-size --hf-checkpoint {model} --prompt-data {data}""",
     "megatron flags": """
         --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --num-layers 36 --hidden-size 2560
@@ -117,6 +118,14 @@ def test_multi_node_command_parses_in_a_cluster(workplace, typed) -> None:
     line = "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus 64 --hf-checkpoint {model} "
     line += "--prompt-data {data}"
     assert load_args(typed(line)).world_size == 64
+
+
+@pytest.mark.parametrize(
+    "flag", ["--use-fault-tolerance", "--context-parallel-size 2", "--tensor-model-parallel-size 2"]
+)
+def test_what_is_not_built_yet_is_refused_in_one_line(workplace, flag: str) -> None:
+    (problem,) = workplace.problems(flag)
+    assert flag.split()[0] in problem
 
 
 def test_the_guides_fsdp_command_names_what_is_not_built(workplace, typed) -> None:

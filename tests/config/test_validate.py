@@ -182,7 +182,7 @@ def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
     args = workplace.load("--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3")
     text = "\n".join(args.notices)
     for part in (
-        "--http-proxy x has no effect",
+        "--http-proxy x: no effect",
         "--kl-coef has no effect",
         "--max-tokens-per-gpu has",
         "wins over --num-epoch",
