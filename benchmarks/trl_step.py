@@ -48,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--only", choices=("trl", "ours"), help="measure one of the two")
     parser.add_argument("--trl-venv", type=Path, default=VENV, help=f"environment with TRL (default: {VENV})")
     parser.add_argument("--make-trl-venv", action="store_true", help="make that environment if it is not there")
-    parser.add_argument("--our-flags", default="", help="more flags for train.py, in one string")
+    parser.add_argument("--our-flags", default="", help='more flags for train.py: --our-flags="--use-router ..."')
     parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs" / "benchmarks" / "trl_step")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds that one turn may take (default: 1800)")
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)  # given to the worker
