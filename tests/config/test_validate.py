@@ -179,11 +179,14 @@ def test_flags_without_effect_are_named_once(workplace) -> None:
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
-    args = workplace.load("--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3")
+    args = workplace.load(
+        "--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3 --rollout-top-p 0.9"
+    )
     text = "\n".join(args.notices)
     for part in (
         "--http-proxy x: no effect",
         "--kl-coef has no effect",
+        "replaying the nucleus",
         "--max-tokens-per-gpu has",
         "wins over --num-epoch",
     ):
