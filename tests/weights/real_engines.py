@@ -1,0 +1,113 @@
+"""A tiny model with a tokenizer, and embedded engines that serve it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.process import EngineProcess, start_embedded_engine
+
+VOCAB = 64
+
+
+def save_tiny_model(path: Path) -> Path:
+    """Two Llama layers with tied embeddings, 64 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1").save_pretrained(path)
+    new_model(0).save_pretrained(path)
+    return path
+
+
+def new_model(seed: int) -> Any:
+    """The same shape with other weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        eos_token_id=1,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def named_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+
+
+@torch.no_grad()
+def log_probs(model: Any, tokens: list[int]) -> list[float]:
+    """Of each token but the first."""
+    scores = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return scores.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
+
+
+def sync_args(**changes: Any) -> Any:
+    """What a sync reads of the flags."""
+    settings: dict[str, Any] = dict(
+        update_weight_buffer_size=4096,
+        update_weight_transport="nccl",
+        update_weight_disk_dir=None,
+        update_weight_disk_keep_files=False,
+        hf_checkpoint="",
+        colocate=False,
+        rollout_dtype=None,
+        audit_weights=True,
+        audit_threshold=None,
+        only_train_params_name_list=None,
+        freeze_params_name_list=None,
+        distributed_timeout_minutes=1,
+        phase_timeout=120.0,
+    )
+    return SimpleNamespace(**(settings | changes))
+
+
+class Engines:
+    """Some engines of one test module, stopped by pid at its end."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        self.model, self.logs = model, logs
+        self.processes: list[EngineProcess] = []
+
+    def start(self, count: int) -> list[HttpEngineHandle]:
+        args: Any = SimpleNamespace(
+            hf_checkpoint=self.model,
+            rollout_dtype="float32",
+            train_dtype="float32",
+            embedded_device="cpu",
+            embedded_max_running_requests=8,
+            embedded_max_total_tokens=8192,
+            threads_per_process=1,
+            deterministic=False,
+        )
+        first = len(self.processes)
+        for index in range(first, first + count):
+            self.processes.append(start_embedded_engine(args, index, log_path=self.logs / f"engine-{index}.log"))
+        for process in self.processes[first:]:
+            process.wait_ready(120)
+        return [HttpEngineHandle(process.url) for process in self.processes[first:]]
+
+    def process_of(self, engine: HttpEngineHandle) -> EngineProcess:
+        return next(process for process in self.processes if process.url == engine.url)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.alive():
+                process.child.kill()  # also ends one that is stopped
+                process.child.wait(10)

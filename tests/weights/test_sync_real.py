@@ -1,0 +1,202 @@
+"""Whole syncs to real embedded engines: every transport, two engines at once, engines lost on the way."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_engines import VOCAB, Engines, log_probs, named_weights, new_model, save_tiny_model, sync_args
+
+from slime.engines.http_handle import HttpEngineHandle
+from slime.utils.async_utils import run
+from slime.weights import audit
+from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.fleet import WeightSyncError
+from slime.weights.sync import sync_weights
+from slime.weights.transports import Transport, create_transport
+from slime.weights.transports.distributed import DistributedTransport
+from slime.weights.transports.ipc import SHARED_MEMORY
+from slime.weights.update import UpdateReport
+
+pytestmark = pytest.mark.real
+TRANSPORTS = ["ipc", "distributed", "disk"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    engines = Engines(model, tmp_path_factory.mktemp("logs"))
+    yield engines
+    engines.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(fleet: Engines) -> list[HttpEngineHandle]:
+    return fleet.start(2)
+
+
+def make_transport(name: str, folder: Path, model: Path, args: Any) -> Transport:
+    args.hf_checkpoint = str(model)
+    args.update_weight_disk_dir = str(folder / "published")
+    args.update_weight_transport = "disk" if name == "disk" else "nccl"
+    return create_transport(args, colocated_host=name == "ipc")
+
+
+def probe_of(trained: Any) -> Probe:
+    tokens = audit.probe_tokens(VOCAB)
+    return Probe(tokens, log_probs(trained, tokens))
+
+
+def sync(args: Any, trained: Any, engines: list[Any], transport: Transport, version: str, **more: Any) -> UpdateReport:
+    report = sync_weights(args, iter(named_weights(trained)), engines, transport, version, True, **more)
+    assert report is not None
+    return report
+
+
+def version_of(engine: HttpEngineHandle) -> str:
+    return run(engine.info()).weight_version
+
+
+def shared_segments() -> set[str]:
+    return {name for name in os.listdir(SHARED_MEMORY) if name.startswith(f"torch_{os.getpid()}_")}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_two_engines_get_the_trainers_weights(
+    name: str, pair: list[HttpEngineHandle], model: Path, tmp_path: Path
+) -> None:
+    args, before = sync_args(), shared_segments()
+    transport = make_transport(name, tmp_path, model, args)
+    assert transport.name == name
+    for step, seed in ((0, 11), (1, 12)):
+        trained = new_model(seed)
+        report = sync(args, trained, pair, transport, f"0.{step}", probe=probe_of(trained))
+        assert report.tensors == len(named_weights(trained)) == len(report.digests)
+        assert report.nbytes == sum(t.numel() * t.element_size() for _, t in named_weights(trained))
+        assert 0 < report.pause_seconds <= report.seconds and report.audit_seconds > 0
+        assert [version_of(engine) for engine in pair] == [f"0.{step}"] * 2
+    published = list((tmp_path / "published").glob("*")) if name == "disk" else []
+    assert [path.name for path in published] == ["weight_v0.1"] * (name == "disk")
+    run(transport.close())
+    gc.collect()
+    assert shared_segments() == before
+    assert not any((tmp_path / "published").glob("*"))
+    answer = run(pair[0].generate({"input_ids": [3, 4, 5], "sampling_params": {"max_new_tokens": 3, "temperature": 0}}))
+    assert answer["meta_info"]["weight_version"] == "0.1"
+
+
+def test_every_tensor_was_written(pair: list[HttpEngineHandle], model: Path, tmp_path: Path) -> None:
+    args = sync_args()
+    transport = make_transport("ipc", tmp_path, model, args)
+    trained = new_model(21)
+    sync(args, trained, pair, transport, "1.0")
+    sync(args, trained, pair, transport, "1.1", check_equal=True, probe=probe_of(trained))
+    forgotten = [(name, t) for name, t in named_weights(trained) if name != "model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(WeightAuditError, match=r"engine http.* 1 tensors differ .*model.layers.1.mlp.up_proj.weight"):
+        sync_weights(args, forgotten, pair, transport, "1.2", True, check_equal=True)
+    sync(args, trained, pair, transport, "1.3", probe=probe_of(trained))  # heals, and they generate again
+
+
+def test_an_engine_with_other_weights_is_found(pair: list[HttpEngineHandle], model: Path, tmp_path: Path) -> None:
+    args = sync_args(audit_weights=False)
+    transport = make_transport("ipc", tmp_path, model, args)
+    trained, name = new_model(31), "model.layers.0.self_attn.q_proj.weight"
+    sync(args, trained, pair, transport, "2.0")
+    altered = new_model(31)
+    altered.state_dict()[name][0, 0] += 0.5
+    sync(args, altered, pair[1:], transport, "2.1")
+    infos = {engine.url: run(engine.info()) for engine in pair}
+    sums = {engine.url: run(engine.checksum()) for engine in pair}
+    with pytest.raises(WeightAuditError) as by_name:
+        audit.check_digests(pair[1].url, {k: audit_digest(t) for k, t in named_weights(trained)}, sums[pair[1].url])
+    assert (by_name.value.engine, by_name.value.tensors) == (pair[1].url, [name])
+    with pytest.raises(WeightAuditError, match=name):
+        run(audit.audit_engines(pair, infos, {}, None, 1e-3, 30))
+    with pytest.raises(WeightAuditError, match=f"engine {pair[1].url} and the trainer disagree"):
+        run(audit.check_probe(pair, probe_of(trained), 1e-3, 30))
+    sync(sync_args(), trained, pair, transport, "2.2", probe=probe_of(trained))
+
+
+def audit_digest(tensor: torch.Tensor) -> str:
+    from slime.models.digest import tensor_digest
+
+    return tensor_digest(tensor)
+
+
+def test_a_request_in_flight_goes_on_with_the_new_weights(
+    pair: list[HttpEngineHandle], model: Path, tmp_path: Path
+) -> None:
+    args = sync_args()
+    transport = make_transport("ipc", tmp_path, model, args)
+    sync(args, new_model(41), pair, transport, "3.0")
+    request = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(run(pair[0].generate(request))))
+    thread.start()
+    deadline = time.monotonic() + 30
+    while not run(pair[0].load())["running"]:
+        assert time.monotonic() < deadline, "the request never ran"
+    sync(args, new_model(42), pair, transport, "3.1")
+    thread.join(120)
+    meta = answers[0]["meta_info"]
+    assert meta["completion_tokens"] == 1500 and meta["finish_reason"]["type"] == "length"
+    assert meta["weight_version"] == "3.1", meta.get("weight_versions")
+
+
+def test_the_other_ranks_only_take_part_in_gathering() -> None:
+    taken = []
+    assert sync_weights(sync_args(), (taken.append(i) or ("n", None) for i in range(3)), [], None, "0.1", False) is None  # type: ignore[func-returns-value,misc]
+    assert taken == [0, 1, 2]
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("name", ["ipc", "distributed"])
+def test_an_engine_lost_in_mid_sync(
+    name: str, blow: int, pair: list[HttpEngineHandle], fleet: Engines, model: Path, tmp_path: Path
+) -> None:
+    """It is named within the deadline, every rank's gathering is completed, and the next sync works without it."""
+    args = sync_args(distributed_timeout_minutes=0.1)
+    transport = make_transport(name, tmp_path, model, args)
+    if isinstance(transport, DistributedTransport):
+        transport.grace = transport.probe = transport.stall = 2.0
+    well, lost = pair[0], fleet.start(1)[0]
+    sync(args, new_model(51), [well, lost], transport, "4.0")
+    gathered: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (tensor_name, tensor) in enumerate(named_weights(new_model(52))):
+            if index == 9:
+                os.kill(fleet.process_of(lost).pid, blow)
+            gathered.append(tensor_name)
+            yield tensor_name, tensor
+
+    start = time.monotonic()
+    with pytest.raises(WeightSyncError) as caught:
+        sync_weights(args, weights(), [well, lost], transport, "4.1", True)
+    assert time.monotonic() - start < 25
+    assert len(gathered) == len(named_weights(new_model(52)))
+    assert list(caught.value.failed) == [lost.url] and f"engine {lost.url}" in str(caught.value)
+    if name == "ipc":
+        assert caught.value.synced == [well.url] and version_of(well) == "4.1"
+    else:
+        assert caught.value.torn == [well.url] and version_of(well) == "4.1-torn"
+    healed = new_model(53)
+    sync(args, healed, [well], transport, "4.2", probe=probe_of(healed))
+    assert version_of(well) == "4.2"
+    run(transport.close())
