@@ -1,0 +1,130 @@
+"""The HTTP client of a run: one connection pool per event loop, and retries where they help."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from slime.config.args import Args
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY_SECONDS = 0.1
+LONGEST_DELAY_SECONDS = 5.0
+CONNECT_SECONDS = 30.0
+_request_seconds = 14400.0
+_sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
+
+
+class HttpError(RuntimeError):
+    """A server answered with an error status, or did not answer; ``status`` is None in the second case."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def init_http_client(args: Args) -> None:
+    """Take the deadline of one request from the arguments; called once, before the first request."""
+    global _request_seconds
+    _request_seconds = float(getattr(args, "sglang_router_request_timeout_secs", None) or _request_seconds)
+
+
+def session() -> aiohttp.ClientSession:
+    """The pool of the running event loop. Without a limit on connections: callers bound their concurrency."""
+    import aiohttp
+
+    loop = asyncio.get_running_loop()
+    found = _sessions.get(loop)
+    if found is None or found.closed:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+    return found
+
+
+async def close_session() -> None:
+    """Close the pool of the running loop; the next request opens a new one."""
+    found = _sessions.pop(asyncio.get_running_loop(), None)
+    if found is not None:
+        await found.close()
+
+
+async def post(url: str, payload: Any, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+    """POST JSON and return the decoded answer (JSON, else text).
+
+    Connection loss and 5xx are tried again up to ``max_retries`` times, after 0.1 s, 0.2 s, … 5 s (each with
+    jitter, so that many clients do not come back at once). A 4xx is the caller's mistake and raises at once.
+
+    Raises:
+        HttpError: with the server's words.
+    """
+    return await _with_retries("POST", url, payload, max_retries, headers)
+
+
+async def get(url: str, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+    """GET and return the decoded answer; retries as :func:`post`."""
+    return await _with_retries("GET", url, None, max_retries, headers)
+
+
+async def _with_retries(method: str, url: str, payload: Any, max_retries: int, headers: dict[str, str] | None) -> Any:
+    for attempt in range(max_retries + 1):
+        try:
+            return await request(method, url, payload, _request_seconds, headers)
+        except HttpError as error:
+            if (error.status is not None and error.status < 500) or attempt == max_retries:
+                raise
+            delay = min(FIRST_DELAY_SECONDS * 2**attempt, LONGEST_DELAY_SECONDS) * random.uniform(0.75, 1.25)
+            log = logger.warning if attempt >= 3 else logger.debug
+            log("try %d of %d again in %.1f s: %s", attempt + 1, max_retries, delay, error)
+            await asyncio.sleep(delay)
+    raise AssertionError("unreachable")
+
+
+async def request(method: str, url: str, payload: Any, timeout: float, headers: dict[str, str] | None = None) -> Any:
+    """One request, one try.
+
+    Raises:
+        HttpError: status 400 or above, connection loss, or nothing within ``timeout`` seconds.
+    """
+    import aiohttp
+    import orjson
+
+    body = None if payload is None else orjson.dumps(payload)
+    sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
+    try:
+        async with asyncio.timeout(timeout), session().request(method, url, data=body, headers=sent) as answer:
+            raw = await answer.read()
+            status = answer.status
+    except (aiohttp.ClientError, OSError) as error:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+            reason = f"no answer within {timeout:.0f} s"
+        raise HttpError(f"{method} {url}: {reason}") from error
+    if status >= 400:
+        raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status)
+    return _decode(raw)
+
+
+def _decode(raw: bytes) -> Any:
+    import orjson
+
+    try:
+        return orjson.loads(raw) if raw else None
+    except orjson.JSONDecodeError:
+        return raw.decode(errors="replace")
+
+
+def _error_text(raw: bytes) -> str:
+    """The sentence inside an error body, in any of the forms that SGLang, the router and we use."""
+    content = _decode(raw)
+    for key in ("error", "message", "detail"):
+        if isinstance(content, dict) and content.get(key):
+            content = content[key]
+    return str(content)[:2000]

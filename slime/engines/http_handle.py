@@ -1,0 +1,178 @@
+"""An :class:`~slime.engines.handle.EngineHandle` over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime.engines.handle import Capabilities, EngineError, EngineInfo, MemoryTag, PauseMode
+from slime.engines.http import HttpError, request
+from slime.engines.surface import EMBEDDED, Surface, choose_surface
+
+if TYPE_CHECKING:
+    from slime.weights.update import Bucket
+
+CONTROL_SECONDS = 120.0
+UPDATE_SECONDS = 600.0
+GENERATE_SECONDS = 14400.0
+
+
+class HttpEngineHandle:
+    """Speaks with one engine; asks it once what it is (at the first call that depends on it).
+
+    Used on one event loop (the background loop of ``slime.utils.async_utils``). Every call has a deadline and
+    raises :class:`EngineError` with the engine's own words.
+
+    Attributes:
+        capabilities: of the newest generation until the engine was asked (:meth:`connect`, or any call).
+    """
+
+    def __init__(
+        self, url: str, control_seconds: float = CONTROL_SECONDS, update_seconds: float = UPDATE_SECONDS
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.control_seconds = control_seconds
+        self.update_seconds = update_seconds
+        self._surface: Surface | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return (self._surface or EMBEDDED).capabilities
+
+    async def connect(self) -> Surface:
+        """Ask the engine what it is, once."""
+        if self._surface is None:
+            self._surface = choose_surface(await self._get("/server_info"), self.url)
+        return self._surface
+
+    async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        try:
+            return await request(method, self.url + path, body, seconds or self.control_seconds)
+        except HttpError as error:
+            raise EngineError(str(error)) from error
+
+    async def _get(self, path: str) -> Any:
+        return await self._call("GET", path)
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+        return await self._call("POST", path, body or {}, seconds)
+
+    # --- generation ----------------------------------------------------------------------------
+
+    async def generate(self, request: dict[str, Any]) -> Any:
+        return await self._post("/generate", request, GENERATE_SECONDS)
+
+    async def health(self, timeout: float = 30.0) -> bool:
+        try:
+            await self._call("GET", "/health_generate", seconds=timeout)
+        except EngineError:
+            return False
+        return True
+
+    async def info(self) -> EngineInfo:
+        surface = await self.connect()
+        said, model = await self._get("/server_info"), await self._get("/model_info")
+        return EngineInfo(
+            kind=surface.kind,
+            version=str(said["version"]),
+            model_path=str(model["model_path"]),
+            weight_version=str(model["weight_version"]),
+            dtype=str(said.get("dtype", "")),
+            tensor_parallel_size=int(said.get("tp_size", 1)),
+            extra=said,
+        )
+
+    async def load(self) -> dict[str, Any]:
+        """``running``, ``waiting`` (requests) and ``tokens`` (in the KV cache)."""
+        ranks = (await self._get("/v1/loads"))["loads"]
+        fields = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens": "num_used_tokens"}
+        return {name: sum(int(rank.get(field) or 0) for rank in ranks) for name, field in fields.items()}
+
+    async def abort(self, request_id: str | None = None) -> None:
+        await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def continue_generation(self) -> None:
+        await self._post("/continue_generation")
+
+    async def flush_cache(self) -> None:
+        await self._post("/flush_cache")
+
+    # --- weights -------------------------------------------------------------------------------
+
+    async def begin_update(self) -> None:
+        if (await self.connect()).capabilities.update_brackets:
+            await self._post("/begin_weight_update")
+
+    async def push(self, bucket: Bucket, weight_version: str) -> None:
+        from slime.engines.tensor_payload import payload
+
+        surface = await self.connect()
+        body = {**payload(bucket, surface.flat_buckets), "flush_cache": False, "weight_version": weight_version}
+        await self._post("/update_weights_from_tensor", body, self.update_seconds)
+
+    async def end_update(self, weight_version: str) -> None:
+        await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+        if (await self.connect()).capabilities.update_brackets:
+            await self._post("/end_weight_update", seconds=self.update_seconds)
+
+    async def init_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, self.update_seconds)
+
+    async def receive(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        weight_version: str,
+    ) -> None:
+        body = {
+            "names": list(names),
+            "dtypes": [dtype.removeprefix("torch.") for dtype in dtypes],
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": False,
+            "weight_version": weight_version,
+        }
+        await self._post("/update_weights_from_distributed", body, self.update_seconds)
+
+    async def destroy_group(self, group_name: str) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": group_name})
+
+    async def load_from_disk(self, path: str, weight_version: str) -> None:
+        body = {"model_path": path, "weight_version": weight_version, "flush_cache": False}
+        await self._post("/update_weights_from_disk", body, self.update_seconds)
+
+    async def checksum(self) -> dict[str, str]:
+        answer = await self._post("/weights_checker", {"action": "checksum"}, self.update_seconds)
+        ranks = answer["ranks"]
+        if len(ranks) == 1:
+            return dict(ranks[0]["checksums"])
+        return {f"rank{i}.{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
+
+    async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
+        await self._post("/weights_checker", {"action": action}, self.update_seconds)
+
+    # --- memory --------------------------------------------------------------------------------
+
+    async def release(self, tags: Sequence[MemoryTag] = ()) -> None:
+        await self._post("/release_memory_occupation", {"tags": list(tags) or None})
+
+    async def resume(self, tags: Sequence[MemoryTag] = ()) -> None:
+        await self._post("/resume_memory_occupation", {"tags": list(tags) or None})
+
+    async def close(self) -> None:
+        """Nothing to do: the connections belong to the pool of the event loop."""

@@ -1,0 +1,146 @@
+"""Server processes: started on a free port, watched, stopped by pid, never left behind."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+TAIL_BYTES = 4000
+STOP_SECONDS = 10.0
+POLL_SECONDS = 0.1
+
+
+class ServerFailed(RuntimeError):
+    """A server ended, or did not become ready in time; the message holds its last log lines."""
+
+
+class ServerProcess:
+    """One child process that serves HTTP.
+
+    Attributes:
+        url: where it listens.
+        pid: of the child.
+    """
+
+    def __init__(
+        self, what: str, command: list[str], url: str, log_path: str | Path | None, env: dict[str, str]
+    ) -> None:
+        self.what = what
+        self.url = url
+        self.log_path = Path(log_path) if log_path else None
+        if self.log_path:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_path or os.devnull, "ab") as log:
+            self.child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}
+            )
+        self.pid = self.child.pid
+
+    def alive(self) -> bool:
+        return self.child.poll() is None
+
+    def wait_ready(self, deadline: float) -> None:
+        """Return when ``/health`` answers 200.
+
+        Args:
+            deadline: seconds from now.
+
+        Raises:
+            ServerFailed: the process ended, or the deadline passed; then it is stopped.
+        """
+        start = time.monotonic()
+        while not _healthy(self.url):
+            waited = time.monotonic() - start
+            if not self.alive():
+                raise ServerFailed(
+                    f"{self.what} (pid {self.pid}) ended with {self.child.returncode}:\n{self.log_tail()}"
+                )
+            if waited > deadline:
+                self.stop()
+                tail = self.log_tail()
+                raise ServerFailed(f"{self.what} (pid {self.pid}) was not healthy after {waited:.0f} s:\n{tail}")
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """SIGTERM, after :data:`STOP_SECONDS` SIGKILL; returns when the process is gone."""
+        if self.alive():
+            self.child.send_signal(signal.SIGTERM)
+            try:
+                self.child.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.child.kill()
+        self.child.wait()
+
+    def log_tail(self) -> str:
+        """The last lines that it wrote."""
+        if self.log_path is None or not self.log_path.exists():
+            return "(no log)"
+        with open(self.log_path, "rb") as log:
+            log.seek(max(self.log_path.stat().st_size - TAIL_BYTES, 0))
+            return log.read().decode(errors="replace").strip() or "(it wrote nothing)"
+
+
+class EngineProcess(ServerProcess):
+    """An inference server."""
+
+
+def start_embedded_engine(
+    args: Args, index: int, host: str = "127.0.0.1", port: int | None = None, log_path: str | Path | None = None
+) -> EngineProcess:
+    """Start embedded engine number ``index``; returns at once, see :meth:`ServerProcess.wait_ready`.
+
+    Reads from ``args``: hf_checkpoint, rollout_dtype (else train_dtype), embedded_device,
+    embedded_max_running_requests, embedded_max_total_tokens, deterministic, threads_per_process,
+    trust_remote_code. The process ends when the calling process does, also when that is killed.
+    """
+    port = port or free_port(host)
+    command = [sys.executable, "-m", "slime.engines.embedded.server", "--parent-pid", str(os.getpid())]
+    command += ["--model-path", str(args.hf_checkpoint), "--host", host, "--port", str(port)]
+    options = {
+        "--dtype": args.rollout_dtype or args.train_dtype,
+        "--device": args.embedded_device,
+        "--max-running-requests": args.embedded_max_running_requests,
+        "--max-total-tokens": args.embedded_max_total_tokens,
+        "--threads": args.threads_per_process,
+    }
+    for name, value in options.items():
+        if value is not None:
+            command += [name, str(value)]
+    if args.deterministic:
+        command.append("--deterministic")
+    if getattr(args, "trust_remote_code", False):
+        command.append("--trust-remote-code")
+    env = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    if args.threads_per_process:
+        env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(args.threads_per_process)
+    return EngineProcess(f"embedded engine {index}", command, f"http://{host}:{port}", log_path, env)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _healthy(url: str) -> bool:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

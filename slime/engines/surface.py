@@ -1,0 +1,61 @@
+"""Which generation of SGLang's HTTP surface a server speaks, and what it can therefore be asked."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slime.engines.handle import Capabilities, EngineError
+
+
+@dataclass(frozen=True)
+class Surface:
+    """One generation. A subclass or an instance with other values is all that another generation needs.
+
+    Attributes:
+        kind: ``"embedded"`` or ``"sglang"``.
+        flat_buckets: tensors travel as one flat buffer with plain metadata, instead of one by one.
+    """
+
+    kind: str
+    capabilities: Capabilities
+    flat_buckets: bool = False
+
+
+EMBEDDED = Surface(
+    kind="embedded",
+    capabilities=Capabilities(
+        seeded_sampling=True,
+        version_spans=True,
+        release_while_busy=True,
+        retract=True,
+        update_brackets=True,
+        named_checksums=True,
+    ),
+    flat_buckets=True,
+)
+SGLANG_0_5_23 = Surface(
+    kind="sglang", capabilities=Capabilities(version_spans=True, retract=True, update_brackets=True)
+)
+
+_GENERATIONS: tuple[tuple[tuple[int, ...], Surface], ...] = (((0, 5, 23), SGLANG_0_5_23),)
+"""(oldest version, surface), newest first; older servers are served by adding an entry."""
+
+
+def choose_surface(server_info: dict[str, Any], url: str) -> Surface:
+    """The surface for what ``/server_info`` says.
+
+    Raises:
+        EngineError: the version is older than any that is known.
+    """
+    version = str(server_info.get("version", ""))
+    deterministic = bool(server_info.get("enable_deterministic_inference"))
+    if server_info.get("engine") == "embedded":
+        return replace(EMBEDDED, capabilities=replace(EMBEDDED.capabilities, deterministic=deterministic))
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    for oldest, surface in _GENERATIONS:
+        if numbers >= oldest:
+            return surface
+    known = ".".join(map(str, _GENERATIONS[-1][0]))
+    raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime speaks with {known} and later")
