@@ -117,8 +117,8 @@ def check_rollout(args: Args) -> list[str]:
         )
     if args.rollout_top_p < 1 or args.rollout_top_k > 0:
         args.notices.append(
-            "--rollout-top-p below 1 or --rollout-top-k: samples come from a part of the vocabulary, training scores all "
-            "of it (replaying the nucleus is not built yet), so trainer and engine log-probs differ"
+            "--rollout-top-p below 1 or --rollout-top-k: samples come from a part of the vocabulary, training scores "
+            "all of it (replaying the nucleus is not built yet), so trainer and engine log-probs differ"
         )
     if (args.sglang_router_ip is None) != (args.sglang_router_port is None):
         problems.append("--sglang-router-ip and --sglang-router-port go together: give both or none")
