@@ -198,7 +198,13 @@ def install_cpu_torch(folder: Path) -> None:
     if local.returncode == 0:
         return
     say(f"no CPU wheel configured; downloading about {CPU_TORCH_MEGABYTES} MB from {CPU_INDEX}")
-    run_pip(folder, ["--no-deps", "--index-url", CPU_INDEX, wanted], "torch")
+    try:
+        run_pip(folder, ["--no-deps", "--index-url", CPU_INDEX, wanted], "torch")
+    except SetupError as error:
+        raise SetupError(
+            f"{error}\nNeither pip's configuration nor {CPU_INDEX} gave {wanted} for Python "
+            f"{platform.python_version()}: put the wheel into a folder and set PIP_FIND_LINKS to it"
+        ) from None
 
 
 def install_slime(folder: Path) -> None:

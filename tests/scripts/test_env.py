@@ -179,6 +179,13 @@ def test_in_ci_the_environment_lies_in_the_cache_named_by_its_pins(tiny: Tiny, t
     assert not (folder / "slime-stamp").exists() and not (tiny.root / ".venv").exists()
 
 
+def test_without_a_cpu_wheel_the_public_index_is_asked_and_the_way_out_named(tiny: Tiny) -> None:
+    (tiny.wheels / "torch-9.9.0+cpu-py3-none-any.whl").unlink()
+    code, out, err = tiny.run()
+    assert code == 1 and out == ""
+    assert "downloading about" in err and "/whl/cpu" in err and "set PIP_FIND_LINKS" in err
+
+
 def test_what_cannot_be_used_is_named(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")

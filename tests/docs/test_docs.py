@@ -1,0 +1,79 @@
+"""The guides name only what exists: files, flags, hooks and import paths."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")])
+NOT_TRAINING = {  # of ray, env.sh's tools, the quickstart and the slime command
+    "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
+    "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out",
+}  # fmt: skip
+HAND_WRITTEN = [page for page in PAGES if "reference" not in page.parts]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(CHECKOUT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+://|#", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve()
+        if not file.exists():
+            missing.append(target)
+        elif anchor and anchor not in anchors(file):
+            missing.append(f"{target} (no such heading)")
+    assert not missing, f"{name(page)}: {missing}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=name)
+def test_flags_exist(page: Path) -> None:
+    from slime.config.args import Args
+    from slime.config.flag import flags_of
+
+    known = set(NOT_TRAINING)
+    for flag in flags_of(Args).values():
+        known |= {flag.option, flag.option.replace("--", "--no-", 1)} if flag.kind == "toggle" else {flag.option}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))
+    assert named <= known, f"{name(page)}: {sorted(named - known)}"
+
+
+def test_every_hook_that_works_is_documented_and_nothing_else() -> None:
+    from slime.config.args import Args
+    from slime.config.flag import flags_of
+
+    text = (CHECKOUT / "docs/en/get_started/customization.md").read_text(encoding="utf-8")
+    table = text.split("## All hooks")[1].split("## ")[0]
+    documented = set(re.findall(r"--[a-z-]+-path", table))
+    hooks = {
+        flag.option
+        for flag in flags_of(Args).values()
+        if flag.status == "works" and flag.option.endswith("-path") and (flag.kind == "hook" or "hook" in flag.option)
+    }
+    assert documented == hooks
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=name)
+def test_import_paths_work(page: Path) -> None:
+    for path in set(re.findall(r"\bslime\.[a-z_]+\.[\w.]*\w", page.read_text(encoding="utf-8"))):
+        module, _, attribute = path.rpartition(".")
+        try:
+            importlib.import_module(path)
+        except ModuleNotFoundError:
+            assert hasattr(importlib.import_module(module), attribute), f"{name(page)}: {path}"
