@@ -58,10 +58,11 @@ class TrainBackend(Protocol):
     data_parallel_size: int
 
     def log_probs(
-        self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False
+        self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
     ) -> dict[str, list[torch.Tensor]]:
         """Forward only. Returns ``{"log_probs": [...]}`` and, if asked, ``"entropy"``: float32
-        ``[response_length]`` per sample, on the CPU."""
+        ``[response_length]`` per sample, on the CPU. ``temperature`` divides the logits; default
+        ``--rollout-temperature``."""
 
     def values(self, batch: RankBatch) -> list[torch.Tensor]:
         """Critic only: float32 ``[response_length]`` per sample, on the CPU."""

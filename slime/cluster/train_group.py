@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.cluster.waiting import Waiter
     from slime.config.args import Args
+    from slime.weights.audit import Probe
 
 Role = Literal["actor", "critic"]
 START_DEADLINE_SECONDS = 900.0
@@ -85,9 +86,26 @@ class TrainActor:
             self.transport = create_transport(self.args, colocated_host=same_host)
         engines = [HttpEngineHandle(url) for url in engine_urls] if sender else []
         report = sync_weights(
-            self.args, self.backend.named_weights(), engines, self.transport, version, is_sender=sender
+            self.args,
+            self.backend.named_weights(),
+            engines,
+            self.transport,
+            version,
+            is_sender=sender,
+            probe=self._probe() if self.args.audit_weights else None,
         )
         return dataclasses.asdict(report) if report is not None else None
+
+    def _probe(self) -> Probe:
+        """A fixed sequence as the trainer scores it now; all ranks take part."""
+        from transformers import AutoConfig
+
+        from slime.backends.probe import score_probe
+        from slime.weights.audit import Probe, probe_tokens
+
+        config = AutoConfig.from_pretrained(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)
+        tokens = probe_tokens(config.get_text_config().vocab_size, self.args.seed)
+        return Probe(tokens, score_probe(self.backend, tokens))
 
     def copy_weights(self, source: str, target: str) -> None:
         self.backend.copy_weights(source, target)

@@ -69,7 +69,7 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
 
 def _pickled(value: Any) -> str:
     import torch.multiprocessing
-    from torch.multiprocessing.reductions import ForkingPickler
+    from multiprocessing.reduction import ForkingPickler
 
     torch.multiprocessing.set_sharing_strategy("file_system")  # SGLang does not survive passed file descriptors
     stream = io.BytesIO()

@@ -77,9 +77,10 @@ class FsdpBackend:
 
     @torch.no_grad()
     def log_probs(
-        self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False
+        self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
     ) -> dict[str, list[Tensor]]:
         """Log-probs (and entropy) of every sample's response under one of the weight copies."""
+        temperature = self.args.rollout_temperature if temperature is None else temperature
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
         out: dict[str, list[Tensor | None]] = {"log_probs": [None] * len(batch["tokens"])}
@@ -88,7 +89,7 @@ class FsdpBackend:
         with self.bank.using(model):
             for indices in self._aligned(batch["micro_batch_indices"]):
                 inputs = self._inputs(batch, indices)
-                scores, _ = scorer(inputs, self.args.rollout_temperature, with_entropy)
+                scores, _ = scorer(inputs, temperature, with_entropy)
                 if indices:
                     mb.scatter_to_samples(scores.log_probs, inputs.response_lengths, indices, out["log_probs"])
                     if scores.entropy is not None:
