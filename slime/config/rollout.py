@@ -78,7 +78,7 @@ class RewardConfig:
 
     rm_type: str = flag(
         None,
-        help="deepscaler, dapo, math, f1, gpqa, ifbench, random or remote_rm, each also with boxed_ in front; "
+        help="deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also with boxed_ in front; "
         "default: math where rows have a label",
         reader="slime/rollout/rm_hub",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime.config.args import FLAGS, Args
 
-RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "random", "remote_rm")
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
 
 _AT_LEAST_ONE = (
     "rollout_batch_size",

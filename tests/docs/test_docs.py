@@ -77,3 +77,21 @@ def test_import_paths_work(page: Path) -> None:
             importlib.import_module(path)
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(module), attribute), f"{name(page)}: {path}"
+
+
+def test_the_http_surface_that_is_documented_is_served() -> None:
+    text = (CHECKOUT / "docs/en/backends.md").read_text(encoding="utf-8")
+    table = text.split("### The HTTP that engines speak")[1].split("## ")[0]
+    documented = set(re.findall(r"(?<=[`\s])/[a-z_0-9/]+", table))
+    server = "".join(file.read_text(encoding="utf-8") for file in CHECKOUT.glob("slime/engines/embedded/*.py"))
+    assert len(documented) > 20
+    assert not {path for path in documented if f'"{path}"' not in server}
+
+
+def test_the_reward_types_are_the_same_in_guide_parser_and_rollout() -> None:
+    from slime.config.validate_rollout import RM_TYPES
+    from slime.rollout.rm_hub import REWARD_TYPES
+
+    text = (CHECKOUT / "docs/en/get_started/usage.md").read_text(encoding="utf-8")
+    table = text.split("| `--rm-type` |")[1].split("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(RM_TYPES) == set(REWARD_TYPES)
