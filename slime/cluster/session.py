@@ -16,10 +16,6 @@ QUIET_ENVIRONMENT = {
     "RAY_enable_open_telemetry": "0",
 }
 
-# Ray resolves a loopback address to the host's public one and listens on all interfaces, unless its
-# switch for desktop systems (whatever its name says, it works everywhere) keeps it to the loopback.
-LOOPBACK_ONLY = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-
 
 class ClusterError(RuntimeError):
     """The cluster cannot do what the flags ask for; the message says what to change."""
@@ -32,8 +28,6 @@ def connect(args: Args) -> None:
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if not os.environ.get("RAY_ADDRESS"):
-        os.environ.setdefault(*LOOPBACK_ONLY)  # read when ray is imported
     import ray
 
     if ray.is_initialized():

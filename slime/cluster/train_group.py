@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.cluster.waiting import Waiter
     from slime.config.args import Args
+    from slime.engines.handle import EngineHandle
     from slime.weights.audit import Probe
 
 Role = Literal["actor", "critic"]
@@ -28,6 +29,7 @@ class TrainActor:
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self.backend: Any = None
         self.transport: Any = None
+        self.probe: Probe | None = None
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 will listen for the process group."""
@@ -72,10 +74,13 @@ class TrainActor:
         return {"metrics": metrics, "timings": timings, "values": values}
 
     def update_weights(self, engine_urls: Sequence[str], version: str, same_host: bool) -> dict[str, Any] | None:
-        """Send this group's weights to the engines; rank 0 returns the report as a dict."""
+        """Send this group's weights to the engines; rank 0 returns the report as a dict.
+
+        Checksums are compared at once; the probe comes later (:meth:`check_probe`), since colocated
+        engines have no cache to score with yet.
+        """
         import dataclasses
 
-        from slime.engines.http_handle import HttpEngineHandle
         from slime.observability import progress
         from slime.weights.sync import sync_weights
         from slime.weights.transports import create_transport
@@ -84,19 +89,32 @@ class TrainActor:
         sender = self.rank == 0
         if sender and self.transport is None:
             self.transport = create_transport(self.args, colocated_host=same_host)
-        engines = [HttpEngineHandle(url) for url in engine_urls] if sender else []
+        if self.args.audit_weights:
+            self.probe = self._score_probe()
         report = sync_weights(
             self.args,
             self.backend.named_weights(),
-            engines,
+            self._handles(engine_urls) if sender else [],
             self.transport,
             version,
             is_sender=sender,
-            probe=self._probe() if self.args.audit_weights else None,
         )
         return dataclasses.asdict(report) if report is not None else None
 
-    def _probe(self) -> Probe:
+    def check_probe(self, engine_urls: Sequence[str]) -> float:
+        """Let the engines score the probe; returns the largest difference. Raises ``WeightAuditError``."""
+        from slime.utils.async_utils import run
+        from slime.weights.audit import probe_engines
+
+        assert self.probe is not None, "weights are sent before they are audited"
+        return run(probe_engines(self.args, self._handles(engine_urls), self.probe))
+
+    def _handles(self, engine_urls: Sequence[str]) -> list[EngineHandle]:
+        from slime.engines.http_handle import HttpEngineHandle
+
+        return [HttpEngineHandle(url) for url in engine_urls]
+
+    def _score_probe(self) -> Probe:
         """A fixed sequence as the trainer scores it now; all ranks take part."""
         from transformers import AutoConfig
 
@@ -173,6 +191,11 @@ class TrainGroup:
         report = self._call(refs, f"to send weights {version}", self.args.phase_timeout)[0]
         assert report is not None
         return dict(report)
+
+    def check_probe(self, engine_urls: Sequence[str]) -> float:
+        """Largest difference between trainer and engines on a fixed sequence; rank 0 asks."""
+        ref = self.ranks[0].check_probe.remote(list(engine_urls))
+        return float(self._call([ref], "to compare log-probs with the engines", self.args.phase_timeout)[0])
 
     def save(self, directory: Path) -> None:
         self._all("save", str(directory / self.role), interruptible=False)

@@ -129,6 +129,16 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
     return gaps
 
 
+async def probe_engines(args: Any, engines: Sequence[EngineHandle], probe: Probe) -> float:
+    """(a) on its own, for engines that could not generate during the sync; returns the largest difference."""
+    deadline = float(args.phase_timeout)
+    infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", deadline)
+    for error in failed.values():
+        raise error
+    gaps = await check_probe(engines, probe, threshold(args, infos.values()), deadline)
+    return max(gaps.values())
+
+
 # --- (b), (d) ------------------------------------------------------------------------------------
 
 
