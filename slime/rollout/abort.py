@@ -17,14 +17,13 @@ AGAIN_SECONDS = 1.0  # a multi-turn function may send another request after an a
 
 async def worker_urls(args: Any) -> list[str]:
     """Addresses of the engines: those the router lists, or the only engine, which has no ``/workers``."""
-    from slime.engines.handle import EngineError
-    from slime.engines.http import get
+    from slime.engines.http import HttpError, get
 
     base = get_model_url(args, path="").rstrip("/")
     try:
-        listed = await get(f"{base}/workers")
-    except EngineError as error:
-        if getattr(error, "status", None) in (404, 405):
+        listed = await get(f"{base}/workers", max_retries=3)
+    except HttpError as error:
+        if error.status in (404, 405):
             return [base]
         raise
     return [worker["url"] if isinstance(worker, dict) else worker for worker in listed.get("workers", [])] or [base]

@@ -42,10 +42,14 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
 
 
 def request(args: Any, state: GenerateState, sample: Sample, params: dict[str, Any]) -> dict[str, Any]:
-    """Body of ``POST /generate`` that continues ``sample``: ids, or text where media are to be placed in it."""
-    body: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
-    if sample.multimodal_inputs:
-        body.update(text=prompt_text(state.tokenizer, sample) + sample.response, **media_fields(sample))
+    """Body of ``POST /generate`` that continues ``sample``.
+
+    Ids; for SGLang with media text, in which it places them itself (the embedded engine takes the ids that
+    the processor made).
+    """
+    body: dict[str, Any] = {"sampling_params": params, "return_logprob": True, **media_fields(sample)}
+    if sample.multimodal_inputs and getattr(args, "rollout_backend", None) != "embedded":
+        body["text"] = prompt_text(state, sample) + sample.response
     else:
         body["input_ids"] = sample.tokens
     if getattr(args, "use_rollout_routing_replay", False):

@@ -23,9 +23,15 @@ def render(tokenizer: Any, sample: Sample, messages: Sequence[dict[str, Any]], g
     )
 
 
-def prompt_text(tokenizer: Any, sample: Sample) -> str:
-    """The prompt as text: as it is, or rendered when it is a message list."""
-    return sample.prompt if isinstance(sample.prompt, str) else render(tokenizer, sample, sample.prompt)
+def prompt_text(state: GenerateState, sample: Sample) -> str:
+    """The prompt as text: as it is, or rendered when it is a message list (with media by the processor's template)."""
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return render(_renderer(state, sample), sample, sample.prompt)
+
+
+def _renderer(state: GenerateState, sample: Sample) -> Any:
+    return state.processor if sample.multimodal_inputs and state.processor is not None else state.tokenizer
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -35,7 +41,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
     """Ids of the prompt; with media, the processor's, and its tensors go to ``multimodal_train_inputs``."""
-    text = prompt_text(state.tokenizer, sample)
+    return text_ids(state, sample, prompt_text(state, sample))
+
+
+def conversation_ids(state: GenerateState, sample: Sample) -> list[int]:
+    """Ids of a whole conversation (a prompt that ends with its answer), as :func:`prompt_ids`."""
+    return text_ids(state, sample, render(_renderer(state, sample), sample, sample.prompt, generation_prompt=False))  # type: ignore[arg-type]
+
+
+def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
+    """Ids of a text with the media of ``sample`` in it."""
     if not sample.multimodal_inputs:
         return encode(state.tokenizer, text)
     if state.processor is None:

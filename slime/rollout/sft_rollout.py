@@ -11,6 +11,7 @@ from typing import Any
 from slime.data.sample import Sample
 from slime.observability import progress
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.prompts import conversation_ids
 from slime.rollout.state import GenerateState
 
 
@@ -24,27 +25,35 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
 
     if evaluation:
         raise ValueError("SFT has no evaluation of its own: set --eval-function-path, or leave --eval-interval out")
-    tokenizer = GenerateState(args).tokenizer
-    masks = MultiTurnLossMaskGenerator(tokenizer, args.loss_mask_type)
+    state = GenerateState(args)
+    masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type)
     groups = data_source.get_samples(args.rollout_batch_size)
     for done, group in enumerate(groups):
         for sample in group:
-            _fill(sample, tokenizer, masks)
+            _fill(sample, state, masks)
         progress.report("generate", done + 1, len(groups))
     return RolloutFnTrainOutput(samples=groups)
 
 
-def _fill(sample: Sample, tokenizer: Any, masks: Any) -> None:
+def _fill(sample: Sample, state: GenerateState, masks: Any) -> None:
     if not isinstance(sample.prompt, list):
         raise ValueError(
             f"sample {sample.index}: SFT needs a list of messages, but its prompt is a "
             f"{type(sample.prompt).__name__} (--input-key messages, no --apply-chat-template)"
         )
-    tokens, mask = masks.get_loss_mask(sample.prompt, tools=sample.metadata.get("tools"))
+    tools = sample.metadata.get("tools")
+    try:
+        if sample.multimodal_inputs:
+            ids = conversation_ids(state, sample)
+            tokens, mask = masks.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)
+        else:
+            tokens, mask = masks.get_loss_mask(sample.prompt, tools=tools)
+    except ValueError as error:
+        raise ValueError(f"sample {sample.index}: {error}") from error
     length = masks.get_response_lengths([mask])[0]
     if not length:
         raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
     sample.tokens, sample.response_length, sample.loss_mask = list(tokens), length, list(mask[-length:])
-    sample.response = tokenizer.decode(sample.tokens[-length:])
+    sample.response = state.tokenizer.decode(sample.tokens[-length:])
     sample.reward = 0.0
     sample.status = Sample.Status.COMPLETED

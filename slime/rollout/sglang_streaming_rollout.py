@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import orjson
 
 from slime.data.sample import Sample
@@ -18,6 +17,9 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import append_output, get_model_url, remaining, request, request_seconds, routing_headers
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
+
+if TYPE_CHECKING:
+    import aiohttp
 
 _LOOK_SECONDS = 0.5  # how often the abort flag is looked at while no token comes
 
@@ -76,11 +78,10 @@ class _Answer:
 
 
 async def _read(args: Any, sample: Sample, body: dict[str, Any], answer: _Answer, state: GenerateState) -> None:
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, json_serialize=lambda value: orjson.dumps(value).decode()) as session,
-        session.post(get_model_url(args), json=body, headers=routing_headers(args, sample)) as response,
-    ):
+    from slime.engines.http import session
+
+    headers = {"Content-Type": "application/json", **(routing_headers(args, sample) or {})}
+    async with session().post(get_model_url(args), data=orjson.dumps(body), headers=headers) as response:
         if response.status != 200:
             raise RuntimeError(f"{response.url} answered {response.status}: {(await response.text())[:500]}")
         async for chunk in _events(response, state):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.prompts import encode, prompt_text, render
+from slime.rollout.prompts import encode, render
 
 Ids = list[int]
 
@@ -21,7 +21,7 @@ def conversation_ids(tokenizer: Any, sample: Sample, conversation: Any) -> tuple
     Where the chat template does not render a conversation as a continuation of its beginning (some drop
     earlier reasoning), the turns count as prompt and only the last response is trained on.
     """
-    first = prompt_text(tokenizer, sample)
+    first = sample.prompt if isinstance(sample.prompt, str) else render(tokenizer, sample, sample.prompt)
     turns = _turns(sample, conversation)
     if turns:
         parts = _parts(tokenizer, sample, turns, first)

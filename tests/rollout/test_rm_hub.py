@@ -412,6 +412,8 @@ async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):
         ("deepscaler", r"\text{Evelyn}", {}, None),
         ("boxed_last_number", "four", {}, "not a number"),
         ("last_number", "1,234", {}, None),
+        ("last_number", "-0.5", {}, None),
+        ("last_number", "3/4", {}, "not a number"),
         ("dapo", "34", {}, None),
         ("f1", ["a", ""], {}, "empty"),
         ("gpqa", "E", {}, "neither one of the letters"),

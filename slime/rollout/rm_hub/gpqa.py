@@ -83,9 +83,10 @@ def correct_letter(label: Any, metadata: Mapping[str, Any], letters: str) -> str
 
 def unreadable(label: Any, metadata: Mapping[str, Any]) -> str:
     """Why no letter is known."""
+    keys = ", ".join(sorted(metadata)) or "none"
     return (
         f"label {label!r} is neither one of the letters {valid_letters(metadata)} nor one of the choices, "
-        f"and metadata has no usable correct_letter, correct_answer or answer_text (its keys: {', '.join(sorted(metadata)) or 'none'})"
+        f"and metadata has no usable correct_letter, correct_answer or answer_text (its keys: {keys})"
     )
 
 

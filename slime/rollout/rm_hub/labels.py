@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.rollout.rm_hub import gpqa
+from slime.rollout.rm_hub.last_number import number_label
 from slime.rollout.rm_hub.math import gold_answer
-from slime.rollout.rm_hub.text import as_number, normalize_math
+from slime.rollout.rm_hub.text import normalize_math
 
 Check = Callable[[Any, Mapping[str, Any]], str | None]
 
@@ -53,7 +54,7 @@ def _math(label: Any, _: Mapping[str, Any]) -> str | None:
 
 def _number(label: Any, _: Mapping[str, Any]) -> str | None:
     missing = _present(label)
-    return missing or (None if as_number(str(label)) is not None else f"label {str(label)[:80]!r} is not a number")
+    return missing or (None if number_label(label) is not None else f"label {str(label)[:80]!r} is not a number")
 
 
 def _text(label: Any, _: Mapping[str, Any]) -> str | None:

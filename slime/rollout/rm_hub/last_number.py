@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from typing import Any
+
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.text import as_number, last_number
 
 
 def last_number_reward(sample: Sample) -> float:
     """Exact comparison of values: ``1,000`` equals ``1000.0``. Raises ValueError for a label that is no number."""
-    gold = as_number(str(sample.label))
+    gold = number_label(sample.label)
     if gold is None:
         raise ValueError(f"reward type last_number: label {sample.label!r} of sample {sample.index} is not a number")
     return float(last_number(sample.response) == gold)
+
+
+def number_label(label: Any) -> Fraction | None:
+    """Value of a label that is one decimal number; None for anything else, fractions included (no text ends in one)."""
+    value = as_number(str(label))
+    return value if value is not None and last_number(str(label)) == value else None

@@ -30,7 +30,7 @@ async def remote_reward(args: Any, sample: Sample) -> Any:
 
 async def ask(args: Any, sample: Sample, url: str, payload: dict[str, Any]) -> Any:
     """POST with :data:`TRIES` tries, exponential back-off and ``--reward-timeout`` for each."""
-    from slime.engines.http import post
+    from slime.engines.http import HttpError, post
 
     limit = float(getattr(args, "reward_timeout", None) or 30.0)
     error: Exception | None = None
@@ -38,9 +38,10 @@ async def ask(args: Any, sample: Sample, url: str, payload: dict[str, Any]) -> A
         if attempt:
             await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
         try:
-            return await asyncio.wait_for(post(url, payload, max_retries=1), limit)
-        except Exception as caught:  # the client's own types differ by cause; each is a failed try
-            if _is_client_fault(caught):
+            return await asyncio.wait_for(post(url, payload, max_retries=0), limit)
+        except (HttpError, TimeoutError) as caught:
+            status = getattr(caught, "status", None)
+            if status is not None and status < 500:
                 raise
             error = caught
             logger.debug("reward server %s, try %d of %d: %s", url, attempt + 1, TRIES, caught)
@@ -48,8 +49,3 @@ async def ask(args: Any, sample: Sample, url: str, payload: dict[str, Any]) -> A
         mark_unscored(sample, "timeout", f"{url} did not answer within {limit:g} s in {TRIES} tries")
         return None
     raise RuntimeError(f"reward server {url} failed {TRIES} times; last: {error}") from error
-
-
-def _is_client_fault(error: Exception) -> bool:
-    status = getattr(error, "status", None)
-    return isinstance(status, int) and 400 <= status < 500

@@ -51,7 +51,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    r"""Value of ``text`` when all of it is a plain number (``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``), or None."""
+    r"""Value of ``text`` when all of it is a number (``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``), or None."""
     plain = text.strip().strip("$").replace("\\$", "").replace("$", "").replace("−", "-").strip()
     plain = plain.replace("\\!", "").replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\")

@@ -200,13 +200,15 @@ class VerifierPool:
             self._drop(worker)
 
     def _run(self, worker: _Worker | None, job: _Job) -> _Worker | None:
+        verdict = None
         try:
-            if worker is None:
-                worker = self._start()
+            worker = worker or self._start()
             verdict = worker.call(job.function, job.args, job.timeout)
         except BaseException as error:  # whatever it is belongs to the caller, never to this thread
-            job.future.set_exception(error)
-            verdict = None
+            if self._closed:
+                verdict = Verdict("crashed", detail="the verifier pool was closed")
+            else:
+                job.future.set_exception(error)
         if worker is not None and (verdict is None or not worker.alive or "MemoryError" in verdict.detail):
             self._drop(worker)  # after a MemoryError its heap is not to be trusted
             worker = None

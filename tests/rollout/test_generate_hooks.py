@@ -1,0 +1,414 @@
+"""Users' generate functions in all their forms, over the real HTTP engine; text that is tokenised here."""
+
+import asyncio
+import logging
+
+import pytest
+from rollout_parts import Prompts, SmallEngine, arguments, source_of
+
+from slime.data.convert import samples_to_train_data
+from slime.data.sample import Sample, flatten
+from slime.rollout import custom_generate
+from slime.rollout.sglang_rollout import (
+    GenerateState,
+    generate,
+    generate_and_rm,
+    generate_and_rm_group,
+    generate_rollout_async,
+    get_model_url,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def hook(tmp_path):
+    def write(code, name=None, file="hook.py"):
+        (tmp_path / file).write_text(code)
+        return f"{tmp_path / file}:{name}" if name else str(tmp_path / file)
+
+    return write
+
+
+async def roll(args, source=None, rollout_id=0):
+    output = await asyncio.wait_for(generate_rollout_async(args, rollout_id, source or source_of(args)), 30)
+    return output.samples
+
+
+def other(path, name):
+    """Another function of the same file."""
+    return f"{path.rpartition(':')[0]}:{name}"
+
+
+def text_of(args, ids):
+    return GenerateState(args).tokenizer.decode(ids)
+
+
+# --- one sample ------------------------------------------------------------------------------
+
+# The user guide's generate function, word for word but for the names of flags.
+GUIDE = """
+async def my_generate(args, sample, sampling_params):
+    from slime.utils.processing_utils import load_tokenizer
+    tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+    from slime.utils.http_utils import post
+    output = await post(
+        f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
+        {"text": sample.prompt, "sampling_params": sampling_params}
+    )
+    prompt_tokens = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    response_tokens = tokenizer(output["text"], add_special_tokens=False)["input_ids"]
+    sample.tokens = prompt_tokens + response_tokens
+    sample.response_length = len(response_tokens)
+    sample.response = output["text"]
+    sample.truncated = output["meta_info"]["finish_reason"]["type"] == "length"
+    return sample
+"""
+
+
+async def test_the_user_guides_function_runs_as_it_stands(tokenizer_dir, hook):
+    pytest.importorskip("slime.utils.http_utils")
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(GUIDE, "my_generate"))
+    async with SmallEngine(length=lambda prompt, seed: 20 if "prompt 1:" in prompt else 3) as engine:
+        groups = await roll(engine.serve(args))
+    assert [s.status.value for s in flatten(groups)] == ["completed"] * 2 + ["truncated"] * 2 + ["completed"] * 4
+    data = samples_to_train_data(args, groups)
+    assert "rollout_log_probs" not in data
+    assert all(sum(mask) == length for mask, length in zip(data["loss_masks"], data["response_lengths"], strict=True))
+
+
+TEXT_ONLY = """
+async def fn(args, sample, sampling_params, evaluation=False):
+    sample.response = f"answer {sample.index} {evaluation}"
+    return sample
+async def empty(args, sample, sampling_params):
+    sample.response = ""
+    return sample
+def plain(args, sample, sampling_params, **kwargs):
+    sample.response = "plain " + str(kwargs["evaluation"])
+    return sample
+"""
+
+
+async def test_text_alone_is_tokenised_once_with_one_warning(tokenizer_dir, hook, caplog):
+    custom_generate._warned.clear()
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(TEXT_ONLY, "fn"))
+    with caplog.at_level(logging.WARNING):
+        groups = await roll(args)
+    assert caplog.text.count("sets no tokens") == 1
+    for sample in flatten(groups):
+        assert text_of(args, sample.tokens) == sample.prompt + f"answer {sample.index} False"
+        assert sample.response_length == len(sample.response)
+        assert sample.rollout_log_probs is None and sample.loss_mask is None
+        assert sample.status is Sample.Status.COMPLETED
+    assert "rollout_log_probs" not in samples_to_train_data(args, groups)
+
+
+async def test_an_empty_answer_is_one_token_long(tokenizer_dir, hook):
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(TEXT_ONLY, "empty"))
+    for sample in flatten(await roll(args)):
+        assert sample.response_length == 1 and sample.tokens[-1] == GenerateState(args).tokenizer.eos_token_id
+
+
+async def test_a_plain_function_and_keywords_are_taken(tokenizer_dir, hook):
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(TEXT_ONLY, "plain"))
+    assert {sample.response for sample in flatten(await roll(args))} == {"plain False"}
+
+
+MULTI_TURN = """
+from slime.rollout.sglang_rollout import GenerateState
+async def fn(args, sample, sampling_params):
+    tokenizer = GenerateState(args).tokenizer
+    prompt_tokens = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    response_tokens = []
+    for turn in range(args.max_turns):
+        model_tokens = tokenizer(f"turn {turn}", add_special_tokens=False)["input_ids"]
+        sample.loss_mask += [1] * len(model_tokens)
+        tool_tokens = tokenizer("tool", add_special_tokens=False)["input_ids"]
+        sample.loss_mask += [0] * len(tool_tokens)
+        response_tokens += model_tokens + tool_tokens
+    sample.tokens = prompt_tokens + response_tokens
+    sample.response_length = len(response_tokens)
+    return sample
+async def misaligned(args, sample, sampling_params):
+    sample = await fn(args, sample, sampling_params)
+    sample.loss_mask = sample.loss_mask[:-1]
+    return sample
+async def nothing(args, sample, sampling_params): pass
+async def fan_out(args, sample, sampling_params):
+    import copy
+    parts = [copy.deepcopy(sample) for _ in range(3)]
+    for i, part in enumerate(parts):
+        part.response = f"part {i}"
+    return parts
+async def fan_out_strange(args, sample, sampling_params):
+    parts = await fan_out(args, sample, sampling_params)
+    for i, part in enumerate(parts): part.rollout_id = i
+    return parts
+async def list_rewards(args, samples, **kw):
+    args.batches.append(len(samples))
+    return [1.0] * len(samples)
+"""
+
+
+async def test_loss_mask_grows_in_place_and_the_response_text_is_filled_in(tokenizer_dir, hook):
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(MULTI_TURN, "fn"))
+    for sample in flatten(await roll(args)):
+        assert sample.loss_mask == ([1] * 6 + [0] * 4) * 3
+        assert sample.response == "turn 0toolturn 1toolturn 2tool"
+
+
+async def test_misaligned_fields_and_missing_results_are_errors(tokenizer_dir, hook):
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(MULTI_TURN, "misaligned"))
+    with pytest.raises(ValueError, match="29 entries in loss_mask, but response_length is 30"):
+        await roll(args)
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(MULTI_TURN, "nothing"))
+    with pytest.raises(TypeError, match="nothing returned NoneType, not a Sample"):
+        await roll(args)
+
+
+async def test_fan_out_shares_a_rollout_and_is_scored_in_one_call(tokenizer_dir, hook):
+    path = hook(MULTI_TURN, "fan_out")
+    args = arguments(
+        tokenizer_dir, custom_generate_function_path=path, custom_rm_path=other(path, "list_rewards"), batches=[]
+    )
+    groups = await roll(args)
+    assert all(len(group) == 2 and len(group[0]) == 3 for group in groups)
+    assert args.batches == [3] * 8
+    for group in groups:
+        for siblings in group:
+            assert {s.rollout_id for s in siblings} == {siblings[0].index}
+    data = samples_to_train_data(args, groups)
+    assert len(set(data["rollout_ids"])) == 8 and len(data["tokens"]) == 24
+    args = arguments(tokenizer_dir, custom_generate_function_path=other(path, "fan_out_strange"))
+    with pytest.raises(ValueError, match="different rollout_ids"):
+        await roll(args)
+
+
+async def test_an_aborted_fan_out_starts_over(tokenizer_dir, hook):
+    code = MULTI_TURN + (
+        "\nimport asyncio\nasync def slow_fan(args, sample, sampling_params):\n"
+        "    state = GenerateState(args)\n"
+        "    while sample.group_index == 0 and args.hold and not state.aborted: await asyncio.sleep(0.01)\n"
+        "    return await fan_out(args, sample, sampling_params)\n"
+    )
+    args = arguments(
+        tokenizer_dir, custom_generate_function_path=hook(code, "slow_fan"), over_sampling_batch_size=5,
+        partial_rollout=True, hold=True, rm_type="random",
+    )  # fmt: skip
+    source = source_of(args)
+    async with SmallEngine() as engine:
+        groups = await roll(engine.serve(args), source)
+        assert [flatten(g)[0].group_index for g in groups] == [1, 2, 3, 4]
+        assert [s.status.value for s in source.buffer[0]] == ["pending", "pending"]
+        args.hold = False
+        again = await roll(args, source, 1)
+    assert flatten(again[0])[0].group_index == 0 and len(flatten(again[0])) == 6
+
+
+# --- the list form ---------------------------------------------------------------------------
+
+# The training guide's file, with the helpers that it leaves to the user.
+CUSTOM_GENERATE = '''
+async def generate_single(conversation):
+    calls = sum(m["role"] == "assistant" for m in conversation)
+    return "use tool" if calls < 2 else f"done after {len(conversation)}"
+def extract_tool_call(response):
+    return "tool" if response == "use tool" else None
+def execute_tool(tool_call):
+    return "tool says 5"
+def compute_reward(sample):
+    return float("done" in sample.response)
+
+async def custom_generate(args, samples, evaluation=False):
+    """Multi-turn generation with tool calling."""
+    for sample in samples:
+        conversation = sample.prompt
+        for turn in range(args.max_turns):
+            # Generate response
+            response = await generate_single(conversation)
+            # Check for tool call
+            tool_call = extract_tool_call(response)
+            if tool_call:
+                tool_result = execute_tool(tool_call)
+                conversation.append({"role": "assistant", "content": response})
+                conversation.append({"role": "tool", "content": tool_result})
+            else:
+                break
+        sample.response = response
+        sample.reward = compute_reward(sample)
+    return samples
+'''
+
+
+def question(i):
+    return [{"role": "user", "content": f"q{i}"}]
+
+
+@pytest.mark.parametrize("max_turns", [3, 2])
+async def test_the_training_guides_custom_generate_runs_as_it_stands(tokenizer_dir, hook, max_turns):
+    args = arguments(
+        tokenizer_dir,
+        custom_generate_function_path=hook(CUSTOM_GENERATE, file="custom_generate.py"),
+        max_turns=max_turns,
+    )
+    groups = await roll(args, source_of(args, Prompts(prompt=question)))
+    assert len(groups) == 4
+    for sample in flatten(groups):
+        number = sample.metadata["number"]
+        assert sample.prompt == question(number), "the prompt stays as it was given"
+        last = "done after 5" if max_turns == 3 else "use tool"
+        text = text_of(args, sample.tokens)
+        history = "use tool</><tool>tool says 5</><assistant>" * (max_turns - 1)
+        assert text == f"<user>q{number}</><assistant>" + history + last
+        trained = "".join(
+            text_of(args, [token])
+            for token, mask in zip(sample.tokens[-sample.response_length :], sample.loss_mask or [], strict=True)
+            if mask
+        )
+        assert trained == "use tool</>" * (max_turns - 1) + last
+        assert sample.reward == float(max_turns == 3)
+        assert sample.rollout_log_probs is None
+    assert len(samples_to_train_data(args, groups)["tokens"]) == 8
+
+
+LISTS = """
+async def in_place(args, samples):
+    args.calls.append([s.index for s in samples])
+    for s in samples: s.response = "x"
+async def short(args, samples): return samples[:1]
+"""
+
+
+async def test_the_list_form_gets_a_whole_group_and_may_change_it_in_place(tokenizer_dir, hook):
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(LISTS, "in_place"), calls=[])
+    groups = await roll(args)
+    assert sorted(args.calls) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert {sample.response for sample in flatten(groups)} == {"x"}
+    args = arguments(tokenizer_dir, custom_generate_function_path=hook(LISTS, "short"))
+    with pytest.raises(TypeError, match="returned 1 results for 2 samples"):
+        await roll(args)
+
+
+async def test_a_template_that_rewrites_history_trains_the_last_answer_only(tokenizer_dir):
+    from slime.rollout.text_only import conversation_ids
+
+    class Forgetful:
+        """A template that shows how many messages there are, so that no conversation begins like its continuation."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __call__(self, *args, **kwargs):
+            return self.inner(*args, **kwargs)
+
+        def apply_chat_template(self, messages, **kwargs):
+            return f"{len(messages)}" + self.inner.apply_chat_template(messages, **kwargs)
+
+    args = arguments(tokenizer_dir)
+    tokenizer = Forgetful(GenerateState(args).tokenizer)
+    sample = Sample(prompt=question(1), response="end")
+    turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
+    prompt, response, mask = conversation_ids(tokenizer, sample, question(1) + turns)
+    assert text_of(args, prompt) == "3<user>q1</><assistant>a</><tool>b</><assistant>"
+    assert text_of(args, response) == "end" and mask == [1, 1, 1]
+
+
+# --- pieces that users call ------------------------------------------------------------------
+
+
+async def test_generate_and_rm_leaves_finished_samples_alone(tokenizer_dir):
+    args = arguments(tokenizer_dir)
+    done = Sample(status=Sample.Status.TRUNCATED, reward=0.5, response="x")
+    assert await generate_and_rm(args, done, {}) is done and done.reward == 0.5
+    with pytest.raises(ValueError, match="reward 'random' gave None"):
+        await generate_and_rm(args, Sample(status=Sample.Status.COMPLETED), {})
+    group = [Sample(status=Sample.Status.COMPLETED, reward=1.0), Sample(status=Sample.Status.COMPLETED, reward=0.0)]
+    assert await generate_and_rm_group(args, group, GenerateState(args).sampling_params) == group
+
+
+async def test_generate_has_nothing_to_do_for_finished_samples_or_no_room(tokenizer_dir):
+    args = arguments(tokenizer_dir)
+    with pytest.raises(ValueError, match="nothing left to generate"):
+        await generate(args, Sample(status=Sample.Status.COMPLETED), GenerateState(args).sampling_params)
+    full = Sample(prompt="x" * 20)
+    args.rollout_max_context_len = 20
+    assert (await generate(args, full, GenerateState(args).sampling_params)).status is Sample.Status.TRUNCATED
+
+
+async def test_message_prompts_are_rendered_with_tools_and_template_arguments(tokenizer_dir):
+    args = arguments(tokenizer_dir)
+    async with SmallEngine() as engine:
+        await roll(engine.serve(args), source_of(args, Prompts(prompt=question)))
+    texts = {text_of(args, request["input_ids"]) for request in engine.requests}
+    assert texts == {f"<user>q{i}</><assistant>" for i in range(4)}
+
+
+async def test_group_rewards_are_asked_once_a_group(tokenizer_dir, hook):
+    path = hook(MULTI_TURN, "list_rewards")
+    args = arguments(tokenizer_dir, group_rm=True, custom_rm_path=path, batches=[])
+    async with SmallEngine() as engine:
+        groups = await roll(engine.serve(args))
+    assert args.batches == [2] * 4 and {s.reward for s in flatten(groups)} == {1.0}
+
+
+async def test_a_class_style_reward_model_scores_groups_in_batches(tokenizer_dir, hook):
+    code = (
+        "class CustomRewardModel:\n"
+        "    sizes = []\n"
+        "    def __init__(self, model_path=None): pass\n"
+        "    def compute_reward(self, prompts, responses):\n"
+        "        self.sizes.append(len(prompts))\n"
+        "        return [float(len(r)) for r in responses]\n"
+        "def helper(): pass\n"
+    )
+    args = arguments(tokenizer_dir, custom_rm_path=hook(code, file="custom_rm.py"), rm_model_path=None)
+    async with SmallEngine() as engine:
+        groups = await roll(engine.serve(args))
+    assert all(s.reward == len(s.response) for s in flatten(groups))
+    from slime.rollout.rm_hub.dispatch import load_reward
+
+    assert load_reward(args.custom_rm_path).sizes == [2] * 4
+
+
+async def test_per_sample_overrides_of_generate_and_reward(tokenizer_dir, hook):
+    path = hook(TEXT_ONLY + "\nasync def rm(args, sample, **kw): return 7.0\n", "plain")
+
+    class Mixed(Prompts):
+        def __getitem__(self, i):
+            sample = super().__getitem__(i)
+            if i % 2:
+                sample.generate_function_path, sample.custom_rm_path = path, other(path, "rm")
+            return sample
+
+    args = arguments(tokenizer_dir)
+    async with SmallEngine() as engine:
+        groups = await roll(engine.serve(args), source_of(args, Mixed()))
+    for sample in flatten(groups):
+        own = sample.metadata["number"] % 2
+        assert (sample.response == "plain False") == bool(own)
+        assert (sample.reward == 7.0) == bool(own)
+    assert len(engine.requests) == 4
+
+
+def test_model_urls():
+    args = arguments("unused", sglang_router_ip="h", sglang_router_port=5)
+    assert get_model_url(args) == "http://h:5/generate"
+    assert get_model_url(args, path="/health") == "http://h:5/health"
+    args.sglang_model_routers = {"judge": ("j", 6)}
+    assert get_model_url(args, "judge") == "http://j:6/generate"
+    with pytest.raises(ValueError, match="there are judge"):
+        get_model_url(args, "other")
+    args.sglang_router_ip = None
+    with pytest.raises(ValueError, match="no engine has been started"):
+        get_model_url(args)
+
+
+async def test_images_go_to_the_engine_as_data(tokenizer_dir):
+    PIL = pytest.importorskip("PIL.Image")
+    from slime.rollout.prompts import media_fields
+
+    sample = Sample(multimodal_inputs={"images": [PIL.new("RGB", (2, 2)), "https://x/y.png"], "audio": [b"ab"]})
+    fields = media_fields(sample)
+    assert fields["image_data"][0].startswith("data:image/png;base64,") and fields["image_data"][1] == "https://x/y.png"
+    assert fields["audio_data"] == ["data:audio/unknown;base64,YWI="]

@@ -1,0 +1,506 @@
+"""The default loop against a real HTTP engine whose answers arrive in any order."""
+
+import asyncio
+import copy
+import json
+from collections import Counter
+
+import pytest
+from rollout_parts import Prompts, SmallEngine, arguments, source_of
+
+from slime.data.sample import Sample, flatten
+from slime.data.source import RolloutDataSource
+from slime.observability import progress
+from slime.rollout.abort import worker_urls
+from slime.rollout.loop import RolloutLoop
+from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
+
+
+@pytest.fixture
+def hooks(tmp_path):
+    """Write functions to a file and get the path of each."""
+
+    def write(code):
+        file = tmp_path / f"hooks_{len(list(tmp_path.iterdir()))}.py"
+        file.write_text("from slime.data.sample import Sample, flatten\n" + code)
+        return lambda name: f"{file}:{name}"
+
+    return write
+
+
+def contents(groups):
+    return [(s.index, s.group_index, s.response, s.reward, tuple(s.tokens), s.status) for s in flatten(groups)]
+
+
+async def roll(args, source, rollout_id=0):
+    return await asyncio.wait_for(generate_rollout_async(args, rollout_id, source), 30)
+
+
+# --- what a rollout gives --------------------------------------------------------------------
+
+
+async def test_samples_hold_what_the_engine_sampled(tokenizer_dir):
+    args = arguments(tokenizer_dir)
+    async with SmallEngine(version="7") as engine:
+        output = await roll(engine.serve(args), source_of(args))
+    assert len(output.samples) == 4 and all(len(group) == 2 for group in output.samples)
+    for sample in flatten(output.samples):
+        prompt = GenerateState(args).tokenizer.encode(sample.prompt, add_special_tokens=False)
+        assert sample.tokens[: len(prompt)] == prompt
+        assert GenerateState(args).tokenizer.decode(sample.tokens[len(prompt) :]) == sample.response
+        assert sample.response_length == len(sample.tokens) - len(prompt) == len(sample.rollout_log_probs)
+        assert sample.status is Sample.Status.COMPLETED
+        assert sample.weight_versions == ["7"]
+        assert sample.reward in (0, 1)
+    body = engine.requests[0]
+    assert body["return_logprob"] is True
+    assert body["sampling_params"]["max_new_tokens"] == 12
+    assert body["sampling_params"]["no_stop_trim"] is True
+    assert len({request["sampling_params"]["sampling_seed"] for request in engine.requests}) == 8
+    assert "X-SMG-Routing-Key" not in engine.headers[0]
+    assert output.metrics["rollout/reward_timeout_count"] == 0
+    assert progress.latest()["phase"] == "generate" and progress.latest()["done"] == 4
+    assert progress.latest()["numbers"]["tokens"] == sum(s.response_length for s in flatten(output.samples))
+
+
+async def test_the_result_does_not_depend_on_the_order_of_arrival(tokenizer_dir):
+    results = []
+    for jitter in (0.0, 0.03, 0.06):
+        args = arguments(tokenizer_dir, rollout_batch_size=8)
+        async with SmallEngine(jitter=jitter) as engine:
+            output = await roll(engine.serve(args), source_of(args))
+        results.append(contents(output.samples))
+    assert results[0] == results[1] == results[2]
+    assert [index for index, *_ in results[0]] == list(range(16))
+
+
+def test_the_documented_entry_point_blocks_and_works_on_the_shared_loop(tokenizer_dir):
+    from slime.engines.http import close_session
+    from slime.utils.async_utils import run
+
+    args = arguments(tokenizer_dir)
+    engine = SmallEngine()
+    run(engine.__aenter__())
+    try:
+        output = generate_rollout(engine.serve(args), 0, source_of(args))
+        assert len(output.samples) == 4
+    finally:
+        run(engine.__aexit__())
+        run(close_session())
+
+
+async def test_truncation_session_headers_and_context_limit(tokenizer_dir):
+    args = arguments(tokenizer_dir, router_policy="consistent_hashing", rollout_max_context_len=14)
+    async with SmallEngine(length=lambda prompt, seed: 50) as engine:
+        output = await roll(engine.serve(args), source_of(args))
+    for sample in flatten(output.samples):
+        assert sample.status is Sample.Status.TRUNCATED and sample.truncated
+        assert len(sample.tokens) == 14
+    keys = Counter(headers["X-SMG-Routing-Key"] for headers in engine.headers)
+    assert sorted(keys) == sorted(sample.session_id for sample in flatten(output.samples))
+    assert len(keys) == 8
+
+
+async def test_requests_in_flight_are_limited(tokenizer_dir):
+    args = arguments(tokenizer_dir, rollout_batch_size=16, sglang_server_concurrency=3)
+    async with SmallEngine() as engine:
+        await roll(engine.serve(args), source_of(args))
+    assert engine.most_running == 3
+
+
+# --- filter, over-sampling, surplus ----------------------------------------------------------
+
+FILTERS = """
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+async def zero(args, sample, **kw): return float(sample.metadata["number"] % 3 == 0)
+def third(args, samples, **kw): return all(sample.reward > 0.5 for sample in samples)
+def third_reason(args, samples): return DynamicFilterOutput(third(args, samples), "not_third")
+def third_fallback(args, samples):
+    return DynamicFilterOutput(third(args, samples), "not_third", keep_when_insufficient=True)
+def nothing(args, samples): return None
+def never(args, samples): return False
+"""
+
+
+async def test_a_bool_filter_drops_and_refills(tokenizer_dir, hooks):
+    path = hooks(FILTERS)
+    args = arguments(tokenizer_dir, custom_rm_path=path("zero"), dynamic_sampling_filter_path=path("third"))
+    source = source_of(args)
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source)
+    kept = [group[0].metadata["number"] for group in output.samples]
+    assert all(number % 3 == 0 for number in kept) and len(set(kept)) == 4
+    assert output.metrics["rollout/dynamic_filter/drop_no_reason"] > 0
+
+
+async def test_every_group_that_left_the_source_is_accounted_for(tokenizer_dir, hooks):
+    path = hooks(FILTERS)
+    args = arguments(
+        tokenizer_dir,
+        custom_rm_path=path("zero"),
+        dynamic_sampling_filter_path=path("third_reason"),
+        over_sampling_batch_size=9,
+    )
+    source = source_of(args)
+    used = []
+    async with SmallEngine(jitter=0.01) as engine:
+        for rollout_id in range(6):
+            output = await roll(engine.serve(args), source, rollout_id)
+            assert len(output.samples) == 4
+            used += [group[0].group_index for group in output.samples]
+            dropped = int(output.metrics["rollout/dynamic_filter/drop_not_third"])
+            back = output.metrics["rollout/surplus_group_count"] + output.metrics["rollout/aborted_group_count"]
+            assert len(source.buffer) >= back
+            used += [None] * dropped
+    given = source.sample_group_index
+    waiting = [group[0].group_index for group in source.buffer]
+    trained = [index for index in used if index is not None]
+    assert len(set(trained + waiting)) == len(trained + waiting), "a group was used twice"
+    assert len(used) + len(waiting) == given, "a group was lost"
+
+
+async def test_keep_when_insufficient_fills_up_rather_than_ask_for_more(tokenizer_dir, hooks):
+    path = hooks(FILTERS)
+    args = arguments(tokenizer_dir, custom_rm_path=path("zero"), dynamic_sampling_filter_path=path("third_fallback"))
+    source = source_of(args)
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source)
+    assert [group[0].group_index for group in output.samples] == [0, 1, 2, 3]
+    assert source.sample_group_index == 4
+
+
+async def test_a_filter_that_answers_nothing_is_an_error(tokenizer_dir, hooks):
+    path = hooks(FILTERS)
+    args = arguments(tokenizer_dir, dynamic_sampling_filter_path=path("nothing"))
+    async with SmallEngine() as engine:
+        with pytest.raises(TypeError, match="nothing returned None, not a bool"):
+            await roll(engine.serve(args), source_of(args))
+
+
+async def test_finished_surplus_is_used_first_and_costs_no_request(tokenizer_dir):
+    args = arguments(tokenizer_dir, over_sampling_batch_size=9, deterministic=True)
+    source = source_of(args)
+    async with SmallEngine() as engine:
+        first = await roll(engine.serve(args), source, 0)
+        surplus = copy.deepcopy(contents(source.buffer))
+        assert len(surplus) == 5 * 2 and all(status is Sample.Status.COMPLETED for *_, status in surplus)
+        assert all(s.metadata["start_rollout_id"] == 0 for s in flatten(source.buffer))
+        asked = len(engine.requests)
+        second = await roll(engine.serve(args), source, 1)
+        assert len(engine.requests) == asked
+        third = await roll(engine.serve(args), source, 2)
+    assert contents(second.samples) == surplus[:8]
+    assert first.metrics["rollout/surplus_group_count"] == 5
+    indices = [s.index for output in (first, second, third) for s in flatten(output.samples)]
+    assert indices == list(range(24))
+
+
+async def test_default_over_sampling_tops_up_by_what_is_missing(tokenizer_dir, hooks):
+    path = hooks(FILTERS + "\ndef first(args, samples): return samples[0].group_index != 0\n")
+    args = arguments(tokenizer_dir, dynamic_sampling_filter_path=path("first"))
+    source = source_of(args)
+    async with SmallEngine() as engine:
+        await roll(engine.serve(args), source)
+    assert source.sample_group_index == 5 and not source.buffer
+
+
+# --- abort and partial rollout ---------------------------------------------------------------
+
+
+def stuck(prompt):
+    return prompt.startswith(("prompt 0:", "prompt 2:"))
+
+
+async def test_groups_that_are_not_done_are_aborted_and_their_prompts_kept(tokenizer_dir):
+    args = arguments(tokenizer_dir, over_sampling_batch_size=6)
+    source = source_of(args)
+    async with SmallEngine(slow=stuck, jitter=0.0) as engine:
+        output = await roll(engine.serve(args), source)
+        assert [g[0].group_index for g in output.samples] == [1, 3, 4, 5]
+        assert engine.aborts >= 1 and engine.running == 0
+        assert [g[0].group_index for g in source.buffer] == [0, 2]
+        for sample in flatten(source.buffer):
+            assert sample.status is Sample.Status.PENDING and not sample.tokens and not sample.response
+            assert sample.reward is None and sample.prompt and "start_rollout_id" not in sample.metadata
+        engine.slow = lambda prompt: False
+        again = await roll(engine.serve(args), source, 1)
+    assert {g[0].group_index for g in again.samples} >= {0, 2}
+    assert output.metrics["rollout/aborted_group_count"] == 2
+
+
+@pytest.mark.parametrize("mask", [False, True])
+async def test_partial_rollout_goes_on_from_the_tokens_so_far(tokenizer_dir, mask):
+    args = arguments(
+        tokenizer_dir, over_sampling_batch_size=6, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask
+    )
+    source = source_of(args)
+    async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
+        await roll(engine.serve(args), source)
+        partial = {s.index: copy.deepcopy(s) for s in flatten(source.buffer)}
+        assert all(s.response_length == 4 and s.status is Sample.Status.ABORTED for s in partial.values())
+        assert all(s.metadata["start_rollout_id"] == 0 and s.reward is None for s in partial.values())
+        engine.slow, engine.version = (lambda prompt: False), "2"
+        asked = len(engine.requests)
+        output = await roll(engine.serve(args), source, 1)
+    continued = {s.index: s for s in flatten(output.samples) if s.index in partial}
+    assert len(continued) == 4
+    first_ids = {tuple(s.tokens) for s in partial.values()}
+    sent = [tuple(r["input_ids"]) for r in engine.requests[asked:]]
+    assert first_ids <= set(sent)
+    for index, sample in continued.items():
+        before = partial[index]
+        assert sample.tokens[: len(before.tokens)] == before.tokens and sample.response.startswith(before.response)
+        assert sample.rollout_log_probs[:4] == before.rollout_log_probs
+        assert sample.response_length == 12 == len(sample.rollout_log_probs) == len(sample.loss_mask)
+        assert sample.weight_versions == ["1", "2"]
+        assert sample.loss_mask == ([0] * 4 if mask else [1] * 4) + [1] * 8
+        assert sample.reward is not None
+    seeds = [r["sampling_params"] for r in engine.requests if tuple(r["input_ids"]) in first_ids]
+    assert {p["max_new_tokens"] for p in seeds} == {8}
+    old = {r["sampling_params"]["sampling_seed"] for r in engine.requests[:asked]}
+    assert not old & {p["sampling_seed"] for p in seeds}, "the rest is drawn with a seed of its own"
+
+
+async def test_workers_behind_a_router_are_all_aborted(tokenizer_dir):
+    args = arguments(tokenizer_dir, over_sampling_batch_size=6)
+    other, front = SmallEngine(), SmallEngine(slow=stuck)
+    front.workers = []
+    async with other, front:
+        front.workers = [front.url, other.url]
+        front.serve(args)
+        assert await worker_urls(args) == [front.url, other.url]
+        await roll(args, source_of(args))
+        assert front.aborts >= 1 and other.aborts >= 1
+        assert await worker_urls(other.serve(args)) == [other.url]
+
+
+async def test_a_group_that_its_engine_aborts_unasked_goes_on(tokenizer_dir):
+    args = arguments(tokenizer_dir)
+    source = source_of(args)
+    async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
+        engine.serve(args)
+        rollout = asyncio.create_task(roll(args, source))
+        while engine.running < 4 or len(engine.requests) < 8:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        engine.slow = lambda prompt: False
+        engine._abort.set()  # as a restart or a weight update in abort mode does
+        output = await rollout
+    assert [g[0].group_index for g in output.samples] == [0, 1, 2, 3]
+    assert [s.response_length for s in flatten(output.samples)] == [12, 12, 8, 8, 12, 12, 8, 8]
+
+
+# --- deterministic mode ----------------------------------------------------------------------
+
+
+async def test_deterministic_rollouts_are_the_same_whatever_arrives_first(tokenizer_dir, hooks):
+    path = hooks(FILTERS)
+    histories = []
+    for jitter in (0.0, 0.03, 0.05):
+        args = arguments(
+            tokenizer_dir, deterministic=True, over_sampling_batch_size=7, rm_type="random",
+            dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        )  # fmt: skip
+        source = source_of(args)
+        history = []
+        async with SmallEngine(jitter=jitter) as engine:
+            for rollout_id in range(5):
+                output = await roll(engine.serve(args), source, rollout_id)
+                history.append((contents(output.samples), output.metrics, contents(source.buffer)))
+            assert engine.aborts == 0
+        histories.append(history)
+    assert histories[0] == histories[1] == histories[2]
+    assert path
+
+
+async def test_a_resumed_source_gives_the_same_rollouts(tokenizer_dir):
+    args = arguments(tokenizer_dir, deterministic=True, over_sampling_batch_size=7)
+    straight, resumed = source_of(args), source_of(args)
+    async with SmallEngine() as engine:
+        engine.serve(args)
+        await roll(args, straight, 0)
+        await roll(args, resumed, 0)
+        state = json.loads(json.dumps(resumed.state_dict(), default=str)) and resumed.state_dict()
+        fresh = source_of(args)
+        fresh.load_state_dict(state)
+        a, b = await roll(args, straight, 1), await roll(args, fresh, 1)
+    assert contents(a.samples) == contents(b.samples)
+
+
+# --- rewards that do not come ----------------------------------------------------------------
+
+TIMEOUTS = """
+from slime.rollout.rm_hub.outcome import mark_unscored
+async def reward(args, sample, **kw):
+    late = {0: (0, 1), 2: (0,)}.get(sample.metadata["number"], ())
+    if sample.index % args.n_samples_per_prompt in late:
+        mark_unscored(sample, "timeout", "no answer in 1 s")
+        return None
+    return float(sample.index % 2)
+def seen(args, samples):
+    args.seen.append([s.index for s in samples]); return True
+async def none(args, sample, **kw): return None
+"""
+
+
+async def test_groups_with_fewer_than_two_scored_samples_are_replaced(tokenizer_dir, hooks):
+    path = hooks(TIMEOUTS)
+    args = arguments(
+        tokenizer_dir,
+        n_samples_per_prompt=3,
+        custom_rm_path=path("reward"),
+        dynamic_sampling_filter_path=path("seen"),
+        seen=[],
+    )
+    source = source_of(args)
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source)
+    assert [g[0].group_index for g in output.samples] == [1, 2, 3, 4]
+    assert output.metrics["rollout/replaced_group_count"] == 1
+    assert output.metrics["rollout/reward_timeout_count"] == 3
+    late = output.samples[1][0]
+    assert late.reward is None and late.reward_timed_out and late.remove_sample
+    assert sorted(args.seen)[1] == [7, 8], "the filter sees the scored samples only"
+    from slime.data.rewards import post_process_rewards
+
+    _, trained = post_process_rewards(args, flatten(output.samples[1:2]), ["g"] * 3)
+    assert trained[0] == 0 and sum(trained) == pytest.approx(0) and trained[2] != 0
+
+
+async def test_a_single_sample_without_reward_is_replaced_too(tokenizer_dir, hooks):
+    path = hooks(TIMEOUTS)
+    args = arguments(tokenizer_dir, n_samples_per_prompt=1, custom_rm_path=path("reward"))
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source_of(args))
+    assert [g[0].group_index for g in output.samples] == [1, 3, 4, 5]
+
+
+async def test_a_reward_of_none_is_an_error_that_names_sample_and_function(tokenizer_dir, hooks):
+    args = arguments(tokenizer_dir, custom_rm_path=hooks(TIMEOUTS)("none"))
+    async with SmallEngine() as engine:
+        with pytest.raises(ValueError, match="none' gave None") as caught:
+            await roll(engine.serve(args), source_of(args))
+    assert "rollout 0, group of sample" in caught.value.__notes__[0]
+
+
+# --- deadlines and errors --------------------------------------------------------------------
+
+
+async def test_the_phase_has_a_deadline_that_says_what_it_waits_for(tokenizer_dir):
+    args = arguments(tokenizer_dir, phase_timeout=0.4)
+    async with SmallEngine(slow=lambda prompt: prompt.startswith("prompt 1:")) as engine:
+        with pytest.raises(TimeoutError, match=r"3 of 4 groups.*waiting for 1 groups, their first samples are \[2\]"):
+            await roll(engine.serve(args), source_of(args))
+    assert not GenerateState(args).aborted
+
+
+async def test_a_request_has_a_deadline_too(tokenizer_dir):
+    args = arguments(tokenizer_dir, sglang_router_request_timeout_secs=0.2)
+    async with SmallEngine(slow=lambda prompt: True) as engine:
+        with pytest.raises(TimeoutError, match=r"/generate did not answer in 0.2 s"):
+            await roll(engine.serve(args), source_of(args))
+
+
+async def test_a_filter_that_keeps_nothing_ends_at_the_deadline_with_its_reasons(tokenizer_dir, hooks):
+    args = arguments(tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=0.5)
+    async with SmallEngine(jitter=0.0) as engine:
+        with pytest.raises(TimeoutError, match=r"0 of 4 groups \(\d+ dropped as no_reason\)"):
+            await roll(engine.serve(args), source_of(args))
+
+
+async def test_a_source_that_runs_dry_is_an_error(tokenizer_dir):
+    args = arguments(tokenizer_dir)
+
+    class Dry:
+        def get_samples(self, n):
+            return []
+
+    async with SmallEngine() as engine:
+        with pytest.raises(RuntimeError, match="rollout 0 has 0 of 4"):
+            await roll(engine.serve(args), Dry())
+
+
+async def test_no_task_survives_an_error(tokenizer_dir, hooks):
+    args = arguments(tokenizer_dir, custom_rm_path=hooks("async def bad(args, sample, **kw): 1 / 0\n")("bad"))
+    before = asyncio.all_tasks()
+    async with SmallEngine(jitter=0.2) as engine:
+        with pytest.raises(ZeroDivisionError):
+            await roll(engine.serve(args), source_of(args))
+        left = {task for task in asyncio.all_tasks() - before if "generate_and_rm" in repr(task)}
+        assert not left
+
+
+async def test_what_a_source_without_a_buffer_loses_is_counted(tokenizer_dir, caplog):
+    args = arguments(tokenizer_dir, over_sampling_batch_size=6, deterministic=True)
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), RolloutDataSource(args, Prompts()))
+    assert output.metrics["rollout/lost_group_count"] == 2
+    assert "has no buffer" in caplog.text
+
+
+# --- hooks around the loop -------------------------------------------------------------------
+
+AROUND = """
+def remove_first(args, groups):
+    assert isinstance(groups[0], list)
+    groups[0][0].remove_sample = True
+def everything(args, groups, source):
+    args.all = ([g[0].group_index for g in groups], source)
+async def hook(args, sample, rollout_id=None, evaluation=False):
+    sample.metadata["hook"] = (rollout_id, evaluation, sample.reward)
+def replace(args, sample):
+    sample.response += "!"
+    return sample
+def wrong(args, sample): return "text"
+def drop_odd(args, samples): return samples[0].group_index % 2 == 0
+"""
+
+
+async def test_hooks_of_samples_filters_and_all_samples(tokenizer_dir, hooks):
+    path = hooks(AROUND)
+    args = arguments(
+        tokenizer_dir,
+        rollout_sample_filter_path=path("remove_first"),
+        rollout_all_samples_process_path=path("everything"),
+        rollout_sample_hook_path=[path("hook"), path("replace")],
+        dynamic_sampling_filter_path=path("drop_odd"),
+    )
+    source = source_of(args)
+    async with SmallEngine() as engine:
+        output = await roll(engine.serve(args), source, 5)
+    assert output.samples[0][0].remove_sample and not output.samples[0][1].remove_sample
+    indices, given = args.all
+    assert given is source, "the hook gets the data source itself"
+    assert indices == sorted(indices) and set(indices) > {g[0].group_index for g in output.samples}
+    for sample in flatten(output.samples):
+        assert sample.metadata["hook"] == (5, False, None) and sample.response.endswith("!")
+
+
+async def test_a_sample_hook_must_give_a_sample_or_nothing(tokenizer_dir, hooks):
+    args = arguments(tokenizer_dir, rollout_sample_hook_path=[hooks(AROUND)("wrong")])
+    async with SmallEngine() as engine:
+        with pytest.raises(TypeError, match="must return None or a Sample"):
+            await roll(engine.serve(args), source_of(args))
+
+
+def test_state_belongs_to_its_arguments(tokenizer_dir):
+    class Args:
+        def __init__(self, **values):
+            vars(self).update(values)
+
+    one, two = Args(**vars(arguments(tokenizer_dir))), Args(**vars(arguments(tokenizer_dir)))
+    assert GenerateState(one) is GenerateState(one) is not GenerateState(two)
+    GenerateState(one).aborted = True
+    assert not GenerateState(two).aborted
+    from slime.rollout import state
+
+    keys = {id(one), id(two)}
+    assert keys <= set(state._states)
+    del one, two
+    assert not keys & set(state._states), "a run's state goes with its arguments"
+
+
+def test_the_loop_reads_the_filter_before_it_starts(tokenizer_dir):
+    args = arguments(tokenizer_dir, dynamic_sampling_filter_path="no.such.module.fn")
+    with pytest.raises(ValueError, match="no module"):
+        RolloutLoop(args, 0, source_of(args))
