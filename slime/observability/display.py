@@ -21,14 +21,15 @@ from rich.text import Text
 
 from slime.observability.charts import sparkline
 from slime.observability.run_dir import RunDir
-from slime.observability.summary import REWARD_KEYS, print_summary, summarize, write_summary
+from slime.observability.summary import EVAL_DETAIL, REWARD_KEYS, print_summary, summarize, write_summary
 from slime.observability.timers import Timers
 
 STEP_NUMBERS = (  # name, label, format; those that a step has are shown
-    ("train/loss", "loss", "{:.4f}"),
+    ("train/loss", "loss", "{:.2g}"),
     ("train/grad_norm", "grad", "{:.2f}"),
     ("rollout/response_len/mean", "length", "{:.1f}"),
     ("rollout/truncated_ratio", "cut", "{:.0%}"),
+    ("perf/tokens_per_gpu_per_sec", "tokens/s", "{:.0f}"),
 )
 STEP_PHASES = ("rollout", "train", "update_weights")
 LABELS = {"update_weights": "sync"}
@@ -67,6 +68,8 @@ class Phase:
 
     def counts(self) -> str:
         done, total = self._progress.get("done"), self._progress.get("total")
+        if self.seconds is not None and total and done != total:
+            return ""  # over, but the last report was not seen
         return f"{done}/{total}" if total else (str(done) if done else "")
 
     def detail(self) -> str:
@@ -157,7 +160,10 @@ class Display:
         scores = {
             name.removeprefix("eval/"): value
             for name, value in metrics.items()
-            if name.startswith("eval/") and name.count("/") == 1 and name != "eval/step"
+            if name.startswith("eval/")
+            and name.count("/") == 1
+            and name != "eval/step"
+            and not EVAL_DETAIL.search(name)
         }
         text = "  ".join(f"{name} {value:.3f}" for name, value in scores.items())
         self._print(Text.assemble((f"eval at {rollout_id}", "bold magenta"), f"  {text}"))

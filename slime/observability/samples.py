@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+_SPECIAL = re.compile(r"<[|｜][^<>]{1,40}[|｜]>")
+_USER_TURN = re.compile(r"<[|｜](?:im_start[|｜]>user|user[|｜]>|User[|｜]>)\s*(.*?)(?=<[|｜]|$)", re.DOTALL)
 
 
 def write_samples(run_dir: Path, rollout_id: int, samples: Iterable[Any], kind: str = "rollout") -> Path:
@@ -76,13 +80,15 @@ def _reward(reward: Any) -> str:
 
 
 def _last_user_text(prompt: Any) -> str:
+    """What was asked last: of messages, or of a prompt that a chat template has rendered."""
     if isinstance(prompt, str):
-        return prompt
+        turns = _USER_TURN.findall(prompt)
+        return str(turns[-1]) if turns else prompt
     texts = [message.get("content") for message in prompt if message.get("role") == "user"]
     return str(texts[-1]) if texts else ""
 
 
 def _short(text: str, width: int) -> str:
-    """One line; the tail is what matters of a rendered prompt, so cut in front."""
-    line = " ".join(text.split())
+    """One line without special tokens; the tail is what matters of a prompt, so cut in front."""
+    line = " ".join(_SPECIAL.sub(" ", text).split())
     return line if len(line) <= width else "…" + line[-(width - 1) :]

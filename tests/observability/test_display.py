@@ -72,19 +72,17 @@ def test_a_file_gets_one_plain_line_a_phase_and_a_step(tmp_path: Path) -> None:
     display = Display(SimpleNamespace(), None, Console(file=out, width=60, soft_wrap=True))
     with display.phase("rollout") as phase:
         now = time.time()
-        phase.update({"phase": "generate", "done": 3, "total": 8, "since": now - 2, "updated": now,
+        phase.update({"phase": "generate", "done": 8, "total": 8, "since": now - 2, "updated": now,
                       "numbers": {"tokens": 200, "reward": 0.5}})  # fmt: skip
-    with display.phase("update_weights"):
-        pass
+    with display.phase("update_weights") as phase:
+        phase.update({"done": 1, "total": 9})
     display.step_line(0, 12, {"rollout/raw_reward": 0.5, "train/loss": 0.25})
     lines = out.getvalue().splitlines()
     assert len(lines) == 3 and "\x1b" not in out.getvalue()
-    assert lines[0].split() == ["rollout", "0.0", "s", "3/8", "reward", "0.5", "·", "100", "tokens/s"]
-    assert "sync" in lines[1]
+    assert lines[0].split() == ["rollout", "0.0", "s", "8/8", "reward", "0.5", "·", "100", "tokens/s"]
+    assert lines[1].split() == ["sync", "0.0", "s"], "a count that was left behind is not shown"
     assert (
-        lines[2].startswith("step 1/12  reward 0.500")
-        and "loss 0.2500" in lines[2]
-        and "rollout 0.0 + sync" in lines[2]
+        lines[2].startswith("step 1/12  reward 0.500") and "loss 0.25 " in lines[2] and "rollout 0.0 + sync" in lines[2]
     )
     assert set(display.pop_times()) == {"perf/rollout_time", "perf/update_weights_time"}
     assert display.pop_times() == {} and display.finish() is None
@@ -114,7 +112,7 @@ def test_markup_in_texts_is_shown_as_typed() -> None:
     display = Display(SimpleNamespace(), None, Console(file=out, width=80, soft_wrap=True))
     display.samples(["[bold]x[/bold] [/oops] :smile:"])
     display.note("[1, 2]")
-    display.eval_line(3, {"eval/a": 0.5, "eval/a/len": 3, "eval/step": 3})
+    display.eval_line(3, {"eval/a": 0.5, "eval/a/len": 3, "eval/a-pass@2": 0.7, "eval/step": 3})
     assert out.getvalue().splitlines() == ["    [bold]x[/bold] [/oops] :smile:", "[1, 2]", "eval at 3  a 0.500"]
 
 

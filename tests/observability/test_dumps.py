@@ -114,6 +114,12 @@ def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
     assert lines[0].startswith("reward 0.4") and lines[1].startswith("reward 0 ")
     assert "What is 4? → It is 4. Sure." in lines[0] and lines[0].endswith("label 4")
     assert preview([], 2) == []
+    rendered = make(0, 0)
+    rendered.prompt = (
+        "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nWhat is 9\ntimes 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    rendered.response = "9 × 3 = 27<|im_end|>"
+    assert preview([rendered], 1) == ["reward 0 │ What is 9 times 3? → 9 × 3 = 27 │ label 0"]
     odd = make(0, 0)
     odd.reward, odd.prompt = {"score": 1.0}, "plain " * 100
     assert "…" in preview([odd], 1)[0]
