@@ -26,6 +26,7 @@ from slime.rollout.rm_hub.outcome import FAILURE_KEY
 from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
+_MOST_REPLACED = 4  # times the rollout batch size: then the verifier is broken, not slow
 _MOST_RETRIES = 10  # of a group that an engine aborted though nobody asked
 DEFAULT_PHASE_SECONDS = 3600.0
 
@@ -207,10 +208,19 @@ class RolloutLoop:
         self._count(leaves)
         valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
         if len(valid) < min(2, len(group)):
-            self.counts.replaced += 1
+            self._replace(leaves)
             return
         if self._keeps(group if len(valid) == len(group) else valid):
             self.accepted.append(group)
+
+    def _replace(self, leaves: list[Sample]) -> None:
+        self.counts.replaced += 1
+        if self.counts.replaced > _MOST_REPLACED * self.target:
+            failures = [str(sample.metadata.get(FAILURE_KEY)) for sample in leaves if sample.reward_timed_out]
+            raise RuntimeError(
+                f"rollout {self.rollout_id}: the verifier gave no answer for {self.counts.replaced} groups, "
+                f"{len(self.accepted)} of {self.target} have rewards; the last failure: {failures[-1]}"
+            )
 
     def _keeps(self, group: Group) -> bool:
         if self.filter is None:

@@ -33,6 +33,9 @@ def seeded(
     The seed depends on the run seed, the prompt, the sample's place in its group and how many engine
     calls the sample has behind it; not on time, engine or order.
     """
+    prompt = sample.group_index if sample.group_index is not None else sample.index
+    if prompt is None:  # a data source that numbers nothing: one seed for all prompts would be worse than none
+        return dict(params)
     turn = len(sample.weight_versions)
-    seed = derive_seed(int(getattr(args, "rollout_seed", 42)), purpose, sample.group_index or 0, position, turn)
+    seed = derive_seed(int(getattr(args, "rollout_seed", 42)), purpose, prompt, position, turn)
     return {**params, "sampling_seed": seed}

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import sys
+import time
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,29 @@ def test_normal_form_unites_spellings(left, right):
 def test_normal_form_keeps_what_differs():
     for left, right in [("A", "a"), ("(1,234)", "(1234)"), ("-2", "2"), (r"\frac{A}{2}", r"\frac{a}{2}")]:
         assert normalize_math(left) != normalize_math(right)
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        " " * 30_000,
+        "answer" + " " * 30_000,
+        "answer is" * 5_000,
+        "\\boxed{^" + " " * 30_000 + "}",
+        "\\frac " * 6_000,
+        "1,111" * 6_000,
+        "\n" * 30_000,
+        "$" * 30_000,
+        "Answer:" * 5_000,
+        "(" * 30_000,
+        "-" * 30_000,
+    ],
+)
+@pytest.mark.parametrize("rm_type", ["deepscaler", "dapo", "f1", "gpqa", "last_number", "boxed_f1"])
+async def test_no_response_costs_the_event_loop_more_than_a_moment(rm_type, hostile):
+    start = time.perf_counter()
+    await score(rm_type, "</think>" + hostile, "B" if rm_type == "gpqa" else "3")
+    assert time.perf_counter() - start < 0.5
 
 
 # --- types ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from slime.data.source import RolloutDataSource
 from slime.observability import progress
 from slime.rollout.abort import worker_urls
 from slime.rollout.loop import RolloutLoop
+from slime.rollout.sampling_params import seeded
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
 
 
@@ -337,6 +338,7 @@ async def reward(args, sample, **kw):
         mark_unscored(sample, "timeout", "no answer in 1 s")
         return None
     return float(sample.index % 2)
+async def broken(args, sample, **kw): mark_unscored(sample, "error", "ZeroDivisionError: 1/0")
 def seen(args, samples):
     args.seen.append([s.index for s in samples]); return True
 async def none(args, sample, **kw): return None
@@ -365,6 +367,13 @@ async def test_groups_with_fewer_than_two_scored_samples_are_replaced(tokenizer_
 
     _, trained = post_process_rewards(args, flatten(output.samples[1:2]), ["g"] * 3)
     assert trained[0] == 0 and sum(trained) == pytest.approx(0) and trained[2] != 0
+
+
+async def test_a_verifier_that_never_answers_ends_the_run_with_its_words(tokenizer_dir, hooks):
+    args = arguments(tokenizer_dir, custom_rm_path=hooks(TIMEOUTS)("broken"))
+    async with SmallEngine(jitter=0.0) as engine:
+        with pytest.raises(RuntimeError, match=r"no answer for 17 groups, 0 of 4 have rewards.*error: ZeroDivision"):
+            await roll(engine.serve(args), source_of(args))
 
 
 async def test_a_single_sample_without_reward_is_replaced_too(tokenizer_dir, hooks):
@@ -481,6 +490,20 @@ async def test_a_sample_hook_must_give_a_sample_or_nothing(tokenizer_dir, hooks)
     async with SmallEngine() as engine:
         with pytest.raises(TypeError, match="must return None or a Sample"):
             await roll(engine.serve(args), source_of(args))
+
+
+async def test_seeds_are_the_samples_own(tokenizer_dir):
+    args = arguments(tokenizer_dir)
+
+    def seed(**fields):
+        return seeded(args, {"top_p": 1.0}, Sample(**fields), 1).get("sampling_seed")
+
+    assert seed(group_index=3) == seed(group_index=3, index=9)
+    assert len({seed(group_index=3), seed(group_index=4), seed(group_index=3, weight_versions=["1"])}) == 3
+    assert seed(index=3) == seed(group_index=3)
+    assert seed() is None, "samples without numbers would all get the same seed"
+    assert seeded(args, {}, Sample(group_index=3), 1) != seeded(args, {}, Sample(group_index=3), 2)
+    assert seeded(args, {}, Sample(group_index=3), 1) != seeded(args, {}, Sample(group_index=3), 1, "eval a")
 
 
 def test_state_belongs_to_its_arguments(tokenizer_dir):

@@ -16,6 +16,8 @@ from slime.data.sample import Sample
 from slime.rollout.rm_hub.f1 import normalize_answer
 from slime.rollout.rm_hub.text import after_thinking, last_boxed
 
+_TAIL = 4000  # characters of a response in which its choice is looked for
+
 
 def gpqa_reward(sample: Sample) -> float:
     """Score one sample. Raises ValueError where neither label nor metadata tell the right letter."""
@@ -36,6 +38,7 @@ def extract_letter(response: str, letters: str) -> str | None:
     """The chosen letter: boxed, after "answer", a line of its own, or the last one that stands alone; in this order."""
     one = f"[{letters}]"
     boxed = last_boxed(response)
+    response = re.sub(r"[^\S\n]+", " ", re.sub(r"\s*\n\s*", "\n", response[-_TAIL:]))  # patterns meet no long runs
     if boxed is not None:
         found = re.fullmatch(rf"\(?(?:\\text\s*\{{)?\s*\(?({one})\)?[.)]?\s*\}}?.*", boxed.strip(), re.DOTALL)
         if found and not re.match(r"[A-Za-z]{2}", boxed.strip()):

@@ -73,11 +73,11 @@ async def deepscaler_reward(args: Any, sample: Sample) -> float | None:
 
 
 async def _compare(args: Any, sample: Sample, gold: str, answer: str) -> float | None:
+    if not answer or len(answer) > max(_LONGEST_ANSWER, 2 * len(gold)):
+        return 0.0
     decided = same_answer(gold, answer)
     if decided is not None:
         return float(decided)
-    if not answer or len(answer) > _LONGEST_ANSWER:
-        return 0.0
     return _as_reward(await verify(args, sample, _EQUAL, gold, answer))
 
 

@@ -75,7 +75,7 @@ def normalize_math(text: str) -> str:
 
     Two answers with the same form are the same answer; two with different forms may still be equal.
     """
-    out = text.strip().strip("$").strip().removesuffix(".")
+    out = re.sub(r"\s+", " ", text).strip().strip("$").strip().removesuffix(".")
     out = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])", "", out)
     out = re.sub(r"\\(?:text|mathrm|textbf|mathbf|textit|mbox|operatorname)\s*\{([^{}]*)\}", r"\1", out)
     out = re.sub(r"\\(?:[dtc]frac)(?![A-Za-z])", r"\\frac", out)
