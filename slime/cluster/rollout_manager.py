@@ -155,10 +155,12 @@ class RolloutManager:
         """Add what the samples say to ``metrics``, keep the texts, and return a few to show."""
         from slime.config.hooks import load_function
         from slime.observability.samples import flatten, preview, write_samples
+        from slime.observability.trace_file import write_trace_file
         from slime.rollout.metrics import rollout_metrics
 
         samples = flatten(groups)
         write_samples(self.run_dir, rollout_id, samples)
+        write_trace_file(self.run_dir / "traces" / f"rollout_{rollout_id:06d}.json", samples)
         hook = self.args.custom_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)):
             metrics.update(rollout_metrics(self.args, samples, seconds))
