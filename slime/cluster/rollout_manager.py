@@ -154,7 +154,8 @@ class RolloutManager:
     def _log(self, rollout_id: int, groups: list[Any], metrics: dict[str, float], seconds: float) -> list[str]:
         """Add what the samples say to ``metrics``, keep the texts, and return a few to show."""
         from slime.config.hooks import load_function
-        from slime.observability.samples import flatten, preview, write_samples
+        from slime.data.sample import flatten
+        from slime.observability.samples import preview, write_samples
         from slime.observability.trace_file import write_trace_file
         from slime.rollout.metrics import rollout_metrics
 

@@ -22,7 +22,9 @@ class DebugDataError(ValueError):
 
 def save_rollout(args: Args, rollout_id: int | str, groups: Iterable[Any]) -> Path:
     """Write the samples of one rollout (nested as they come) to ``--save-debug-rollout-data``."""
-    samples = [sample.to_dict() for sample in _leaves(groups)]
+    from slime.data.sample import flatten
+
+    samples = [sample.to_dict() for sample in flatten(groups)]
     path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
     return _save({"rollout_id": rollout_id, "samples": samples}, path)
 
@@ -111,11 +113,3 @@ def _group(samples: list[Sample]) -> list[list[Sample]]:
         key = ("alone", position) if sample.group_index is None else sample.group_index
         groups.setdefault(key, []).append(sample)
     return list(groups.values())
-
-
-def _leaves(nested: Any) -> Iterable[Sample]:
-    if isinstance(nested, list | tuple):
-        for item in nested:
-            yield from _leaves(item)
-    else:
-        yield nested

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from slime.data.sample import flatten
+
 _SPECIAL = re.compile(r"<[|｜][^<>]{1,40}[|｜]>")
 _USER_TURN = re.compile(r"<[|｜](?:im_start[|｜]>user|user[|｜]>|User[|｜]>)\s*(.*?)(?=<[|｜]|$)", re.DOTALL)
 
@@ -59,13 +61,6 @@ def preview(samples: Iterable[Any], count: int = 2, width: int = 160) -> list[st
         f"{_short(sample.response, width // 2)} │ label {sample.label}"
         for sample in chosen
     ]
-
-
-def flatten(nested: Any) -> list[Any]:
-    """Samples out of groups, groups of fan-outs, or a flat list, in order."""
-    if isinstance(nested, Iterable):
-        return [leaf for item in nested for leaf in flatten(item)]
-    return [nested]
 
 
 def _number(reward: Any) -> float:
