@@ -21,11 +21,11 @@ class OwnBlock:
     """Segments of similar length, each attending causally to itself.
 
     ``rows`` int64 [N] are their rows in the pack, one segment after the other; ``slots`` int64 [N] is
-    where each row goes in the padded ``[n * length]``.
+    where each row goes in the padded ``[n * length]``, None where nothing is padded.
     """
 
     rows: Tensor
-    slots: Tensor
+    slots: Tensor | None
     n: int
     length: int
 
@@ -35,6 +35,7 @@ class PrefixBlock:
     """All segments that attend, without a mask, to one shared prompt."""
 
     rows: Tensor  # int64 [N]: queries
+    contiguous: bool  # these rows lie one behind the other
     start: int  # the prompt's rows in the pack
     end: int
 
@@ -96,7 +97,8 @@ def _own_block(bucket: list[int], starts: np.ndarray, lens: np.ndarray) -> OwnBl
     length = int(lens[order].max())
     rows = np.concatenate([np.arange(starts[i], starts[i] + lens[i]) for i in order])
     slots = np.concatenate([np.arange(lens[i]) + slot * length for slot, i in enumerate(order)])
-    return OwnBlock(torch.from_numpy(rows), torch.from_numpy(slots), len(order), length)
+    padded = len(rows) != len(order) * length
+    return OwnBlock(torch.from_numpy(rows), torch.from_numpy(slots) if padded else None, len(order), length)
 
 
 def _prefix_blocks(layout: PackLayout) -> list[PrefixBlock]:
@@ -106,4 +108,9 @@ def _prefix_blocks(layout: PackLayout) -> list[PrefixBlock]:
         assert own == (start, start + length), "a segment's own keys come last"
         for prompt in before:
             queries.setdefault(prompt, []).append(np.arange(start, start + length))
-    return [PrefixBlock(torch.from_numpy(np.concatenate(rows)), *prompt) for prompt, rows in queries.items()]
+    blocks = []
+    for prompt, parts in queries.items():
+        rows = np.concatenate(parts)
+        contiguous = bool((np.diff(rows) == 1).all())
+        blocks.append(PrefixBlock(torch.from_numpy(rows), contiguous, *prompt))
+    return blocks

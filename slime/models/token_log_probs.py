@@ -5,8 +5,14 @@ With z = logits / temperature, p = softmax(z) and target t:
     log_prob = z_t − logsumexp(z)              d log_prob / dz_j = 1[j = t] − p_j
     entropy  = logsumexp(z) − Σ_j p_j z_j      d entropy / dz_j  = −p_j (z_j − Σ_k p_k z_k)
 
-Softmax and sums are float32 whatever the model's dtype. Forward keeps the logits of no chunk but the
-last; backward recomputes the others. So at most one chunk of logits is alive at any time.
+Softmax and sums are float32 whatever the model's dtype. Forward keeps nothing of a chunk's logits but the
+last's; backward recomputes the others. So at most one chunk of logits is alive at any time.
+
+Without an entropy gradient, backward never forms dz: with c = grad / temperature
+
+    d hidden = c · (W[t] − p W)        d W[t] += c · hidden,   d W −= pᵀ (c · hidden)
+
+On the CPU a chunk is gone over in blocks of rows that stay in the cache.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ from torch import Tensor
 from slime.models.cpu_linear import matmul_nt
 
 CHUNK_BYTES = 256 * 1024 * 1024
+CACHE_BYTES = 4 * 1024 * 1024
 
 
 class TokenScores(NamedTuple):
@@ -79,17 +86,20 @@ class _TokenScores(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(rows, dtype=dtype, device=hidden.device)
         log_sums, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        kept: Tensor | None = None
         keep = any(ctx.needs_input_grad[:3])
+        kept: Tensor | None = None
         for start in range(0, rows, chunk_size):
             part = slice(start, start + chunk_size)
-            logits = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
-            log_sums[part] = log_sum = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - log_sum
-            if with_entropy:
-                entropy[part] = _entropy(logits, log_sum)
-            if keep and part.stop >= rows:
-                kept = logits
+            z = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
+            last = keep and part.stop >= rows
+            for block in _blocks(z):
+                here = slice(start + block.start, start + block.start + z[block].shape[0])
+                probabilities_stay = last and not entropy_grad
+                scores = _score_rows(z[block], targets[here], with_entropy, probabilities_stay)
+                log_probs[here], log_sums[here] = scores[:2]
+                if scores[2] is not None:
+                    entropy[here] = scores[2]
+            kept = z if last else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, kept)
         ctx.settings = inverse_temperature, chunk_size, entropy_grad
         return log_probs, entropy
@@ -98,39 +108,81 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad = ctx.settings
-        grad_log_probs, grad_entropy = grads
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        dhidden = torch.empty_like(hidden) if need_hidden else None
-        # bf16 chunks are summed in float32; a single product already is.
-        dweight: Tensor | None = None
-        dbias = torch.zeros_like(bias, dtype=log_sums.dtype) if need_bias else None
+        chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         last = (max(hidden.shape[0] - 1, 0) // chunk_size) * chunk_size
         for start in range(last, -1, -chunk_size):
             part = slice(start, start + chunk_size)
-            z = kept if start == last else None
+            z, kept = kept, None  # the last chunk comes first; p if there is no entropy gradient, else z
             if z is None:
                 z = _scaled_logits(hidden[part], weight, bias, inverse_temperature, log_sums.dtype)
-            kept = None
-            coefficient = grad_entropy[part, None] if entropy_grad else None
-            dz = _logit_gradient(
-                z, targets[part, None], log_sums[part, None], grad_log_probs[part, None], coefficient, entropy[part, None]
-            )
-            dz = dz.mul_(inverse_temperature).to(hidden.dtype)
-            del z
-            if dhidden is not None:
-                dhidden[part] = matmul_nt(dz, weight.t())
-            if need_weight:
-                product = matmul_nt(dz.t(), hidden[part].t())
-                dweight = product if dweight is None else _accumulate(dweight, product)
-            if dbias is not None:
-                dbias += dz.sum(0)
-        dweight = dweight.to(weight.dtype) if dweight is not None else None
-        return dhidden, dweight, dbias.to(bias.dtype) if dbias is not None else None, *(None,) * 5
+                if not entropy_grad:
+                    for block in _blocks(z):
+                        z[block].sub_(log_sums[part][block, None]).exp_()
+            if entropy_grad:
+                rows = [x[part, None] for x in (targets, log_sums, grads[0], grads[1], entropy)]
+                chunks.add_logit_gradient(part, _logit_gradient(z, *rows).mul_(inverse_temperature))
+            else:
+                chunks.add(part, z, targets[part], grads[0][part, None] * inverse_temperature)
+        return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 5
+
+
+class _ChunkGradients:
+    """Gradients of hidden, weight and bias, chunk by chunk; None where not needed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self.inputs = hidden, weight
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.needs_weight = needed[1]
+        self._weight: Tensor | None = None
+        self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+
+    @property
+    def weight(self) -> Tensor | None:
+        return None if self._weight is None else self._weight.to(self.inputs[1].dtype)
+
+    def add_logit_gradient(self, part: slice, dz: Tensor) -> None:
+        """From ``dz [r, V]``, the gradient of the logits."""
+        hidden, weight = self.inputs
+        if self.bias is not None:
+            self.bias += dz.sum(0).to(self.bias.dtype)
+        dz = dz.to(hidden.dtype)
+        if self.hidden is not None:
+            self.hidden[part] = matmul_nt(dz, weight.t())
+        if self.needs_weight:
+            self._add_weight(matmul_nt(dz.t(), hidden[part].t()))
+
+    def add(self, part: slice, p: Tensor, targets: Tensor, c: Tensor) -> None:
+        """From probabilities ``p [r, V]`` (overwritten), targets ``[r]`` and coefficients ``c [r, 1]``."""
+        hidden, weight = self.inputs
+        if hidden.dtype != p.dtype or self.bias is not None:
+            # In bfloat16 1 − p must be formed before it is rounded.
+            self.add_logit_gradient(part, p.mul_(-c).scatter_add_(-1, targets[:, None], c))
+            return
+        if self.hidden is not None:
+            self.hidden[part] = matmul_nt(p, weight.t()).neg_().add_(weight.index_select(0, targets)).mul_(c)
+        if self.needs_weight:
+            scaled = hidden[part] * c
+            product = matmul_nt(p.t(), scaled.neg().t())
+            self._add_weight(product.index_add_(0, targets, scaled))
+
+    def _add_weight(self, product: Tensor) -> None:
+        # bf16 products are summed in float32.
+        self._weight = product if self._weight is None else self._weight.to(self.dtype).add_(product)
+
+
+def _blocks(z: Tensor) -> list[slice]:
+    """Row blocks of a chunk: all of it on an accelerator, what fits the cache on the CPU."""
+    rows = max(z.shape[0], 1) if z.device.type != "cpu" else max(CACHE_BYTES // (z.shape[1] * z.element_size()), 1)
+    return [slice(i, min(i + rows, z.shape[0])) for i in range(0, z.shape[0], rows)]
 
 
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: float, dtype: torch.dtype
 ) -> Tensor:
+    if inverse_temperature != 1.0 and hidden.dtype == dtype:
+        hidden, bias = hidden * inverse_temperature, None if bias is None else bias * inverse_temperature
+        inverse_temperature = 1.0  # scaling hidden is V/H times less work
     logits = matmul_nt(hidden, weight)
     if bias is not None:
         logits += bias
@@ -138,23 +190,26 @@ def _scaled_logits(
     return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
 
 
-def _entropy(z: Tensor, log_sum: Tensor) -> Tensor:
-    log_p = z - log_sum[:, None]
-    return -(log_p.exp() * log_p).sum(-1)
+def _score_rows(
+    z: Tensor, targets: Tensor, with_entropy: bool, leave_probabilities: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log_prob, logsumexp and entropy of rows; ``z`` may be left as their probabilities."""
+    largest = z.amax(-1, keepdim=True)
+    picked = z.gather(-1, targets[:, None]).squeeze(-1)
+    e = (z - largest).exp_()
+    total = e.sum(-1, keepdim=True)
+    log_sum = (total.log() + largest).squeeze(-1)
+    entropy = log_sum - torch.linalg.vecdot(e, z) / total.squeeze(-1) if with_entropy else None
+    if leave_probabilities:
+        torch.div(e, total, out=z)
+    return picked - log_sum, log_sum, entropy
 
 
 def _logit_gradient(
-    z: Tensor, targets: Tensor, log_sums: Tensor, grad: Tensor, grad_entropy: Tensor | None, entropy: Tensor
+    z: Tensor, targets: Tensor, log_sums: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor
 ) -> Tensor:
     """Gradient with respect to z, in place of z. Column vectors ``[r, 1]`` but for z."""
     log_p = z.sub_(log_sums)
-    if grad_entropy is None:
-        dz = log_p.exp_().mul_(-grad)
-    else:
-        p = log_p.exp()
-        dz = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad).mul_(p)
+    p = log_p.exp()
+    dz = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad).mul_(p)
     return dz.scatter_add_(-1, targets, grad)
-
-
-def _accumulate(total: Tensor, product: Tensor) -> Tensor:
-    return total.add_(product) if total.dtype == torch.float32 else total.float().add_(product)
