@@ -69,10 +69,10 @@ class Run:
         from slime.cluster.placement import Placement
         from slime.cluster.rollout_manager import RolloutManager
         from slime.cluster.session import connect
-        from slime.observability.metrics import MetricsLogger
 
         with self.phase("start"):
             connect(self.args)
+            self.stop.install()
             self.placement = Placement(self.args)
             self.args.threads_per_process = self.args.threads_per_process or self._threads()
             slots = self.placement.slots
@@ -92,7 +92,7 @@ class Run:
                 self.manager_call([self.manager.offload.remote()], "the engines to release memory")
             self._restore()
             self.num_rollout = self._resolve_num_rollout()
-            self.metrics_log = MetricsLogger(self.args, self.dir, self.first_rollout if self.snapshot else None)
+            self._open_metrics()
         self.display.pop_times()  # a step's own times begin with the step
 
     def _threads(self) -> int:
@@ -134,6 +134,17 @@ class Run:
         if self.args.start_rollout_id is not None:
             self.first_rollout = self.args.start_rollout_id
 
+    def _open_metrics(self) -> None:
+        """On a resume: without the rows of steps that are made again, with that of the step that was saved."""
+        from slime.observability.metrics import MetricsLogger, read_metrics
+
+        self.metrics_log = MetricsLogger(self.args, self.dir, self.first_rollout if self.snapshot else None)
+        if self.snapshot is None or not self.dir.metrics.exists():
+            return
+        logged = [row["rollout/step"] for row in read_metrics(self.dir.metrics) if "rollout/step" in row]
+        if self.trained not in logged:  # killed between the snapshot and the end of the step
+            self.metrics_log.log(self.snapshot.manifest["metrics"], self.trained, "rollout/step")
+
     def _resolve_num_rollout(self) -> int:
         if self.args.num_rollout is not None:
             return int(self.args.num_rollout)
@@ -167,6 +178,8 @@ class Run:
         """Leave no process behind; on a failure say first which engines were alive."""
         import ray
 
+        from slime.cluster.session import disconnect
+
         if not ray.is_initialized():
             return
         if self.manager is not None:
@@ -181,7 +194,7 @@ class Run:
         self.display.close()
         if self.placement is not None:
             self.placement.remove()
-        ray.shutdown()
+        disconnect()
 
     # --- phases ------------------------------------------------------------------------------
 
@@ -296,7 +309,8 @@ class Run:
                 group.save(temp)
             self.manager_call([self.manager.save_state.remote(rollout_id, str(temp))], "the data source to be saved")
             manifest = {"rollout_id": rollout_id, "attempt": self.attempt, "weight_version": self.updates}
-            snapshot.commit(temp, {**manifest, "world_size": self.placement.slots.train, "seed": self.args.seed})
+            manifest |= {"world_size": self.placement.slots.train, "seed": self.args.seed, "metrics": self.pending}
+            snapshot.commit(temp, manifest)
             if self.args.save_hf and self.actor is not None:
                 self.actor.save_hf(str(self.args.save_hf).format(rollout_id=rollout_id))
         self.saved = rollout_id

@@ -24,10 +24,15 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Take the signals; again after ``ray.init``, which puts a handler of its own there."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._on_signal)
-        return self
+                previous = signal.signal(number, self._on_signal)
+                self._previous.setdefault(number, previous)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

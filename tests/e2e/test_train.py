@@ -154,6 +154,6 @@ def test_bad_input_is_reported_together_before_any_process_starts(runner, flags,
     assert "--rollout-temperature" in result.output  # the suggestion
     without_typo = runner.run(*flags, "--global-batch-size", 7, "--hf-checkpoint", "nowhere", timeout=60)
     assert without_typo.code == 2
-    for word in ("nowhere", f"{prompts}:2", "4 x 4", "7"):
+    for word in ("nowhere", f"{prompts}:2", "= 16", "--global-batch-size 7"):
         assert word in without_typo.output, without_typo.output
     assert not (runner.tmp / "outputs").exists()

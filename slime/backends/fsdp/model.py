@@ -112,6 +112,7 @@ def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_si
         if isinstance(module, FSDPModule):
             # Losses are shares of one global mean: gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
