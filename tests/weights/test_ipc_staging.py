@@ -6,6 +6,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -38,7 +41,7 @@ def segments() -> set[str]:
 
 def test_staged_tensors_equal_the_originals_and_share_one_buffer() -> None:
     before = segments()
-    staged = ipc.stage(Bucket(2, named(), last=True))
+    staged = ipc.stage(Bucket(2, named(), last=True), [])
     assert staged.bucket.last and staged.bucket.index == 2 and staged.bucket.flat is not None
     storage = staged.bucket.flat.untyped_storage().data_ptr()
     for (name, tensor), (staged_name, view) in zip(named(), staged.bucket.tensors, strict=True):
@@ -47,6 +50,7 @@ def test_staged_tensors_equal_the_originals_and_share_one_buffer() -> None:
     assert len(segments() - before) == 1
     del view
     staged.drop()
+    del staged
     gc.collect()
     assert segments() == before
 
@@ -57,7 +61,7 @@ def test_too_little_shared_memory_is_an_error_not_a_dead_process(monkeypatch: py
 
     monkeypatch.setattr(ipc.os, "statvfs", lambda path: Full)
     with pytest.raises(MemoryError, match=r"--update-weight-buffer-size"):
-        ipc.stage(Bucket(0, [("big", torch.zeros(10_000))]))
+        ipc.stage(Bucket(0, [("big", torch.zeros(10_000))]), [])
 
 
 def _receive(pipe: Connection) -> None:
@@ -122,6 +126,11 @@ async def test_all_buckets_reach_all_processes_and_leave_nothing(processes: list
     assert not result.failed and result.tensors == 18
     expected = {name: tensor_digest(tensor) for bucket in update(3).buckets for name, tensor in bucket.tensors}
     assert [process.digests for process in processes] == [expected, expected]
+    await transport.send(update(5), engines)
+    assert all(len(process.digests) == 30 for process in processes)
+    kept = segments() - before
+    await transport.close()
+    assert 1 <= len(kept) <= 2, "buffers are used again"
     gc.collect()
     assert segments() == before
 
@@ -137,6 +146,32 @@ async def test_a_process_that_dies_is_named_and_the_other_gets_everything(proces
     assert list(result.failed) == ["process-0"] and "gone" in str(result.failed["process-0"])
     assert len(processes[1].digests) == 24
     gc.collect()
-    assert len(segments() - before) == 1, "the dead process never gave back what it was offered"
+    assert len(transport._left) == 1, "the dead process never gave back what it was offered"
     await transport.close()
     assert segments() == before
+
+
+KILLED = """
+import sys, time, torch
+from slime.weights.transports.ipc import stage
+from slime.weights.update import Bucket
+staged = stage(Bucket(0, [("a", torch.ones(1000))]), [])
+print(staged.buffer.path, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.real
+def test_a_killed_trainer_leaves_no_shared_memory() -> None:
+    child = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        path = child.stdout.readline().decode().strip()
+        assert os.path.exists(path)
+    finally:
+        child.kill()
+        child.wait(10)
+    deadline = time.monotonic() + 20
+    while os.path.exists(path):
+        assert time.monotonic() < deadline, f"{path} is still there"
+        time.sleep(0.05)

@@ -1,7 +1,8 @@
 """Engines on the same host: shared memory on the CPU, CUDA IPC on the GPU.
 
 Each bucket is copied once into one flat buffer and handed over by name or handle, not by value. The
-buffer lives until every engine has answered. While engines load one bucket, the next is copied.
+buffer lives until every engine has answered. While engines load one bucket, the next is copied: two
+buffers of ``--update-weight-buffer-size`` at most.
 """
 
 from __future__ import annotations
@@ -26,34 +27,49 @@ _ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full spee
 
 
 @dataclass
-class Staged:
-    """A bucket in memory that other processes can open."""
+class Buffer:
+    """Memory that other processes can open.
 
-    bucket: Bucket
-    segment: Segment | None  # None on CUDA
+    Shared memory is a file that goes away with its last user, as long as none of them dies with a reference.
+    """
 
-    def drop(self) -> None:
-        self.bucket.tensors.clear()
-        self.bucket.flat = None
+    flat: torch.Tensor  # uint8
+    path: str | None = None  # of the file; None on CUDA
 
 
-class Segment:
-    """A shared memory file that goes away with its last user, as long as none of them dies with a reference."""
+class Leftover:
+    """The file of a buffer that an engine may have died with."""
 
-    def __init__(self, flat: torch.Tensor, path: str) -> None:
+    def __init__(self, buffer: Buffer) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        self.path = path
-        self._storage = StorageWeakRef(flat.untyped_storage())
+        self.path = buffer.path
+        self._storage = StorageWeakRef(buffer.flat.untyped_storage())
 
     def remove(self) -> bool:
-        """Remove the file of a dead user by name. False while this process still maps it: torch ends a process
-        that finds its file gone."""
+        """Remove it by name. False while this process still maps it: torch ends a process that finds its file
+        gone."""
         if not self._storage.expired():
             return False
-        if os.path.exists(self.path):
+        if self.path is not None and os.path.exists(self.path):
             os.unlink(self.path)
         return True
+
+
+@dataclass
+class Staged:
+    """A bucket whose tensors are views into a buffer."""
+
+    bucket: Bucket
+    buffer: Buffer | None
+
+    def drop(self) -> Buffer:
+        """Let go of the buffer, whoever still holds the bucket (the traceback of a failure, say)."""
+        self.bucket.tensors.clear()
+        self.bucket.flat = None
+        buffer, self.buffer = self.buffer, None
+        assert buffer is not None
+        return buffer
 
 
 class IpcTransport:
@@ -64,7 +80,8 @@ class IpcTransport:
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
-        self._left: list[Segment] = []  # of engines that failed
+        self._spare: list[Buffer] = []  # shared memory is kept: its first use costs ten times the copy
+        self._left: list[Leftover] = []
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
         import torch.multiprocessing
@@ -82,7 +99,7 @@ class IpcTransport:
         loading: asyncio.Task[Failures] | None = None
         try:
             async for bucket in stream(update.buckets):
-                staged = await asyncio.to_thread(stage, bucket)
+                staged = await asyncio.to_thread(stage, bucket, self._spare)
                 if loading is None and open_window is not None:
                     alive = list(await open_window())
                 if loading is not None:
@@ -97,11 +114,12 @@ class IpcTransport:
         return result
 
     async def close(self) -> None:
-        """Remove what engines that died have left in shared memory."""
+        """Give the shared memory back, and remove what engines that died have left there."""
+        self._spare.clear()
         self._sweep()
 
     def _sweep(self) -> None:
-        self._left = [segment for segment in self._left if not segment.remove()]
+        self._left = [leftover for leftover in self._left if not leftover.remove()]
 
     async def _push(self, staged: Staged, engines: Sequence[EngineHandle], version: str) -> Failures:
         failed: Failures = {}
@@ -109,9 +127,11 @@ class IpcTransport:
             what = f"load bucket {staged.bucket.index} of weights {version}"
             _, failed = await on_each(engines, lambda e: e.push(staged.bucket, version), what, self.deadline)
         finally:
-            staged.drop()
-            if failed and staged.segment is not None:
-                self._left.append(staged.segment)
+            buffer = staged.drop()
+            if failed:
+                self._left.append(Leftover(buffer))
+            elif buffer.path is not None:
+                self._spare.append(buffer)
         return failed
 
 
@@ -120,18 +140,18 @@ def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult
     return [engine for engine in alive if engine.url not in failed]
 
 
-def stage(bucket: Bucket) -> Staged:
-    """Copy a bucket into one shareable buffer; the new bucket's tensors are views into it."""
+def stage(bucket: Bucket, spare: list[Buffer]) -> Staged:
+    """Copy a bucket into one shareable buffer; the new bucket's tensors are views into it.
+
+    Args:
+        spare: buffers that nobody uses; one that is large enough is taken from here.
+    """
     import torch
 
     offsets, size = _layout(bucket)
     device = bucket.tensors[0][1].device
-    segment: Segment | None = None
-    if device.type == "cpu":
-        flat, segment = _shared_memory(max(size, 1))
-    else:
-        with _plain_allocator():
-            flat = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+    buffer = _buffer(max(size, 1), device, spare)
+    flat = buffer.flat[: max(size, 1)]
     views = []
     for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
         nbytes = tensor.numel() * tensor.element_size()
@@ -140,7 +160,21 @@ def stage(bucket: Bucket) -> Staged:
         views.append((name, view))
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    return Staged(Bucket(bucket.index, views, bucket.last, flat), segment)
+    return Staged(Bucket(bucket.index, views, bucket.last, flat), buffer)
+
+
+def _buffer(size: int, device: torch.device, spare: list[Buffer]) -> Buffer:
+    """At least ``size`` bytes. At most one spare buffer that is too small is kept."""
+    import torch
+
+    if device.type != "cpu":
+        with _plain_allocator():
+            return Buffer(torch.empty(size, dtype=torch.uint8, device=device))
+    large_enough = [i for i, buffer in enumerate(spare) if buffer.flat.numel() >= size]
+    if large_enough:
+        return spare.pop(min(large_enough, key=lambda i: spare[i].flat.numel()))
+    del spare[1:]
+    return _shared_memory(size)
 
 
 def _layout(bucket: Bucket) -> tuple[list[int], int]:
@@ -152,7 +186,7 @@ def _layout(bucket: Bucket) -> tuple[list[int], int]:
     return offsets, end
 
 
-def _shared_memory(size: int) -> tuple[torch.Tensor, Segment]:
+def _shared_memory(size: int) -> Buffer:
     """A uint8 buffer that other processes open by name, and its file."""
     import torch
 
@@ -166,7 +200,7 @@ def _shared_memory(size: int) -> tuple[torch.Tensor, Segment]:
     storage = torch.UntypedStorage._new_using_filename_cpu(size)
     name = storage._share_filename_cpu_()[1].decode()
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return flat, Segment(flat, os.path.join(SHARED_MEMORY, name.lstrip("/")))
+    return Buffer(flat, os.path.join(SHARED_MEMORY, name.lstrip("/")))
 
 
 @contextmanager
