@@ -41,13 +41,17 @@ class Phase:
     def __init__(self, name: str) -> None:
         self.name = name
         self.started = time.monotonic()
+        self._wall = time.time()
         self.seconds: float | None = None
         self._progress: dict[str, Any] = {}
         self._spinner = Spinner("dots", style="cyan")
 
     def update(self, progress: Mapping[str, Any] | None) -> None:
-        """Take what :func:`slime.observability.progress.latest` says, here or in another process."""
-        if progress:
+        """Take what :func:`slime.observability.progress.latest` says, here or in another process.
+
+        A report from before this phase is of another one and is left aside.
+        """
+        if progress and progress.get("updated", self._wall) >= self._wall:
             self._progress = dict(progress)
 
     @property

@@ -14,7 +14,8 @@ def report(phase: str, done: int = 0, total: int | None = None, **numbers: float
     """Say what is under way: ``report("generate", 12, 64, tokens=800)``. Cheap enough for every sample."""
     now = time.time()
     with _lock:
-        since = _latest["since"] if _latest.get("phase") == phase else now
+        goes_on = _latest.get("phase") == phase and done >= _latest["done"]  # fewer done: it began again
+        since = _latest["since"] if goes_on else now
         _latest.clear()
         _latest.update(phase=phase, done=done, total=total, since=since, updated=now, numbers=numbers)
 

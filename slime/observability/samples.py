@@ -84,6 +84,7 @@ def _last_user_text(prompt: Any) -> str:
 
 
 def _short(text: str, width: int) -> str:
-    """One line without special tokens; the tail is what matters of a prompt, so cut in front."""
+    """One line without special tokens; the middle goes when it is too long: answers stand at the end."""
     line = " ".join(_SPECIAL.sub(" ", text).split())
-    return line if len(line) <= width else "…" + line[-(width - 1) :]
+    head = (width - 1) // 2
+    return line if len(line) <= width else f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"

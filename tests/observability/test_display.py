@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from slime.observability import progress
 from slime.observability.charts import bar_chart, reward_curve_png, sparkline
 from slime.observability.display import Display, Phase
 from slime.observability.metrics import MetricsError, MetricsLogger
@@ -72,7 +73,7 @@ def test_a_file_gets_one_plain_line_a_phase_and_a_step(tmp_path: Path) -> None:
     display = Display(SimpleNamespace(), None, Console(file=out, width=60, soft_wrap=True))
     with display.phase("rollout") as phase:
         now = time.time()
-        phase.update({"phase": "generate", "done": 8, "total": 8, "since": now - 2, "updated": now,
+        phase.update({"phase": "generate", "done": 8, "total": 8, "since": now - 2, "updated": time.time(),
                       "numbers": {"tokens": 200, "reward": 0.5}})  # fmt: skip
     with display.phase("update_weights") as phase:
         phase.update({"done": 1, "total": 9})
@@ -99,10 +100,30 @@ def test_a_terminal_gets_a_live_line_that_goes_away_also_after_an_error() -> Non
     display.close()
 
 
+def test_a_report_of_the_phase_before_is_left_aside() -> None:
+    before = time.time() - 1
+    phase = Phase("offload")
+    phase.update({"phase": "generate", "done": 8, "total": 8, "updated": before, "numbers": {"reward": 0.5}})
+    assert phase.counts() == "" and phase.numbers() == ""
+
+
+def test_progress_counts_its_time_from_the_first_report_of_a_phase_and_anew_when_it_begins_again() -> None:
+    progress.report("generate", 0, 8)
+    first = progress.latest()["since"]
+    progress.report("generate", 5, 8, tokens=100)
+    assert progress.latest()["since"] == first and progress.latest()["numbers"] == {"tokens": 100}
+    time.sleep(0.002)
+    progress.report("generate", 0, 8)
+    again = progress.latest()["since"]
+    assert again > first
+    progress.report("train")
+    assert progress.latest()["since"] >= again and progress.latest()["phase"] == "train"
+
+
 def test_odd_progress_does_not_hurt() -> None:
     phase = Phase("x")
-    for progress in (None, {}, {"done": 0, "total": 0, "numbers": None}, {"phase": None, "numbers": {"tokens": 0}}):
-        phase.update(progress)
+    for said in (None, {}, {"done": 0, "total": 0, "numbers": None}, {"phase": None, "numbers": {"tokens": 0}}):
+        phase.update(said)
         assert phase.line().strip().startswith("x")
         Console(file=io.StringIO()).print(phase)
 

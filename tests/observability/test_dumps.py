@@ -122,4 +122,6 @@ def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
     assert preview([rendered], 1) == ["reward 0 │ What is 9 times 3? → 9 × 3 = 27 │ label 0"]
     odd = make(0, 0)
     odd.reward, odd.prompt = {"score": 1.0}, "plain " * 100
-    assert "…" in preview([odd], 1)[0]
+    (line,) = preview([odd], 1, width=40)
+    asked = line.split("│")[1].split("→")[0].strip()
+    assert asked == "plain pla…lain plain", "both ends stay"
