@@ -1,0 +1,158 @@
+"""What the ranks of ``test_fsdp_ranks.py`` run: one launch, every layout in turn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fsdp_helpers import make_args, make_batch, make_samples, weights_of
+
+from slime.backends.create import create_backend
+from slime.backends.fsdp.backend import FsdpBackend, NonFiniteError
+from slime.backends.train_loop import train_on_rollout
+
+Result = dict[str, Any]
+
+
+def rank_batch(samples: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """Group g goes to rank g mod world size; one micro-batch a group."""
+    mine = [s for s in samples if s["group"] % world_size == rank]
+    return make_batch(mine, [[list(range(i, i + 4)) for i in range(0, len(mine), 4)]], samples)
+
+
+def train(backend: FsdpBackend, samples: list[dict[str, Any]]) -> dict[str, float]:
+    batch = rank_batch(samples, backend.rank, backend.world_size)
+    return train_on_rollout(backend, backend.args, batch)[0]
+
+
+def optimizer_state(backend: FsdpBackend) -> dict[str, torch.Tensor]:
+    state = backend.optimizer.tensors()
+    return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for k, t in state.items()}
+
+
+def two_steps(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """GRPO with a reference model of other weights; in the second step half of the groups have no advantage, so
+    that at four ranks two of them have nothing to do."""
+    flags = dict(kl_coef=0.01, kl_loss_type="k3", ref_load=str(paths["reference"]), entropy_coef=0.0)
+    backend = make("llama", **flags)
+    log_probs = backend.log_probs(rank_batch(make_samples(), backend.rank, world_size))["log_probs"]
+    metrics = [train(backend, make_samples())]
+    backend.args.kl_coef = 0.0
+    metrics.append(train(backend, make_samples(seed=3, zero_groups=2)))
+    metrics.append(train(backend, make_samples(seed=4)))
+    result = dict(metrics=metrics, weights=weights_of(backend), optimizer=optimizer_state(backend))
+    return result | dict(log_probs=log_probs)
+
+
+def checkpointed(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    backend = make("llama", gradient_checkpointing=True, entropy_coef=0.01)
+    return dict(metrics=[train(backend, make_samples()), train(backend, make_samples(seed=1))], weights=weights_of(backend))
+
+
+def qwen3(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    backend = make("qwen3", calculate_per_token_loss=True, freeze_params_name_list=["embed_tokens", r"layers\.0\.mlp"])
+    return dict(metrics=[train(backend, make_samples())], weights=weights_of(backend))
+
+
+def critic(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    backend = make("llama", role="critic", advantage_estimator="ppo")
+    metrics = [train(backend, make_samples()) for _ in range(2)]
+    full = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in backend.named_parameters}
+    return dict(metrics=metrics, weights={n: t.clone() for n, t in full.items()})
+
+
+def bfloat16(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    backend = make("llama", train_dtype="bfloat16")
+    metrics = [train(backend, make_samples()), train(backend, make_samples(seed=1))]
+    masters = {str(p.dtype) for _, p in backend.named_parameters}
+    return dict(metrics=metrics, weights=weights_of(backend), masters=masters)
+
+
+def resume(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Save after a step; what was saved is also read by one rank, later."""
+    folder = paths["output"] / f"snapshot_{world_size}"
+    flags = dict(keep_old_actor=True, lr_decay_style="linear", lr_warmup_iters=3)
+    backend = make("llama", **flags)
+    train(backend, make_samples())
+    backend.copy_weights("actor", "old_actor")
+    train(backend, make_samples(seed=1))
+    backend.save(folder)
+    saved = dict(saved_weights=weights_of(backend), saved_optimizer=optimizer_state(backend))
+    straight = train(backend, make_samples(seed=2))
+    weights = weights_of(backend)
+    again = make("llama", **flags)
+    again.load(folder)
+    resumed = train(again, make_samples(seed=2))
+    return saved | dict(straight=straight, resumed=resumed, weights=weights, resumed_weights=weights_of(again))
+
+
+def load_of_two_ranks(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    backend = make("llama", keep_old_actor=True, lr_decay_style="linear", lr_warmup_iters=3)
+    backend.load(paths["output"] / "snapshot_2")
+    result = dict(weights=weights_of(backend), optimizer=optimizer_state(backend), steps=backend.optimizer.steps)
+    return result | dict(next=train(backend, make_samples(seed=2)))
+
+
+def hf_export(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    backend = make("qwen3_moe")
+    metrics = [train(backend, make_samples())]
+    backend.save_hf(paths["output"] / f"hf_{world_size}")
+    return dict(metrics=metrics, weights=weights_of(backend))
+
+
+def nan_on_the_last_rank(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    backend = make("llama")
+    batch = rank_batch(make_samples(), backend.rank, world_size)
+    batch["rewards"] = list(batch["rewards"])
+    if backend.rank == world_size - 1:
+        batch["rewards"][0] = float("nan")
+    try:
+        train_on_rollout(backend, backend.args, batch)
+    except NonFiniteError as error:
+        return dict(message=str(error))
+    return dict(message="no error")
+
+
+PLAN: list[tuple[int, Callable[..., Result]]] = [
+    (4, two_steps),
+    (4, hf_export),
+    (4, nan_on_the_last_rank),
+    (2, two_steps),
+    (2, checkpointed),
+    (2, qwen3),
+    (2, critic),
+    (2, bfloat16),
+    (2, resume),
+    (1, two_steps),
+    (1, checkpointed),
+    (1, qwen3),
+    (1, critic),
+    (1, bfloat16),
+    (1, load_of_two_ranks),
+    (1, hf_export),
+]
+
+
+def worker(rank: int, paths: dict[str, Path], ports: dict[int, int]) -> None:
+    """Entry of a spawned rank. Each world size is a process group of the first so many ranks."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    results: dict[tuple[str, int], Result] = {}
+    for world_size in (4, 2, 1):
+        if rank >= world_size:
+            break
+
+        def make(model: str, role: str = "actor", world_size: int = world_size, **flags: Any) -> FsdpBackend:
+            args = make_args(paths[model], **flags)
+            backend = create_backend(args, role, rank, world_size, "127.0.0.1", ports[world_size])
+            assert isinstance(backend, FsdpBackend)
+            return backend
+
+        for size, scenario in PLAN:
+            if size == world_size:
+                results[scenario.__name__, world_size] = scenario(make, paths, world_size)
+        dist.destroy_process_group()
+    torch.save(results, paths["output"] / f"rank{rank}.pt")

@@ -1,0 +1,166 @@
+"""1, 2 and 4 ranks over gloo give the same losses, gradients and weights; snapshots move between them."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from fsdp_helpers import save_tiny_llama, save_tiny_qwen3, save_tiny_qwen3_moe
+from fsdp_ranks import worker
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.real
+DEADLINE_SECONDS = 240.0
+Results = dict[tuple[str, int], dict[str, Any]]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("ranks")
+    (root / "output").mkdir()
+    return {
+        "llama": save_tiny_llama(root / "llama"),
+        "reference": save_tiny_llama(root / "reference", seed=5),
+        "qwen3": save_tiny_qwen3(root / "qwen3"),
+        "qwen3_moe": save_tiny_qwen3_moe(root / "qwen3_moe"),
+        "output": root / "output",
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(paths: dict[str, Path]) -> list[Results]:
+    """The results of every rank; started once, and ended also when one of them hangs."""
+    ports = {world_size: free_port() for world_size in (4, 2, 1)}
+    context = mp.spawn(worker, args=(paths, ports), nprocs=4, join=False)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    try:
+        while not context.join(timeout=max(deadline - time.monotonic(), 0.1)):
+            assert time.monotonic() < deadline, f"ranks did not finish in {DEADLINE_SECONDS:.0f} s"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+                process.join(10)
+    return [torch.load(paths["output"] / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def results(ranks: list[Results]) -> Results:
+    return ranks[0]
+
+
+def assert_same_metrics(got: dict[str, float], want: dict[str, float], rel: float = 1e-5) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        if not name.startswith("perf/"):
+            assert got[name] == pytest.approx(value, rel=rel, abs=1e-7), name
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        assert (got[name] - want[name]).norm() <= rtol * want[name].norm() + 1e-9, name
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    assert [n for n in want if not torch.equal(got[n], want[n])] == []
+
+
+@pytest.mark.parametrize(
+    ("scenario", "world_size"),
+    [("two_steps", 2), ("two_steps", 4), ("checkpointed", 2), ("qwen3", 2), ("critic", 2), ("hf_export", 4)],
+)
+def test_ranks_agree_with_one(results: Results, scenario: str, world_size: int) -> None:
+    many, one = results[scenario, world_size], results[scenario, 1]
+    for got, want in zip(many["metrics"], one["metrics"], strict=True):
+        assert_same_metrics(got, want)
+    # Adam's first steps are ±lr where a gradient is rounding noise, so weights are looser than gradients.
+    assert_close(many["weights"], one["weights"], rtol=1e-4)
+
+
+def test_every_rank_reports_the_same(ranks: list[Results]) -> None:
+    for world_size in (2, 4):
+        for rank in range(1, world_size):
+            for mine, first in zip(
+                ranks[rank]["two_steps", world_size]["metrics"], ranks[0]["two_steps", world_size]["metrics"], strict=True
+            ):
+                assert_same_metrics(mine, first, rel=0.0)
+
+
+def test_second_step_left_groups_out(results: Results) -> None:
+    for world_size in (1, 2, 4):
+        metrics = results["two_steps", world_size]["metrics"]
+        assert [m["train/skipped_sample_ratio"] for m in metrics] == [0.0, 0.5, 0.0]
+        assert metrics[0]["rollout/ref_log_probs"] != pytest.approx(metrics[0]["rollout/log_probs"], rel=1e-3)
+
+
+def test_log_probs_of_a_sample_do_not_depend_on_its_rank(ranks: list[Results]) -> None:
+    one = ranks[0]["two_steps", 1]["log_probs"]
+    for world_size in (2, 4):
+        for rank in range(world_size):
+            mine = ranks[rank]["two_steps", world_size]["log_probs"]
+            whole = [x for i, x in enumerate(one) if (i // 4) % world_size == rank]
+            for a, b in zip(mine, whole, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_resume_is_exact_to_the_bit(results: Results) -> None:
+    run = results["resume", 2]
+    assert {k: v for k, v in run["straight"].items() if "perf" not in k} == {
+        k: v for k, v in run["resumed"].items() if "perf" not in k
+    }
+    assert_equal(run["resumed_weights"], run["weights"])
+
+
+def test_one_rank_reads_what_two_saved(results: Results) -> None:
+    saved, loaded = results["resume", 2], results["load_of_two_ranks", 1]
+    assert_equal(loaded["weights"], saved["saved_weights"])
+    assert_equal(loaded["optimizer"], saved["saved_optimizer"])
+    assert loaded["steps"] == 2
+    assert_same_metrics(loaded["next"], saved["straight"])
+
+
+def test_bfloat16_keeps_float32_masters(results: Results) -> None:
+    for world_size in (1, 2):
+        run = results["bfloat16", world_size]
+        assert run["masters"] == {"torch.float32"}
+        assert {t.dtype for t in run["weights"].values()} == {torch.bfloat16}
+        for got, want in zip(run["metrics"], results["two_steps", 1]["metrics"][:1], strict=False):
+            assert got["train/entropy_loss"] == pytest.approx(want["train/entropy_loss"], rel=0.02)
+    pairs = zip(results["bfloat16", 2]["metrics"], results["bfloat16", 1]["metrics"], strict=True)
+    for two, one in pairs:
+        assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=0.05)
+
+
+def test_nan_on_one_rank_is_told_by_all(ranks: list[Results]) -> None:
+    for rank in range(4):
+        message = ranks[rank]["nan_on_the_last_rank", 4]["message"]
+        assert "loss is nan on rank 3 in optimizer step 0" in message
+
+
+def test_experts_are_exported_one_by_one(results: Results, paths: dict[str, Path]) -> None:
+    original = load_file(paths["qwen3_moe"] / "model.safetensors")
+    for world_size in (1, 4):
+        exported = load_file(paths["output"] / f"hf_{world_size}" / "model.safetensors")
+        assert exported.keys() == original.keys()
+        assert any("experts.3.down_proj" in name for name in exported)
+        assert {n: t.shape for n, t in exported.items()} == {n: t.shape for n, t in original.items()}
+        assert_equal(exported, results["hf_export", world_size]["weights"])
+        model, info = AutoModelForCausalLM.from_pretrained(
+            paths["output"] / f"hf_{world_size}", output_loading_info=True
+        )
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert model.dtype == torch.float32
