@@ -35,13 +35,16 @@ def create_backend(
     import torch
 
     from slime.backends.fsdp.backend import FsdpBackend
+    from slime.models.cpu_memory import keep_freed_memory
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    elif args.threads_per_process:
-        torch.set_num_threads(args.threads_per_process)
+    else:
+        keep_freed_memory()
+        if args.threads_per_process:
+            torch.set_num_threads(args.threads_per_process)
     if args.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     _init_process_group(args, rank, world_size, master_addr, master_port, device)
@@ -49,9 +52,7 @@ def create_backend(
     return FsdpBackend(args, role, rank, world_size, device)
 
 
-def _init_process_group(
-    args: Any, rank: int, world_size: int, master_addr: str, master_port: int, device: Any
-) -> None:
+def _init_process_group(args: Any, rank: int, world_size: int, master_addr: str, master_port: int, device: Any) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -108,7 +108,9 @@ def _score(backend: Any, args: Any, batch: RankBatch, timer: PhaseTimer) -> None
             if recompute:
                 batch.update(scores)
     if args.use_critic and batch.get("values") is None:
-        raise ValueError(f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch")
+        raise ValueError(
+            f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch"
+        )
 
 
 def _critic_args(args: Any) -> Any:
@@ -122,7 +124,11 @@ def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
     names = {name: None for result in results for name in result}  # in the order first seen
     present = {name: [result[name] for result in results if name in result] for name in names}
     return {
-        name: max(values) if name.endswith("_max") else values[-1] if name.startswith("lr-") else sum(values) / len(values)
+        name: max(values)
+        if name.endswith("_max")
+        else values[-1]
+        if name.startswith("lr-")
+        else sum(values) / len(values)
         for name, values in present.items()
     }
 

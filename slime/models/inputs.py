@@ -86,8 +86,10 @@ class InputBuilder:
         multimodal: Sequence[Multimodal],
     ) -> ModelInputs:
         # Media belong to one sample's placeholder tokens, so such samples share nothing.
-        keys = [("own", i) if media else ("group", g) for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))]
-        arrays = [t.numpy() for t in tokens]
+        keys = [
+            ("own", i) if media else ("group", g) for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))
+        ]
+        arrays: Any = [t.numpy() for t in tokens]
         layout = build_pack(arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple)
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],

@@ -96,7 +96,9 @@ def make_samples(groups: int = 4, size: int = 4, seed: int = 0, zero_groups: int
     return samples
 
 
-def make_batch(samples: list[dict[str, Any]], micro_batches: list[list[list[int]]], everyone: list[dict[str, Any]]) -> dict[str, Any]:
+def make_batch(
+    samples: list[dict[str, Any]], micro_batches: list[list[list[int]]], everyone: list[dict[str, Any]]
+) -> dict[str, Any]:
     """A rank's batch. ``micro_batches[step]`` are lists of positions in ``samples``."""
     rng = np.random.default_rng(7)
     noise = {id(s): rng.normal(size=len(s["mask"])).astype(np.float32) * 0.1 for s in everyone}

@@ -50,7 +50,9 @@ def two_steps(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
 
 def checkpointed(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     backend = make("llama", gradient_checkpointing=True, entropy_coef=0.01)
-    return dict(metrics=[train(backend, make_samples()), train(backend, make_samples(seed=1))], weights=weights_of(backend))
+    return dict(
+        metrics=[train(backend, make_samples()), train(backend, make_samples(seed=1))], weights=weights_of(backend)
+    )
 
 
 def qwen3(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:

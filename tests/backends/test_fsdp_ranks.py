@@ -95,7 +95,9 @@ def test_every_rank_reports_the_same(ranks: list[Results]) -> None:
     for world_size in (2, 4):
         for rank in range(1, world_size):
             for mine, first in zip(
-                ranks[rank]["two_steps", world_size]["metrics"], ranks[0]["two_steps", world_size]["metrics"], strict=True
+                ranks[rank]["two_steps", world_size]["metrics"],
+                ranks[0]["two_steps", world_size]["metrics"],
+                strict=True,
             ):
                 assert_same_metrics(mine, first, rel=0.0)
 

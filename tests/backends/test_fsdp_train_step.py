@@ -37,7 +37,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def advantages_set(batch: dict[str, Any]) -> dict[str, Any]:
-    batch["advantages"] = [torch.full((n,), r) for n, r in zip(batch["response_lengths"], batch["rewards"], strict=True)]
+    batch["advantages"] = [
+        torch.full((n,), r) for n, r in zip(batch["response_lengths"], batch["rewards"], strict=True)
+    ]
     return batch
 
 
@@ -46,7 +48,9 @@ def step(backend: FsdpBackend, batch: dict[str, Any]) -> tuple[dict[str, float],
     return metrics, {name: p.grad.clone() for name, p in backend.named_parameters if p.grad is not None}
 
 
-def oracle(checkpoint: Path, args: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], list[torch.Tensor]]:
+def oracle(
+    checkpoint: Path, args: Any, batch: dict[str, Any]
+) -> tuple[float, dict[str, torch.Tensor], list[torch.Tensor]]:
     """transformers' own forward in float64, one sample at a time, and the shared loss over everything."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, attn_implementation="eager")
     log_probs, entropies = [], []
@@ -189,7 +193,7 @@ def test_frozen_parameters_stay(llama: Path, flags: dict[str, Any], trained: int
 
 
 def test_name_lists_that_match_nothing_are_an_error(llama: Path) -> None:
-    with pytest.raises(ValueError, match="layrs.*matches no parameter"):
+    with pytest.raises(ValueError, match=r"layrs.*matches no parameter"):
         make_backend(make_args(llama, freeze_params_name_list=["layrs"]))
 
 

@@ -65,7 +65,9 @@ def assert_equal_to_dense(function: object, layout: PackLayout, inputs: list[Ten
         torch.testing.assert_close(got.double(), exact_grad, rtol=1e-4, atol=1e-5)
 
 
-groups = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(0, 17), min_size=1, max_size=4)), min_size=1, max_size=4)
+groups = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(0, 17), min_size=1, max_size=4)), min_size=1, max_size=4
+)
 
 
 @settings(max_examples=60, deadline=None)

@@ -33,7 +33,7 @@ from slime.backends.loss import (
     rescale_diagnostics,
     zero_advantage_groups_skippable,
 )
-from slime.models.inputs import InputBuilder, ModelInputs
+from slime.models.inputs import ModelInputs
 from slime.models.scorer import PolicyScorer, ValueScorer
 
 

@@ -33,7 +33,9 @@ class WeightBank:
         if tag == LIVE:
             return self._live()
         if tag not in self.copies:
-            raise KeyError(f"this trainer holds no {tag!r} weights; it has actor{''.join(', ' + t for t in self.copies)}")
+            raise KeyError(
+                f"this trainer holds no {tag!r} weights; it has actor{''.join(', ' + t for t in self.copies)}"
+            )
         return self.copies[tag]
 
     @torch.no_grad()

@@ -58,7 +58,9 @@ def load_training_state(backend: FsdpBackend, path: Path) -> None:
         ValueError: it belongs to the other role.
     """
     if not (path / META).is_file():
-        raise FileNotFoundError(f"no training state in {path}: {META} is missing; --load takes a folder that --save wrote")
+        raise FileNotFoundError(
+            f"no training state in {path}: {META} is missing; --load takes a folder that --save wrote"
+        )
     meta = json.loads((path / META).read_text())
     if meta["role"] != backend.role:
         raise ValueError(f"{path} holds the state of the {meta['role']}, not of the {backend.role}")

@@ -17,7 +17,16 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 SHARD_BYTES = 4 * 1024**3
 _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
-COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.model", "*.jinja", "*processor*.json", "*.py")
+COPIED_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "*processor*.json",
+    "*.py",
+)
 
 
 def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

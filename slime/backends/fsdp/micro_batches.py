@@ -40,7 +40,9 @@ def weight(args: Any, batch: dict[str, Any], micro_batches: MicroBatches) -> flo
     for indices in micro_batches:
         for i in indices:
             tokens = float(torch.as_tensor(batch["loss_masks"][i]).sum())
-            total += tokens if args.calculate_per_token_loss else tokens / max(float(batch["rollout_mask_sums"][i]), 1.0)
+            total += (
+                tokens if args.calculate_per_token_loss else tokens / max(float(batch["rollout_mask_sums"][i]), 1.0)
+            )
     return total
 
 

@@ -121,7 +121,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     vision = {id(m) for name, tower in model.named_modules() if _is_vision(name) for m in tower.modules()}
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision]
     named = [m for m in lists if type(m[0]).__name__ in names]
-    return list(max(named or lists, key=len))
+    return max((list(m) for m in named or lists), key=len)
 
 
 def _is_vision(name: str) -> bool:

@@ -95,7 +95,7 @@ class ScheduledAdamW:
         gradients = [g for g in gradients if g.numel()]
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))  # type: ignore[call-arg]
+        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
         return norms.double().square().sum()
 
     @torch.no_grad()

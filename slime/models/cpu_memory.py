@@ -1,0 +1,24 @@
+"""Keep freed memory in the process, where a training step wants the same gigabytes again and again."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024
+LARGEST_INT = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to serve activations from its heap and not to return freed ones to the system.
+
+    Otherwise each is mapped, cleared page by page and unmapped again in every step: 10% of a step of
+    SmolLM2 on a virtual machine. Returns whether the C library knows how.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(M_TRIM_THRESHOLD, LARGEST_INT))

@@ -1,0 +1,139 @@
+"""Weights, snapshots and starting of one rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp_helpers import (
+    make_args,
+    make_backend,
+    make_samples,
+    save_tiny_llama,
+    save_tiny_qwen3_moe,
+    weights_of,
+    whole_batch,
+)
+from safetensors.torch import load_file
+
+from slime.backends.create import create_backend
+from slime.backends.fsdp import hf_weights
+from slime.backends.train_loop import train_on_rollout
+from slime.models.loading import load_hf_model
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def train(backend: Any, seed: int) -> dict[str, float]:
+    metrics, _ = train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed)))
+    return {k: v for k, v in metrics.items() if not k.startswith("perf/")}
+
+
+@pytest.mark.parametrize("family", ["llama", "moe"])
+def test_names_and_values_are_those_on_disk(llama: Path, tmp_path: Path, family: str) -> None:
+    path = llama if family == "llama" else save_tiny_qwen3_moe(tmp_path)
+    named = list(make_backend(make_args(path)).named_weights())
+    disk = load_file(path / "model.safetensors")
+    assert len(named) == len(dict(named))
+    assert {n for n, _ in named} == set(disk)  # tied weights once, one tensor per expert
+    assert all(torch.equal(t, disk[n]) for n, t in named)
+
+
+def test_bfloat16_weights_are_what_computes(llama: Path) -> None:
+    backend = make_backend(make_args(llama))
+    backend.args.train_dtype = "bfloat16"
+    assert {t.dtype for _, t in backend.named_weights()} == {torch.bfloat16}
+
+
+def test_resume_is_exact_to_the_bit(llama: Path, tmp_path: Path) -> None:
+    flags = dict(lr_decay_style="cosine", lr_warmup_iters=2, use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
+    first = make_backend(make_args(llama, **flags))
+    train(first, 0)
+    first.copy_weights("actor", "ref")
+    train(first, 1)
+    first.save(tmp_path / "state")
+    noise = torch.rand(4)
+    second = make_backend(make_args(llama, **flags))
+    second.load(tmp_path / "state")
+    assert torch.equal(torch.rand(4), noise)
+    for seed in (2, 3):
+        assert train(first, seed) == train(second, seed)
+    a, b = weights_of(first), weights_of(second)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_snapshot_without_optimizer_and_for_the_wrong_role(llama: Path, tmp_path: Path) -> None:
+    backend = make_backend(make_args(llama, no_save_optim=True))
+    train(backend, 0)
+    backend.save(tmp_path)
+    other = make_backend(make_args(llama))
+    other.load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(backend).values(), weights_of(other).values(), strict=True))
+    assert all(not t.any() for t in other.optimizer.tensors().values())
+    with pytest.raises(ValueError, match="state of the actor, not of the critic"):
+        make_backend(make_args(llama), "critic").load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no training state"):
+        other.load(tmp_path / "nowhere")
+
+
+def test_critic_snapshot_holds_the_value_head(llama: Path, tmp_path: Path) -> None:
+    args = make_args(llama, advantage_estimator="ppo")
+    critic = make_backend(args, "critic")
+    train(critic, 0)
+    critic.save(tmp_path)
+    again = make_backend(args, "critic")
+    again.load(tmp_path)
+    assert train(critic, 1) == train(again, 1)
+
+
+def test_reset_of_optimizer_states(llama: Path) -> None:
+    backend = make_backend(make_args(llama, reset_optimizer_states=True))
+    train(backend, 0)
+    steps = {float(t) for n, t in backend.optimizer.tensors().items() if n.startswith("step/")}
+    train(backend, 1)
+    assert steps == {float(t) for n, t in backend.optimizer.tensors().items() if n.startswith("step/")} == {1.0}
+
+
+def test_hf_export_loads_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(make_args(llama))
+    train(backend, 0)
+    monkeypatch.setattr(hf_weights, "SHARD_BYTES", 10_000)
+    (llama / "tokenizer_config.json").write_text("{}")
+    backend.save_hf(tmp_path / "hf")
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert (tmp_path / "hf" / "tokenizer_config.json").is_file()
+    model = load_hf_model(tmp_path / "hf", torch.float32, "cpu")
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    loaded = dict(model.named_parameters())
+    assert all(torch.equal(t, loaded[n]) for n, t in backend.named_weights())
+
+
+def test_reference_of_another_shape_is_an_error(llama: Path, tmp_path: Path) -> None:
+    other = save_tiny_llama(tmp_path, num_hidden_layers=1)
+    with pytest.raises(ValueError, match=r"ref model: model.layers.1\..* is missing"):
+        make_backend(make_args(llama, ref_load=str(other), use_kl_loss=True))
+
+
+def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
+    backend = make_backend(make_args(llama))
+    before = weights_of(backend)
+    backend.sleep()
+    backend.wake()
+    assert all(torch.equal(before[n], t) for n, t in backend.named_weights())
+    train(backend, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "role", "message"),
+    [({}, "judge", "actor or critic"), ({"train_backend": "megatron"}, "actor", "not available here")],
+)
+def test_create_backend_refuses(llama: Path, changes: dict[str, Any], role: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_backend(make_args(llama, **changes), role, 0, 1, "127.0.0.1", 1)
