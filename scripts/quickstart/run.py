@@ -38,11 +38,10 @@ def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Pa
         "eval-temperature": 1,
         "advantage-estimator": "grpo",
         "lr": 1e-5,
+        "max-tokens-per-gpu": 2048,
         "train-dtype": "float32",
         "train-backend": "fsdp",
         "rollout-backend": "embedded",
-        "actor-num-gpus-per-node": 1,
-        "rollout-num-gpus": 1,
         "seed": args.seed,
         "rollout-seed": args.seed,
         "output-dir": args.output_dir,
@@ -56,7 +55,7 @@ def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Pa
         str(held_out),
         "--apply-chat-template",
         "--rollout-shuffle",
-        "--colocate",
+        "--use-dynamic-batch-size",
     ]
 
 

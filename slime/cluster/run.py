@@ -169,7 +169,7 @@ class Run:
 
     def _snapshot_before_stop(self) -> None:
         self.display.note(f"{self.stop.requested}: ending in order (once more ends at once)")
-        self.stop.requested = None
+        self.stop.ending = True
         if self.args.save and self.trained is not None and self.trained != self.saved:
             self.save(self.trained)
             self.display.note(f"saved rollout {self.trained}; go on with --load {self.args.save}")

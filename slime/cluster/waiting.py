@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self.ending = False  # the wish is being fulfilled; waits go on
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -42,13 +44,22 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None:
-            raise KeyboardInterrupt
+            _end_at_once(128 + number)
         self.requested = signal.Signals(number).name
 
     def check(self) -> None:
         """Raise :class:`StopRequested` when a signal came."""
-        if self.requested is not None:
+        if self.requested is not None and not self.ending:
             raise StopRequested(self.requested)
+
+
+def _end_at_once(code: int) -> None:
+    """Take every process of this run along; nothing is saved."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(code)
 
 
 class Waiter:
