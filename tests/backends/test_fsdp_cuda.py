@@ -1,0 +1,105 @@
+"""What differs on CUDA: varlen attention, mixed precision on one rank, and giving memory back."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
+
+from slime.backends.create import create_backend
+from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.fsdp.optimizer import local
+from slime.backends.train_loop import train_on_rollout
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Kernels want head sizes that are multiples of 8.
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), hidden_size=128, intermediate_size=160)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_cuda(path: Path, **flags: Any) -> FsdpBackend:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    backend = create_backend(make_args(path, **flags), "actor", 0, 1, "127.0.0.1", port)
+    assert isinstance(backend, FsdpBackend)
+    return backend
+
+
+def run(backend: FsdpBackend, seed: int = 0) -> dict[str, float]:
+    return train_on_rollout(backend, backend.args, whole_batch(make_samples(seed=seed), micro_batch_size=8))[0]
+
+
+def test_float32_equals_the_cpu(llama: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    flags = dict(kl_coef=0.01, clip_grad=0.0)
+    cuda, cpu = on_cuda(llama, **flags), make_backend(make_args(llama, **flags))
+    for seed in (0, 1):
+        got, want = run(cuda, seed), run(cpu, seed)
+        for name in ("train/loss", "train/grad_norm", "train/entropy_loss", "rollout/log_probs"):
+            assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_bfloat16_varlen_is_close_to_float32(llama: Path, share: bool) -> None:
+    varlen = on_cuda(llama, train_dtype="bfloat16", share_prompt_in_pack=share)
+    exact = make_backend(make_args(llama))
+    batch = whole_batch(make_samples(), micro_batch_size=16)
+    got = torch.cat(varlen.log_probs(batch)["log_probs"])
+    want = torch.cat(exact.log_probs(batch)["log_probs"])
+    # As close as torch's own attention in the same dtype is.
+    sdpa = on_cuda(llama, train_dtype="bfloat16", attn_implementation="sdpa")
+    noise = (torch.cat(sdpa.log_probs(batch)["log_probs"]) - want).abs().mean()
+    assert (got - want).abs().mean() < 1.3 * noise < 0.1
+    metrics, reference = run(varlen), run(exact)
+    assert metrics["train/grad_norm"] == pytest.approx(reference["train/grad_norm"], rel=0.05)
+    assert {str(p.dtype) for _, p in varlen.named_parameters} == {"torch.float32"}
+
+
+def test_sleep_gives_memory_back_and_wake_restores_every_bit(tmp_path: Path) -> None:
+    big = save_tiny_llama(tmp_path, hidden_size=512, intermediate_size=2048, vocab_size=20000)
+    backend = on_cuda(big, train_dtype="bfloat16", keep_old_actor=True)
+    run(backend)
+    before = {n: t.cpu() for n, t in backend.named_weights()}
+    moments = {n: local(t).cpu() for n, t in backend.optimizer.tensors().items()}
+    torch.cuda.synchronize()
+    awake = torch.cuda.memory_allocated()
+    backend.sleep()
+    asleep = torch.cuda.memory_allocated()
+    parameters = sum(p.numel() * 4 for _, p in backend.named_parameters)
+    assert awake - asleep > 2.9 * parameters
+    backend.wake()
+    assert all(torch.equal(before[n], t.cpu()) for n, t in backend.named_weights())
+    for name, tensor in backend.optimizer.tensors().items():
+        assert torch.equal(local(tensor).cpu(), moments[name])
+    assert run(backend, 1)["train/grad_norm"] > 0.0
+    old = backend.log_probs(whole_batch(make_samples()), "old_actor")["log_probs"]
+    now = backend.log_probs(whole_batch(make_samples()))["log_probs"]
+    assert not torch.equal(old[0], now[0])
+
+
+def test_snapshot_is_exact(llama: Path, tmp_path: Path) -> None:
+    first = on_cuda(llama, train_dtype="bfloat16")
+    run(first)
+    first.save(tmp_path)
+    second = on_cuda(llama, train_dtype="bfloat16")
+    second.load(tmp_path)
+    a, b = weights_of(first), weights_of(second)
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    assert run(first, 1)["train/loss"] == pytest.approx(run(second, 1)["train/loss"], rel=1e-3)
