@@ -61,7 +61,7 @@ class ScheduledAdamW:
         decay = [p for _, p in self.named if p.ndim >= 2]
         rest = [p for _, p in self.named if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        # Fused AdamW reads and writes everything once; measured on the CPU 3x the speed of foreach.
+        # Fused AdamW reads and writes everything once: SmolLM2 on two cores 0.06 s, foreach 0.23 s.
         self.adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=schedule.lr(0),
