@@ -86,7 +86,8 @@ def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_si
     """Apply FSDP2: one group per decoder layer, one for the rest.
 
     One rank in float32 is left alone: there is nothing to shard, and FSDP's hooks and copies cost 7% of
-    SmolLM2's step on the CPU (4.5 s for 64 samples). In bfloat16 FSDP also keeps the float32 master weights, so it is always there.
+    SmolLM2's step on the CPU (4.5 s for 64 samples). In bfloat16 FSDP also keeps the float32 master weights,
+    so it is always there.
     Vision towers belong to the root group: ranks whose samples have no image never enter them, and would
     otherwise miss collectives.
     """
