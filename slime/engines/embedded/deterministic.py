@@ -10,92 +10,117 @@ is always an answer.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
-from slime.engines.embedded.rows import Rows, row_context
+from slime.engines.embedded.rows import FIXED_LENGTH_STEP, Rows, row_context
 from slime.engines.embedded.runner import FIXED_ROWS, Runner
 
 logger = logging.getLogger(__name__)
 
-_CAPACITY = 64
+_CAPACITY = 192  # three attention lengths
+_SLOTS = 16
 _VECTOR = 32  # elements that torch's widest elementwise loop takes at once (AVX-512, two fp32 registers)
 _PARALLEL_GRAIN = 32768  # elements from which torch splits an elementwise loop over threads
 
 
-@torch.inference_mode()
-def choose_row_counts(runner: Runner, vocab_size: int, seed: int = 0) -> tuple[int, ...]:
-    """The row counts that ``runner`` may use, ascending. Leaves the KV cache empty.
+@dataclass(frozen=True)
+class _Trial:
+    """Random rows, and where in the cache they stand."""
 
-    A count must pass two tests: no elementwise loop over its rows has a tail (whose scalar code may round
-    differently), and random rows through the whole model give the bits of the largest count, wherever in
-    the block they stand.
+    tokens: list[int]
+    slots: list[int]
+    positions: list[int]
+
+
+@torch.inference_mode()
+def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
+    """Set ``runner.row_counts`` and ``runner.attend_alone`` so that results are reproducible. Empties the KV cache.
+
+    A row count must pass two tests: no elementwise loop over its rows has a tail (whose scalar code may round
+    differently), and random rows through the whole model give the bits of the largest count, wherever in the
+    block they stand. Where nothing passes because of attention (MKL's results depend on how buffers are aligned,
+    unless ``MKL_CBWR`` is set), rows attend one call each.
     """
-    aligned = [count for count in FIXED_ROWS if _no_tails(runner, count)]
-    generator = torch.Generator().manual_seed(seed)
     if runner.packed is not None:
         runner.packed.refresh()
     try:
-        while aligned:
-            accepted = _agreeing(runner, aligned, vocab_size, generator)
-            if accepted:
-                return accepted
-            aligned.pop()
+        for runner.attend_alone in (False, True):
+            aligned = [count for count in FIXED_ROWS if _no_tails(runner, count)]
+            while aligned:
+                accepted = _agreeing(runner, aligned, vocab_size, torch.Generator().manual_seed(seed))
+                if accepted:
+                    runner.row_counts = accepted
+                    return
+                aligned.pop()
     finally:
         runner.cache.clear()
     logger.warning("no row count larger than 1 is bitwise reproducible here: deterministic mode computes row by row")
-    return (1,)
+    runner.row_counts = (1,)
 
 
 def _no_tails(runner: Runner, count: int) -> bool:
     threads = torch.get_num_threads()
-    for width in _widths(runner.model):
+    for width in {size for p in runner.model.parameters() if p.dim() == 2 for size in p.shape}:
         elements = count * width
         if elements % _VECTOR or (elements > _PARALLEL_GRAIN and elements % (_VECTOR * threads)):
             return False
     return True
 
 
-def _widths(model: torch.nn.Module) -> set[int]:
-    return {size for p in model.parameters() if p.dim() == 2 for size in p.shape} or {math.prod((1,))}
-
-
 def _agreeing(runner: Runner, counts: list[int], vocab: int, generator: torch.Generator) -> tuple[int, ...]:
     """Those of ``counts`` that give the bits of the largest; empty when the largest depends on the place."""
     largest = counts[-1]
-    runner.cache.resize(largest, _CAPACITY)
-    tokens = torch.randint(0, vocab, (largest,), generator=generator).tolist()
-    positions = torch.randint(0, _CAPACITY, (largest,), generator=generator).tolist()
-    reference = _logits(runner, tokens, positions, range(largest))
-    turned = [(row + largest // 2 + 1) % largest for row in range(largest)]
-    if not _equal(_logits(runner, tokens, positions, turned), reference[turned]):
-        return ()
-    accepted = []
-    for count in counts[:-1]:
-        starts = range(0, largest, count) if count > 1 else range(0, largest, 8)
-        blocks = [[turned[i] for i in range(start, start + count)] for start in starts]
-        if all(_equal(_logits(runner, tokens, positions, rows), reference[rows]) for rows in blocks):
-            accepted.append(count)
-    return (*accepted, largest)
+    accepted = set(counts[:-1])
+    for trial in _trials(largest, vocab, generator):
+        _fill_cache(runner, trial, generator)
+        reference = _probs(runner, trial, range(largest))
+        turned = [(row + largest // 2 + 1) % largest for row in range(largest)]
+        if not torch.equal(_probs(runner, trial, turned), reference[turned]):
+            return ()
+        for count in counts[:-1]:
+            blocks = (turned[:count], turned[-count:])
+            if not all(torch.equal(_probs(runner, trial, rows), reference[rows]) for rows in blocks):
+                accepted.discard(count)
+    return (*sorted(accepted), largest)
 
 
-def _equal(probs: torch.Tensor, reference: torch.Tensor) -> bool:
-    return torch.equal(probs, reference)
+def _trials(rows: int, vocab: int, generator: torch.Generator) -> list[_Trial]:
+    """Rows of many sequences (decode), and several rows of each (a prompt)."""
+    tokens = torch.randint(0, vocab, (rows,), generator=generator).tolist()
+    chance = torch.randint(0, FIXED_LENGTH_STEP, (rows,), generator=generator).tolist()
+    blocks = [row // _SLOTS % (_CAPACITY // FIXED_LENGTH_STEP) for row in range(rows)]
+    decode = [block * FIXED_LENGTH_STEP + offset for block, offset in zip(blocks, chance, strict=True)]
+    prompt = [FIXED_LENGTH_STEP - 5 + row % _SLOTS for row in range(rows)]
+    return [
+        _Trial(tokens, [row % _SLOTS for row in range(rows)], decode),
+        _Trial(tokens, [row // _SLOTS % _SLOTS for row in range(rows)], prompt),
+    ]
 
 
-def _logits(runner: Runner, tokens: list[int], positions: list[int], rows: Iterable[int]) -> torch.Tensor:
-    """Probabilities ``[rows, vocab]`` of the given rows, each in the slot of its own number, as one forward."""
+def _fill_cache(runner: Runner, trial: _Trial, generator: torch.Generator) -> None:
+    """Something to attend to. The first forward makes the cache's tensors."""
+    runner.cache.resize(_SLOTS, _CAPACITY)
+    _probs(runner, trial, [0])
+    for store in (runner.cache.keys, runner.cache.values):
+        for tensor in store.values():
+            noise = torch.randn(tensor.shape[1:], generator=generator, dtype=torch.float32)
+            tensor.copy_(noise.expand(tensor.shape))
+
+
+def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
+    """Probabilities ``[rows, vocab]`` of some rows of a trial, as one forward."""
     picked = list(rows)
     block = Rows(
-        [tokens[row] for row in picked],
-        [positions[row] for row in picked],
+        [trial.tokens[row] for row in picked],
+        [trial.positions[row] for row in picked],
         [0] * len(picked),
-        picked,
+        [trial.slots[row] for row in picked],
         list(range(len(picked))),
         list(range(len(picked))),
     )
-    logits = runner.forward(block, row_context(runner.cache, block, fixed=True), block.wanted)
+    logits = runner.forward(block, row_context(runner.cache, block, True, runner.attend_alone), block.wanted)
     assert logits is not None
     return torch.softmax(logits.float(), dim=-1)

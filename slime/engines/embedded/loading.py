@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slime.engines.embedded import attention
-from slime.engines.embedded.deterministic import choose_row_counts
+from slime.engines.embedded.deterministic import make_reproducible
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.images import ImageReader
 from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
@@ -78,8 +78,9 @@ def load_engine(options: EngineOptions) -> Loaded:
     _use_slots(model)
     _check_against(reference, runner, dtype)
     if options.deterministic:
-        runner.row_counts = choose_row_counts(runner, vocab_size, options.random_seed)
-        logger.info("deterministic: forwards of %s rows", ", ".join(map(str, runner.row_counts)))
+        make_reproducible(runner, vocab_size, options.random_seed)
+        alone = ", rows attend one by one" if runner.attend_alone else ""
+        logger.info("deterministic: forwards of %s rows%s", ", ".join(map(str, runner.row_counts)), alone)
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
     scheduler = Scheduler(

@@ -81,14 +81,19 @@ def blocks_of(rows: Rows, size: int) -> list[Rows]:
     return blocks
 
 
-def row_context(cache: KVCache, rows: Rows, fixed: bool) -> StepContext:
-    """Every row attends alone. ``fixed``: to a length that depends on nothing but its own position."""
+def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) -> StepContext:
+    """Every row attends for itself.
+
+    Args:
+        fixed: to a length that depends on nothing but its own position.
+        alone: in a call of its own, instead of with its neighbours.
+    """
     slots, positions = torch.tensor(rows.slots), torch.tensor(rows.positions)
     step = FIXED_LENGTH_STEP if fixed else LENGTH_STEP
     groups = []
     start = 0
     while start < len(rows):
-        end = _group_end(rows, start, step, fixed)
+        end = start + 1 if alone else _group_end(rows, start, step, fixed)
         longest = max(rows.positions[start:end]) + 1
         length = min(-(-longest // step) * step, cache.capacity)
         same = end - start > 1 and rows.slots[start] == rows.slots[start + 1]

@@ -41,6 +41,7 @@ class Runner:
         self.cache = KVCache(dtype, device)
         self.packed = PackedLinears(model) if PackedLinears.available(device, dtype) else None
         self.row_counts: tuple[int, ...] = (max(FIXED_ROWS),)
+        self.attend_alone = False
         self.position_axes = _position_axes(model.config)
 
     def weights_changed(self) -> None:
@@ -89,7 +90,7 @@ class Runner:
         wanted = list(block.wanted)
         block.pad(self.fixed_count(len(block)), self.cache.bin_slot)
         wanted += [len(block) - 1] * (self.fixed_count(len(wanted)) - len(wanted))
-        return self.forward(block, row_context(self.cache, block, fixed=True), wanted)
+        return self.forward(block, row_context(self.cache, block, True, self.attend_alone), wanted)
 
     def fixed_count(self, rows: int) -> int:
         return min((count for count in self.row_counts if count >= rows), default=max(self.row_counts))

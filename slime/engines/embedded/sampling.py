@@ -53,9 +53,9 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -
         padded = temperatures + [1.0] * (scores.shape[0] - count)
         scores = scores.div_(torch.tensor(padded, device=scores.device)[:, None])
     probs = torch.softmax(scores, dim=-1)
-    tokens = _choose(probs, sequences)
-    index = torch.tensor(tokens, device=probs.device)
-    logprobs = probs[:count].gather(1, index[:, None])[:, 0].log().tolist()
+    best = scores.argmax(dim=-1)
+    tokens = _choose(probs, best, sequences)
+    logprobs = token_logprobs(scores, probs, best, torch.tensor(tokens, device=probs.device)).tolist()
     drawn = [Drawn(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
     for row, (seq, one) in enumerate(zip(sequences, drawn, strict=True)):
         request = seq.request
@@ -63,6 +63,22 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -
             row_logprobs = torch.log_softmax(scores[row], dim=-1)
             one.top, one.chosen = top_and_chosen(row_logprobs, request.top_logprobs_num, request.token_ids_logprob)
     return drawn
+
+
+def token_logprobs(
+    scores: torch.Tensor, probs: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor
+) -> torch.Tensor:
+    """Log-probs ``[len(tokens)]`` of one token per row, as exact as log_softmax, from a softmax that is there already.
+
+    ``log p(token) = (score(token) - score(best)) + log p(best)``, where ``p(best)`` is never small.
+
+    Args:
+        scores, probs: ``[rows ≥ len(tokens), vocab]``; best: ``[rows]``, the argmax of ``scores``.
+    """
+    rows = tokens.shape[0]
+    best = best[:rows, None]
+    behind = scores[:rows].gather(1, tokens[:, None]) - scores[:rows].gather(1, best)
+    return (behind + probs[:rows].gather(1, best).log())[:, 0]
 
 
 def top_and_chosen(
@@ -103,16 +119,16 @@ def _penalise(row: torch.Tensor, seq: Sequence) -> None:
         row[torch.as_tensor(ids, device=row.device)] -= torch.as_tensor(penalty, dtype=row.dtype, device=row.device)
 
 
-def _choose(probs: torch.Tensor, sequences: Rows[Sequence]) -> list[int]:
+def _choose(probs: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]) -> list[int]:
     count = len(sequences)
     tokens = [0] * count
     plain = [i for i, seq in enumerate(sequences) if not seq.request.params.greedy and not seq.request.params.filtered]
     greedy = [i for i, seq in enumerate(sequences) if seq.request.params.greedy]
     numbers = uniforms([seq.seed for seq in sequences], [seq.num_output for seq in sequences])
     if greedy:
-        best = probs.argmax(dim=-1).tolist()
+        top = best.tolist()
         for row in greedy:
-            tokens[row] = best[row]
+            tokens[row] = top[row]
     if plain:
         padded = np.zeros(probs.shape[0])
         padded[:count] = numbers
@@ -171,9 +187,10 @@ def score_prompt(logits: torch.Tensor, seq: Sequence, positions: Rows[int]) -> N
 
     ``logits``: ``[≥ len(positions), vocab]``.
     """
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    request = seq.request
-    for row, position in enumerate(positions):
-        seq.input_logprobs.append(float(logprobs[row, request.input_ids[position + 1]]))
-        if request.top_logprobs_num:
-            seq.input_top.append(top_and_chosen(logprobs[row], request.top_logprobs_num, ())[0])
+    scores, request = logits.float(), seq.request
+    tokens = torch.tensor([request.input_ids[position + 1] for position in positions], device=scores.device)
+    probs = torch.softmax(scores, dim=-1)
+    seq.input_logprobs += token_logprobs(scores, probs, scores.argmax(dim=-1), tokens).tolist()
+    if request.top_logprobs_num:
+        for row in scores:
+            seq.input_top.append(top_and_chosen(torch.log_softmax(row, -1), request.top_logprobs_num, ())[0])
