@@ -142,11 +142,12 @@ class RolloutManager:
 
     def _rollout(self, rollout_id: int) -> tuple[list[Any], dict[str, float]]:
         from slime.observability.debug_data import load_rollout, save_rollout
-        from slime.rollout.base_types import call_rollout_fn
+        from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 
         if self.args.load_debug_rollout_data:
             return load_rollout(self.args, rollout_id), {}
         output = call_rollout_fn(self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False)
+        assert isinstance(output, RolloutFnTrainOutput)
         if self.args.save_debug_rollout_data:
             save_rollout(self.args, rollout_id, output.samples)
         return list(output.samples), dict(output.metrics or {})
@@ -172,11 +173,12 @@ class RolloutManager:
         from slime.config.hooks import load_function
         from slime.observability.debug_data import save_rollout
         from slime.observability.samples import write_samples
-        from slime.rollout.base_types import call_rollout_fn
+        from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
         from slime.rollout.metrics import eval_metrics
 
         start = time.perf_counter()
         output = call_rollout_fn(self.eval_function, self.args, rollout_id, self.data_source, evaluation=True)
+        assert isinstance(output, RolloutFnEvalOutput)
         metrics = dict(output.metrics or {})
         for name, data in output.data.items():
             write_samples(self.run_dir, rollout_id, data.get("samples") or [], kind=f"eval-{name}")
@@ -245,5 +247,6 @@ def thread_environment(threads: int | None) -> dict[str, str]:
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "2000",  # a short spin: sleeping at once makes small operations a third slower
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -308,7 +308,11 @@ class Run:
             for group in self.groups:
                 group.save(temp)
             self.manager_call([self.manager.save_state.remote(rollout_id, str(temp))], "the data source to be saved")
-            manifest = {"rollout_id": rollout_id, "attempt": self.attempt, "weight_version": self.updates}
+            manifest: dict[str, Any] = {
+                "rollout_id": rollout_id,
+                "attempt": self.attempt,
+                "weight_version": self.updates,
+            }
             manifest |= {"world_size": self.placement.slots.train, "seed": self.args.seed, "metrics": self.pending}
             snapshot.commit(temp, manifest)
             if self.args.save_hf and self.actor is not None:

@@ -62,7 +62,9 @@ class EngineHandle(Protocol):
     """One engine. All calls raise :class:`EngineError` with a deadline of their own; none waits for ever."""
 
     url: str  # http://host:port
-    capabilities: Capabilities
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     async def generate(self, request: dict[str, Any]) -> Any:
         """POST /generate. Returns the decoded answer: a dict, or a list for a batch."""
