@@ -19,8 +19,10 @@ from slime.engines.handle import EngineHandle, EngineInfo
 from slime.weights.fleet import on_each
 
 PROBE_LENGTH = 64
-THRESHOLDS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.1}
-"""Largest difference of a log-prob by the engines' dtype: other kernels round otherwise, other weights differ more."""
+THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
+"""Largest difference of a log-prob that rounding explains, by the coarser dtype of trainer and engine. SmolLM2 on a
+probe of 64 random tokens: bfloat16 against float32 differs by up to 0.4, one zeroed matrix by 3. What is finer than
+that is found by digests."""
 _SHOWN = 5
 
 
@@ -50,11 +52,13 @@ def probe_tokens(vocab_size: int, seed: int = 0, length: int = PROBE_LENGTH) -> 
 
 
 def threshold(args: Any, infos: Iterable[EngineInfo]) -> float:
-    """``--audit-threshold``, or what the coarsest dtype of the engines allows."""
+    """``--audit-threshold``, or what the coarsest dtype of trainer and engines allows."""
     if args.audit_threshold is not None:
         return float(args.audit_threshold)
-    named = [THRESHOLDS.get(info.dtype.removeprefix("torch."), THRESHOLDS["bfloat16"]) for info in infos]
-    return max(named, default=THRESHOLDS["bfloat16"])
+    dtypes = [info.dtype.removeprefix("torch.") for info in infos]
+    if args.train_dtype:
+        dtypes.append(args.train_dtype)
+    return max((THRESHOLDS.get(dtype, THRESHOLDS["bfloat16"]) for dtype in dtypes), default=THRESHOLDS["bfloat16"])
 
 
 async def audit_engines(

@@ -60,9 +60,9 @@ def sync_weights(
     """Bring one version of the weights to every engine. Called on all ranks; the sender gets a report.
 
     Args:
-        args: reads ``update_weight_buffer_size``, ``rollout_dtype``, ``audit_weights``, ``audit_threshold``,
-            ``only_train_params_name_list``, ``freeze_params_name_list``, ``distributed_timeout_minutes``,
-            ``phase_timeout``.
+        args: reads ``update_weight_buffer_size``, ``rollout_dtype``, ``train_dtype``, ``audit_weights``,
+            ``audit_threshold``, ``only_train_params_name_list``, ``freeze_params_name_list``,
+            ``distributed_timeout_minutes``, ``phase_timeout``.
         named_weights: full tensors under their checkpoint names; iterating may be a collective.
         engines, transport: of the sender; ignored elsewhere.
         version: ``attempt.step``.

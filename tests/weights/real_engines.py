@@ -68,6 +68,7 @@ def sync_args(**changes: Any) -> Any:
         hf_checkpoint="",
         colocate=False,
         rollout_dtype=None,
+        train_dtype="float32",
         audit_weights=True,
         audit_threshold=None,
         only_train_params_name_list=None,

@@ -98,10 +98,15 @@ async def test_a_tensor_that_was_not_written_is_reported_by_its_engine() -> None
         await audit.compare_with_snapshot([engine], 5.0)  # type: ignore[list-item]
 
 
-def test_threshold_is_the_flag_or_follows_the_dtype() -> None:
-    assert audit.threshold(SimpleNamespace(audit_threshold=0.5), [info()]) == 0.5
-    assert audit.threshold(SimpleNamespace(audit_threshold=None), [info("torch.float32")]) == 1e-3
-    assert audit.threshold(SimpleNamespace(audit_threshold=None), [info(), info("bfloat16")]) == 0.25
+def test_threshold_is_the_flag_or_follows_the_coarsest_dtype() -> None:
+    def limit(flag: float | None, train: str | None, *engines: str) -> float:
+        args = SimpleNamespace(audit_threshold=flag, train_dtype=train)
+        return audit.threshold(args, [info(dtype) for dtype in engines])
+
+    assert limit(0.5, "float32", "float32") == 0.5
+    assert limit(None, "float32", "torch.float32") == limit(None, None, "float32") == 1e-3
+    assert limit(None, "float32", "float32", "bfloat16") == limit(None, "bfloat16", "float32") == 1.0
+    assert limit(None, None, "auto") == 1.0
 
 
 def test_probe_tokens_are_fixed_and_in_range() -> None:

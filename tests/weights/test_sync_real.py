@@ -109,6 +109,32 @@ def test_every_tensor_was_written(pair: list[HttpEngineHandle], model: Path, tmp
     sync(args, trained, pair, transport, "1.3", probe=probe_of(trained))  # heals, and they generate again
 
 
+def test_frozen_tensors_travel_once(pair: list[HttpEngineHandle], model: Path, tmp_path: Path) -> None:
+    args = sync_args(freeze_params_name_list=["embed_tokens"])
+    transport = make_transport("ipc", tmp_path, model, args)
+    trained = new_model(61)
+    total = len(named_weights(trained))
+    assert sync(args, trained, pair, transport, "7.0").tensors == total  # nothing from this attempt is there yet
+    assert sync(args, trained, pair, transport, "7.1", probe=probe_of(trained)).tensors == total - 1
+
+
+def test_an_error_while_gathering_leaves_no_engine_half_updated_unnoticed(
+    pair: list[HttpEngineHandle], model: Path, tmp_path: Path
+) -> None:
+    args = sync_args()
+    transport = make_transport("ipc", tmp_path, model, args)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from named_weights(new_model(71))[:9]
+        raise ArithmeticError("a rank is gone")
+
+    with pytest.raises(ArithmeticError, match="a rank is gone"):
+        sync_weights(args, weights(), pair, transport, "8.0", True)
+    assert {version_of(engine) for engine in pair} == {"8.0-torn"}
+    healed = new_model(72)
+    sync(args, healed, pair, transport, "8.1", probe=probe_of(healed))
+
+
 def test_an_engine_with_other_weights_is_found(pair: list[HttpEngineHandle], model: Path, tmp_path: Path) -> None:
     args = sync_args(audit_weights=False)
     transport = make_transport("ipc", tmp_path, model, args)

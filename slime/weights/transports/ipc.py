@@ -119,6 +119,10 @@ class IpcTransport:
         self._sweep()
 
     def _sweep(self) -> None:
+        import torch
+
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # memory whose handles the engines have closed by now
         self._left = [leftover for leftover in self._left if not leftover.remove()]
 
     async def _push(self, staged: Staged, engines: Sequence[EngineHandle], version: str) -> Failures:

@@ -1,0 +1,51 @@
+"""How an engine is paused: as little as its load allows, and with its old cache flushed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.engines.handle import Capabilities, EngineError
+from slime.weights.sync import _Sender
+
+
+class Engine:
+    """Notes what it is asked."""
+
+    def __init__(self, running: int = 0, retract: bool = True, slips_in: bool = False) -> None:
+        self.url, self.running, self.slips_in = "engine", running, slips_in
+        self.capabilities = Capabilities(retract=retract)
+        self.asked: list[str] = []
+
+    async def load(self) -> dict[str, Any]:
+        return {"running": self.running, "waiting": 0, "tokens": 0}
+
+    async def pause(self, mode: str) -> None:
+        self.asked.append(mode)
+
+    async def flush_cache(self) -> None:
+        if self.slips_in and self.asked[-1] == "in_place":
+            raise EngineError("not flushed: a request runs")
+        self.asked.append("flush")
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag", "expected"),
+    [
+        (Engine(), None, ["in_place", "flush"]),
+        (Engine(), "abort", ["in_place", "flush"]),
+        (Engine(running=2), None, ["retract", "flush"]),
+        (Engine(running=2, retract=False), None, ["abort", "flush"]),
+        (Engine(running=2), "abort", ["abort", "flush"]),
+        (Engine(running=2), "in_place", ["in_place"]),
+        (Engine(slips_in=True), None, ["in_place", "retract", "flush"]),
+    ],
+    ids=["idle", "idle, flag", "busy", "busy, no retract", "busy, flag", "busy, in place", "a request slips in"],
+)
+async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> None:
+    args = SimpleNamespace(distributed_timeout_minutes=1, phase_timeout=60, update_weight_pause_mode=flag)
+    transport: Any = SimpleNamespace(name="ipc", bracketed=True)
+    await _Sender(args, [], transport, "0.1", False)._pause_and_flush(engine)  # type: ignore[arg-type]
+    assert engine.asked == expected
