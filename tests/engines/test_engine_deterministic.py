@@ -64,7 +64,7 @@ def expected(engine: Loaded) -> list[Any]:
     return alone(engine)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chance=st.integers(0, 2**32), others=st.integers(0, 20), delays=st.lists(st.integers(0, 9), min_size=4, max_size=4))
 def test_company_and_arrival_do_not_matter(
     engine: Loaded, expected: list[Any], chance: int, others: int, delays: list[int]

@@ -120,12 +120,18 @@ class Engine:
         self._finish(self.scheduler.pause(mode))
 
     def change_weights(self, write: Callable[[], T], version: str | None) -> T:
-        """Run ``write``, which changes weights, and account for it."""
+        """Run ``write``, which changes weights, and account for it.
+
+        When it fails, part of the weights may be new: the version keeps its name, cached KV is not shared.
+        """
+        named = None
         try:
-            return write()
+            result = write()
+            named = version if version != self.scheduler.weight_version else None
         finally:
             self.runner.weights_changed()
-            self.scheduler.weights_changed(version if version != self.scheduler.weight_version else None)
+            self.scheduler.weights_changed(named)
+        return result
 
     def rename_version(self, version: str) -> None:
         """The weights are now called ``version``, without having changed."""

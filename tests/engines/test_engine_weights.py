@@ -1,0 +1,94 @@
+"""Weights under the names of the checkpoint, also where transformers keeps them otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_engine_numerics import architectures, save_random
+from transformers import AutoModelForCausalLM
+
+from slime.engines.embedded.weights import WeightError, Weights, overall_checksum
+from slime.models.digest import tensor_digest
+
+
+@pytest.fixture(params=["qwen3", "qwen3-moe", "mistral-window"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_random(architectures()[request.param], tmp_path)
+
+
+def open_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_names_and_values_are_those_on_disk(folder: Path) -> None:
+    on_disk = load_file(folder / "model.safetensors")
+    weights = Weights(open_model(folder))
+    assert set(weights.views) == set(on_disk)
+    assert weights.checksums() == {name: tensor_digest(tensor) for name, tensor in on_disk.items()}
+
+
+def test_an_update_reaches_the_model(folder: Path) -> None:
+    on_disk = load_file(folder / "model.safetensors")
+    doubled = {name: tensor * 2 for name, tensor in on_disk.items()}
+    model = open_model(folder)
+    pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    Weights(model).load(doubled.items())
+    assert pointers == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    out = folder / "doubled"
+    model.save_pretrained(out)
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert torch.equal(tensor, doubled[name]), name
+
+
+def test_tied_weights_have_one_digest_and_two_names(tiny_llama: Path) -> None:
+    model = open_model(tiny_llama)
+    weights = Weights(model)
+    assert "lm_head.weight" not in weights.views
+    new = torch.randn_like(model.lm_head.weight)
+    weights.load([("lm_head.weight", new)])
+    assert torch.equal(model.model.embed_tokens.weight, new)
+
+
+def test_wrong_names_and_shapes_write_nothing(tiny_llama: Path) -> None:
+    weights = Weights(open_model(tiny_llama))
+    before = weights.checksums()
+    norm = torch.zeros(44)
+    with pytest.raises(WeightError, match=r"no tensor 'model.norm.weigh'; did you mean 'model.norm.weight'"):
+        weights.load([("model.norm.weight", norm), ("model.norm.weigh", norm)])
+    with pytest.raises(WeightError, match=r"shape \(3,\), the model has \(44,\)"):
+        weights.load([("model.layers.0.input_layernorm.weight", norm), ("model.norm.weight", torch.zeros(3))])
+    assert weights.checksums() == before
+
+
+def test_folders_must_be_complete(tiny_llama: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = Weights(open_model(tiny_llama))
+    with pytest.raises(WeightError, match="holds no"):
+        weights.load_folder(tmp_path)
+    state = load_file(tiny_llama / "model.safetensors")
+    del state["model.norm.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"lacks 1 tensors of the model, e.g. 'model.norm.weight'"):
+        weights.load_folder(tmp_path)
+
+
+def test_snapshot_reset_compare(tiny_llama: Path) -> None:
+    weights = Weights(open_model(tiny_llama))
+    with pytest.raises(WeightError, match="no snapshot"):
+        weights.compare()
+    weights.take_snapshot()
+    weights.reset(skip=["norm"])
+    state = load_file(tiny_llama / "model.safetensors")
+    left_out = "model.layers.1.mlp.up_proj.weight"
+    weights.load((name, tensor) for name, tensor in state.items() if name != left_out)
+    assert weights.compare() == [left_out]
+
+
+def test_overall_checksum_sees_names() -> None:
+    assert overall_checksum({"a": "1", "b": "2"}) == overall_checksum({"b": "2", "a": "1"})
+    assert overall_checksum({"a": "1", "b": "2"}) != overall_checksum({"a": "2", "b": "1"})

@@ -1,0 +1,130 @@
+"""Retries where they help, none where they hide a mistake."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from slime.engines import http
+from slime.engines.handle import EngineError
+from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.surface import choose_surface
+from slime.utils import async_utils, http_utils
+
+
+class Flaky:
+    """Answers as told, then 200 with the request's own body."""
+
+    def __init__(self) -> None:
+        self.script: list[Any] = []
+        self.calls = 0
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.calls += 1
+        told = self.script.pop(0) if self.script else 200
+        if told == "drop":
+            assert request.transport is not None
+            request.transport.close()
+            await asyncio.sleep(0.1)
+        if isinstance(told, int) and told != 200:
+            return web.json_response({"error": {"message": f"told to say {told}"}}, status=told)
+        return web.json_response({"got": await request.json() if request.can_read_body else None})
+
+
+@pytest.fixture
+async def flaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    monkeypatch.setattr(http, "FIRST_DELAY_SECONDS", 0.001)
+    double = Flaky()
+    app = web.Application()
+    app.router.add_route("*", "/x", double.answer)
+    server = TestServer(app)
+    await server.start_server()
+    double.url = str(server.make_url("/x"))  # type: ignore[attr-defined]
+    yield double
+    await http.close_session()
+    await server.close()
+
+
+async def test_success_and_payload(flaky: Any) -> None:
+    assert await http_utils.post(flaky.url, {"a": [1, "é"]}) == {"got": {"a": [1, "é"]}}
+    assert await http_utils.get(flaky.url) == {"got": None}
+
+
+async def test_connection_loss_and_5xx_are_tried_again(flaky: Any) -> None:
+    flaky.script = [500, "drop", 503, 502]
+    assert await http_utils.post(flaky.url, 1) == {"got": 1}
+    assert flaky.calls == 5
+
+
+async def test_4xx_is_not(flaky: Any) -> None:
+    flaky.script = [400]
+    with pytest.raises(http.HttpError, match="answered 400: told to say 400") as failure:
+        await http_utils.post(flaky.url, 1)
+    assert flaky.calls == 1 and failure.value.status == 400
+
+
+async def test_there_is_a_limit(flaky: Any) -> None:
+    flaky.script = [500] * 10
+    with pytest.raises(http.HttpError, match="told to say 500"):
+        await http_utils.post(flaky.url, 1, max_retries=3)
+    assert flaky.calls == 4
+
+
+async def test_nobody_listens() -> None:
+    with pytest.raises(http.HttpError) as failure:
+        await http_utils.post("http://127.0.0.1:9/x", {}, max_retries=0)
+    assert failure.value.status is None
+    await http.close_session()
+
+
+async def test_deadline(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(5)
+        return web.Response()
+
+    monkeypatch.setattr(flaky, "answer", slow)
+    app = web.Application()
+    app.router.add_get("/slow", slow)
+    async with TestServer(app) as server:
+        with pytest.raises(http.HttpError, match="no answer within 0 s"):
+            await http.request("GET", str(server.make_url("/slow")), None, 0.1)
+
+
+async def test_handle_errors_name_engine_and_call() -> None:
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/pause_generation"):
+        await HttpEngineHandle("http://127.0.0.1:9").pause("abort")
+    assert await HttpEngineHandle("http://127.0.0.1:9").health(1.0) is False
+    await http.close_session()
+
+
+def test_run_returns_results_and_exceptions() -> None:
+    async def fine() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async def nested() -> int:
+        return async_utils.run(fine())
+
+    assert async_utils.run(fine()) == 7
+    with pytest.raises(RuntimeError, match="use 'await'"):
+        async_utils.run(nested())
+    with pytest.raises(ZeroDivisionError):
+        async_utils.run(fails())
+
+
+async def fails() -> None:
+    raise ZeroDivisionError
+
+
+def test_surface_is_chosen_by_what_the_server_says() -> None:
+    embedded = choose_surface({"engine": "embedded", "version": "0.5.23", "enable_deterministic_inference": True}, "u")
+    assert embedded.kind == "embedded" and embedded.capabilities.deterministic
+    newest = choose_surface({"version": "0.6.0rc1"}, "u")
+    assert newest.kind == "sglang" and newest.capabilities.update_brackets and not newest.capabilities.named_checksums
+    with pytest.raises(EngineError, match=r"u is SGLang 0\.4\.1"):
+        choose_surface({"version": "0.4.1"}, "u")
