@@ -269,7 +269,7 @@ class Run:
             self._onload(("kv_cache", "cuda_graph"))
         if self.args.audit_weights:
             with self.phase("audit_weights"):
-                self.pending["train/audit_logprob_diff"] = self.actor.check_probe(self.engine_urls)
+                self.pending["perf/audit_logprob_diff"] = self.actor.check_probe(self.engine_urls)
         self.updates += 1
         self.pending["perf/update_weights_pause_time"] = report["pause_seconds"]
         self.pending["perf/update_weights_wire_bytes"] = float(report["nbytes"])

@@ -35,6 +35,8 @@ def connect(args: Args) -> None:
     if ray.is_initialized():
         return
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # a submitted job brings its own
+        common["runtime_env"] = {"env_vars": {"PYTHONPATH": _python_path()}}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
@@ -44,7 +46,6 @@ def connect(args: Args) -> None:
         _node_ip_address="127.0.0.1",
         num_cpus=max(os.cpu_count() or 1, 4),
         object_store_memory=_object_store_bytes(),
-        runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
         **common,
     )
 
