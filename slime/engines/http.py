@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import logging
 import random
 import weakref
 from typing import TYPE_CHECKING, Any
+
+from slime.engines.background import background_loop
 
 if TYPE_CHECKING:
     import aiohttp
@@ -46,7 +50,15 @@ def session() -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
+        if loop is background_loop():
+            atexit.register(_close_at_exit)
     return found
+
+
+def _close_at_exit() -> None:
+    """The background loop runs on a daemon thread, which still lives when atexit hooks run."""
+    with contextlib.suppress(TimeoutError):
+        asyncio.run_coroutine_threadsafe(close_session(), background_loop()).result(timeout=2.0)
 
 
 async def close_session() -> None:

@@ -99,7 +99,7 @@ def _serve(options: argparse.Namespace, started: float) -> None:
         port=options.port,
         print=None,
         access_log=None,
-        shutdown_timeout=1.0,
+        shutdown_timeout=0.2,
         handler_cancellation=True,
         keepalive_timeout=3600.0,
     )
