@@ -219,6 +219,7 @@ def our_command(args: argparse.Namespace, run_name: str) -> list[str]:
         "num-rollout": args.warmup + args.steps,
         "advantage-estimator": "grpo",
         "lr": 1e-5,
+        "max-tokens-per-gpu": 2048,
         "train-dtype": args.dtype,
         "train-backend": "fsdp",
         "rollout-backend": "embedded",
@@ -230,7 +231,7 @@ def our_command(args: argparse.Namespace, run_name: str) -> list[str]:
         "run-name": run_name,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    switches = ["--apply-chat-template", "--rollout-shuffle", "--colocate"]
+    switches = ["--apply-chat-template", "--rollout-shuffle", "--use-dynamic-batch-size"]
     return [sys.executable, str(CHECKOUT / "train.py"), *words, *switches, *shlex.split(args.our_flags)]
 
 
