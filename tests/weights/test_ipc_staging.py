@@ -14,12 +14,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from slime.engines.handle import EngineError
 from slime.models.digest import tensor_digest
-from slime.weights.transports import ipc
+from slime.weights.transports import ipc, shared_memory
+from slime.weights.transports.shared_memory import FileList, sweep_shared_memory
 from slime.weights.update import Bucket, WeightUpdate
 
 
@@ -36,12 +38,19 @@ def named(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
 
 
 def segments() -> set[str]:
-    return {name for name in os.listdir(ipc.SHARED_MEMORY) if name.startswith(f"torch_{os.getpid()}_")}
+    return {name for name in os.listdir(shared_memory.SHARED_MEMORY) if name.startswith(f"torch_{os.getpid()}_")}
 
 
-def test_staged_tensors_equal_the_originals_and_share_one_buffer() -> None:
+@pytest.fixture
+def files() -> Iterator[FileList]:
+    made = FileList()
+    yield made
+    made.close()
+
+
+def test_staged_tensors_equal_the_originals_and_share_one_buffer(files: FileList) -> None:
     before = segments()
-    staged = ipc.stage(Bucket(2, named(), last=True), [])
+    staged = ipc.stage(Bucket(2, named(), last=True), [], files)
     assert staged.bucket.last and staged.bucket.index == 2 and staged.bucket.flat is not None
     storage = staged.bucket.flat.untyped_storage().data_ptr()
     for (name, tensor), (staged_name, view) in zip(named(), staged.bucket.tensors, strict=True):
@@ -55,13 +64,15 @@ def test_staged_tensors_equal_the_originals_and_share_one_buffer() -> None:
     assert segments() == before
 
 
-def test_too_little_shared_memory_is_an_error_not_a_dead_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_shared_memory_is_an_error_not_a_dead_process(
+    monkeypatch: pytest.MonkeyPatch, files: FileList
+) -> None:
     class Full:
         f_bavail, f_frsize = 1, 4096
 
-    monkeypatch.setattr(ipc.os, "statvfs", lambda path: Full)
+    monkeypatch.setattr(shared_memory.os, "statvfs", lambda path: Full)
     with pytest.raises(MemoryError, match=r"--update-weight-buffer-size"):
-        ipc.stage(Bucket(0, [("big", torch.zeros(10_000))]), [])
+        ipc.stage(Bucket(0, [("big", torch.zeros(10_000))]), [], files)
 
 
 def _receive(pipe: Connection) -> None:
@@ -154,24 +165,38 @@ async def test_a_process_that_dies_is_named_and_the_other_gets_everything(proces
 KILLED = """
 import sys, time, torch
 from slime.weights.transports.ipc import stage
+from slime.weights.transports.shared_memory import FileList
 from slime.weights.update import Bucket
-staged = stage(Bucket(0, [("a", torch.ones(1000))]), [])
-print(staged.buffer.path, flush=True)
+files = FileList()
+staged = stage(Bucket(0, [("a", torch.ones(1000))]), [], files)
+print(files.path, staged.buffer.path, flush=True)
 time.sleep(60)
 """
 
 
 @pytest.mark.real
-def test_a_killed_trainer_leaves_no_shared_memory() -> None:
+@pytest.mark.parametrize("with_manager", [False, True])
+def test_a_killed_trainer_leaves_no_shared_memory(with_manager: bool) -> None:
+    """Ray kills a worker's children with it, torch_shm_manager among them."""
     child = subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None
-        path = child.stdout.readline().decode().strip()
-        assert os.path.exists(path)
+        listed, path = child.stdout.readline().decode().split()
+        assert sweep_shared_memory() == [] and os.path.exists(path), "its owner lives"
+        if with_manager:
+            for manager in psutil.Process(child.pid).children():
+                manager.kill()
+                while manager.status() != psutil.STATUS_ZOMBIE:  # its parent never asks for its end
+                    time.sleep(0.01)
     finally:
         child.kill()
         child.wait(10)
+    if with_manager:
+        assert os.path.exists(path)
+        assert sweep_shared_memory() == [os.path.basename(path)]
     deadline = time.monotonic() + 20
     while os.path.exists(path):
         assert time.monotonic() < deadline, f"{path} is still there"
         time.sleep(0.05)
+    sweep_shared_memory()
+    assert not os.path.exists(listed)

@@ -23,7 +23,7 @@ from slime.weights.fleet import WeightSyncError
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Transport, create_transport
 from slime.weights.transports.distributed import DistributedTransport
-from slime.weights.transports.ipc import SHARED_MEMORY
+from slime.weights.transports.shared_memory import SHARED_MEMORY
 from slime.weights.update import UpdateReport
 
 pytestmark = pytest.mark.real
@@ -47,11 +47,22 @@ def pair(fleet: Engines) -> list[HttpEngineHandle]:
     return fleet.start(2)
 
 
+_made: list[Transport] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_transports() -> Iterator[None]:
+    yield
+    while _made:
+        run(_made.pop().close())
+
+
 def make_transport(name: str, folder: Path, model: Path, args: Any) -> Transport:
     args.hf_checkpoint = str(model)
     args.update_weight_disk_dir = str(folder / "published")
     args.update_weight_transport = "disk" if name == "disk" else "nccl"
-    return create_transport(args, colocated_host=name == "ipc")
+    _made.append(create_transport(args, colocated_host=name == "ipc"))
+    return _made[-1]
 
 
 def probe_of(trained: Any) -> Probe:
@@ -225,4 +236,3 @@ def test_an_engine_lost_in_mid_sync(
     healed = new_model(53)
     sync(args, healed, [well], transport, "4.2", probe=probe_of(healed))
     assert version_of(well) == "4.2"
-    run(transport.close())

@@ -17,43 +17,13 @@ from typing import TYPE_CHECKING
 from slime.engines.handle import EngineHandle
 from slime.weights.fleet import Failures, on_each
 from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.transports.shared_memory import Buffer, FileList, Leftover, allocate, sweep_shared_memory
 from slime.weights.update import Bucket, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
 
-SHARED_MEMORY = "/dev/shm"
 _ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
-
-
-@dataclass
-class Buffer:
-    """Memory that other processes can open.
-
-    Shared memory is a file that goes away with its last user, as long as none of them dies with a reference.
-    """
-
-    flat: torch.Tensor  # uint8
-    path: str | None = None  # of the file; None on CUDA
-
-
-class Leftover:
-    """The file of a buffer that an engine may have died with."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        from torch.multiprocessing.reductions import StorageWeakRef
-
-        self.path = buffer.path
-        self._storage = StorageWeakRef(buffer.flat.untyped_storage())
-
-    def remove(self) -> bool:
-        """Remove it by name. False while this process still maps it: torch ends a process that finds its file
-        gone."""
-        if not self._storage.expired():
-            return False
-        if self.path is not None and os.path.exists(self.path):
-            os.unlink(self.path)
-        return True
 
 
 @dataclass
@@ -80,6 +50,7 @@ class IpcTransport:
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
+        self._files: FileList | None = None
         self._spare: list[Buffer] = []  # shared memory is kept: its first use costs ten times the copy
         self._left: list[Leftover] = []
 
@@ -88,18 +59,20 @@ class IpcTransport:
 
         # Pickling a tensor otherwise passes a file descriptor, which SGLang's server does not survive.
         torch.multiprocessing.set_sharing_strategy("file_system")
+        self._files = self._files or FileList()
         self._sweep()
         return {}
 
     async def send(
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
+        assert self._files is not None, "send() without connect()"
         result = SendResult()
         alive = list(engines)
         loading: asyncio.Task[Failures] | None = None
         try:
             async for bucket in stream(update.buckets):
-                staged = await asyncio.to_thread(stage, bucket, self._spare)
+                staged = await asyncio.to_thread(stage, bucket, self._spare, self._files)
                 if loading is None and open_window is not None:
                     alive = list(await open_window())
                 if loading is not None:
@@ -117,6 +90,9 @@ class IpcTransport:
         """Give the shared memory back, and remove what engines that died have left there."""
         self._spare.clear()
         self._sweep()
+        if self._files is not None and not self._left:
+            self._files.close()
+            self._files = None
 
     def _sweep(self) -> None:
         import torch
@@ -124,6 +100,7 @@ class IpcTransport:
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()  # memory whose handles the engines have closed by now
         self._left = [leftover for leftover in self._left if not leftover.remove()]
+        sweep_shared_memory()
 
     async def _push(self, staged: Staged, engines: Sequence[EngineHandle], version: str) -> Failures:
         failed: Failures = {}
@@ -144,17 +121,18 @@ def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult
     return [engine for engine in alive if engine.url not in failed]
 
 
-def stage(bucket: Bucket, spare: list[Buffer]) -> Staged:
+def stage(bucket: Bucket, spare: list[Buffer], files: FileList) -> Staged:
     """Copy a bucket into one shareable buffer; the new bucket's tensors are views into it.
 
     Args:
         spare: buffers that nobody uses; one that is large enough is taken from here.
+        files: where new ones are noted.
     """
     import torch
 
     offsets, size = _layout(bucket)
     device = bucket.tensors[0][1].device
-    buffer = _buffer(max(size, 1), device, spare)
+    buffer = _buffer(max(size, 1), device, spare, files)
     flat = buffer.flat[: max(size, 1)]
     views = []
     for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
@@ -167,7 +145,7 @@ def stage(bucket: Bucket, spare: list[Buffer]) -> Staged:
     return Staged(Bucket(bucket.index, views, bucket.last, flat), buffer)
 
 
-def _buffer(size: int, device: torch.device, spare: list[Buffer]) -> Buffer:
+def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileList) -> Buffer:
     """At least ``size`` bytes. At most one spare buffer that is too small is kept."""
     import torch
 
@@ -178,7 +156,7 @@ def _buffer(size: int, device: torch.device, spare: list[Buffer]) -> Buffer:
     if large_enough:
         return spare.pop(min(large_enough, key=lambda i: spare[i].flat.numel()))
     del spare[1:]
-    return _shared_memory(size)
+    return allocate(size, files)
 
 
 def _layout(bucket: Bucket) -> tuple[list[int], int]:
@@ -188,23 +166,6 @@ def _layout(bucket: Bucket) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
     return offsets, end
-
-
-def _shared_memory(size: int) -> Buffer:
-    """A uint8 buffer that other processes open by name, and its file."""
-    import torch
-
-    room = os.statvfs(SHARED_MEMORY)
-    free = room.f_bavail * room.f_frsize
-    if size > free:  # writing past the end of the file system would kill this process without a word
-        raise MemoryError(
-            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB left, a bucket of weights needs {size / 2**20:.0f} MiB: "
-            "make it larger, lower --update-weight-buffer-size, or use --update-weight-transport disk"
-        )
-    storage = torch.UntypedStorage._new_using_filename_cpu(size)
-    name = storage._share_filename_cpu_()[1].decode()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return Buffer(flat, os.path.join(SHARED_MEMORY, name.lstrip("/")))
 
 
 @contextmanager
