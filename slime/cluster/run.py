@@ -120,7 +120,7 @@ class Run:
         """The snapshot to go on from, or None for a fresh start."""
         from slime.checkpoint.snapshot import latest
 
-        return latest(Path(self.args.load)) if self.args.load else None
+        return latest(Path(self.args.load), self.args.ckpt_step) if self.args.load else None
 
     def _restore(self) -> None:
         if self.snapshot is not None:
@@ -179,6 +179,7 @@ class Run:
         import ray
 
         from slime.cluster.session import disconnect
+        from slime.weights.transports.shared_memory import sweep_shared_memory
 
         if not ray.is_initialized():
             return
@@ -187,6 +188,9 @@ class Run:
                 if failed and self.engine_urls:
                     self.display.note(ray.get(self.manager.engine_report.remote(), timeout=15))
                 ray.get(self.manager.shutdown.remote(), timeout=60)
+        for group in self.groups:
+            with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+                group.close()
         if failed:
             self.display.note(f"logs of all processes: {self.dir.path / 'logs'}")
         if self.metrics_log is not None:
@@ -195,6 +199,7 @@ class Run:
         if self.placement is not None:
             self.placement.remove()
         disconnect()
+        sweep_shared_memory()  # Ray kills workers before torch's own cleaner has run
 
     # --- phases ------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Role = Literal["actor", "critic"]
 START_DEADLINE_SECONDS = 900.0
+CLOSE_DEADLINE_SECONDS = 10.0
 
 
 class TrainActor:
@@ -140,6 +141,13 @@ class TrainActor:
     def wake(self) -> None:
         self.backend.wake()
 
+    def close(self) -> None:
+        """Leave the groups and the shared memory of weight updates."""
+        from slime.utils.async_utils import run
+
+        if self.transport is not None:
+            run(self.transport.close())
+
     def status(self) -> dict[str, Any]:
         from slime.observability import progress
 
@@ -211,6 +219,12 @@ class TrainGroup:
 
     def wake(self) -> None:
         self._all("wake")
+
+    def close(self) -> None:
+        """Let go of what outlives a process. A rank that hangs is not waited for."""
+        import ray
+
+        ray.get([rank.close.remote() for rank in self.ranks], timeout=CLOSE_DEADLINE_SECONDS)
 
     def _all(self, method: str, *arguments: Any, interruptible: bool = True) -> None:
         refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]

@@ -24,7 +24,7 @@ class CheckpointConfig:
     save_hf: str = flag(None, help="also export Hugging Face weights; {rollout_id} in the path", reader="train.py")
     ref_load: str = flag(None, help="reference model; default --hf-checkpoint", reader="slime/backends")
     ref_ckpt_step: int = flag(None, help="iteration of the reference checkpoint", status="planned")
-    ckpt_step: int = flag(None, help="iteration to load instead of the latest", status="planned")
+    ckpt_step: int = flag(None, help="iteration to load instead of the latest", reader="slime/cluster/run.py")
     no_save_optim: bool = flag(
         False, help="leave the optimizer out of snapshots", reader="slime/backends/fsdp/backend.py"
     )

@@ -78,8 +78,8 @@ class RewardConfig:
 
     rm_type: str = flag(
         None,
-        help="deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also with boxed_ in front; "
-        "default: math where rows have a label",
+        help="deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also with boxed_ in "
+        "front; default: math where rows have a label",
         reader="slime/rollout/rm_hub",
     )
     custom_rm_path: str = flag(None, kind="hook", help="reward function", reader="slime/rollout/rm_hub")

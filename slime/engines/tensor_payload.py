@@ -68,8 +68,9 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
 
 
 def _pickled(value: Any) -> str:
-    import torch.multiprocessing
     from multiprocessing.reduction import ForkingPickler
+
+    import torch.multiprocessing
 
     torch.multiprocessing.set_sharing_strategy("file_system")  # SGLang does not survive passed file descriptors
     stream = io.BytesIO()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
         ModelError: the checkpoint or its architecture cannot be trained as asked.
     """
     packed = (args.attn_implementation or VARLEN) == VARLEN
-    model = load_full_model(args, args.hf_checkpoint)
+    model = load_full_model(args, _initial_weights(args))
     if packed:
         check_packable(model)
     builder = _builder(args, model, torch.device("cpu"), packed)
@@ -80,6 +81,12 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # not .train(), which would reach the layer's dropout
+
+
+def _initial_weights(args: Any) -> str:
+    """``--load`` where it names a Hugging Face folder (a snapshot is read later), else ``--hf-checkpoint``."""
+    starts_from_folder = args.load and (Path(args.load) / "config.json").is_file()
+    return str(args.load if starts_from_folder else args.hf_checkpoint)
 
 
 def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_size: int, dtype: torch.dtype) -> None:

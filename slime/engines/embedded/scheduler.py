@@ -143,7 +143,8 @@ class Scheduler:
         last.slot, sequence.slot = sequence.slot, -1
 
     def pause(self, mode: str) -> list[Sequence]:
-        """Stop planning. ``abort`` ends all, ``retract`` puts running ones back in the queue, ``in_place`` keeps them."""
+        """Stop planning. ``abort`` ends all, ``retract`` puts running ones back in the queue, ``in_place`` keeps them
+        where they are."""
         self.paused = True
         if mode == "abort":
             return self.abort(None)
