@@ -52,7 +52,7 @@ class Memory:
 
     def _to_host(self) -> None:
         for name, storage in self._storages().items():
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             host = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
             host.copy_(flat, non_blocking=True)
             self._host[name] = host
@@ -64,7 +64,7 @@ class Memory:
         for name, storage in self._storages().items():
             host = self._host[name]
             storage.resize_(host.numel())
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             flat.copy_(host, non_blocking=True)
         torch.cuda.synchronize(self.runner.device)
         self._host.clear()

@@ -91,7 +91,7 @@ class Weights:
 
     def get(self, name: str, truncate: int) -> list[Any]:
         view = self.resolve(name)
-        return view[:truncate].float().tolist()  # type: ignore[no-any-return]
+        return list(view[:truncate].float().tolist())
 
     def checksums(self, skip: Sequence[str] = ()) -> dict[str, str]:
         """XXH3-128 of each tensor's bytes, as the engine holds it."""
