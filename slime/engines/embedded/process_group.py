@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 
 def join_group(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta) -> Any:
@@ -24,7 +24,7 @@ def join_group(address: str, port: int, rank: int, world_size: int, name: str, b
         [],
         c10d.Backend(backend),
         c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name),
+        group_name=cast(Any, name),  # the alias of its type differs between torch versions
         backend_options=None,
         timeout=timeout,
     )
