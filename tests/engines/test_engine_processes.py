@@ -136,7 +136,8 @@ def test_updates_leave_no_shared_memory_behind(start_engine: Callable[..., Engin
     assert not ours
     os.kill(engine.pid, signal.SIGKILL)
     engine.child.wait(10)
-    assert not {name for name in os.listdir("/dev/shm") if name.startswith((f"torch_{os.getpid()}_", f"torch_{engine.pid}_"))}
+    left = set(os.listdir("/dev/shm")) - before
+    assert not {name for name in left if name.startswith((f"torch_{os.getpid()}_", f"torch_{engine.pid}_"))}
 
 
 def test_clients_import_no_heavy_library() -> None:
