@@ -158,6 +158,7 @@ def measure_engine(
 def main() -> None:
     options = parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the engine sets it, so that all sides have the same
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     import torch
     from transformers import AutoModelForCausalLM

@@ -12,6 +12,7 @@ from slime.engines.embedded import attention
 from slime.engines.embedded.deterministic import make_reproducible
 from slime.engines.embedded.engine import Engine
 from slime.engines.embedded.images import ImageReader
+from slime.engines.embedded.linear import PackedLinears
 from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
 from slime.engines.embedded.rows import row_context, rows_of, segment_context
 from slime.engines.embedded.runner import Runner
@@ -76,7 +77,15 @@ def load_engine(options: EngineOptions) -> Loaded:
     runner = Runner(model, dtype, device, options.deterministic)
     reference = _plain_logits(model, vocab_size)
     _use_slots(model)
-    _check_against(reference, runner, dtype)
+    try:
+        _check_against(reference, runner, dtype)
+    except RuntimeError as error:
+        if runner.packed is None or isinstance(error, UnsupportedModel | NotImplementedError):
+            raise
+        logger.info("this model does not take fused linear layers (%s)", error)
+        runner.packed.drop()
+        runner.packed = PackedLinears(model, fuse=False)
+        _check_against(reference, runner, dtype)
     if options.deterministic:
         make_reproducible(runner, vocab_size, options.random_seed)
         alone = ", rows attend one by one" if runner.attend_alone else ""

@@ -11,7 +11,8 @@ from slime.engines.embedded.attention import RowGroup, Segment, StepContext
 from slime.engines.embedded.kv_cache import KVCache
 from slime.engines.embedded.scheduler import Work
 
-ROWS_PER_GROUP = 16  # neighbouring slots that attend together; more wastes work on unequal lengths
+CALL_COST = 700  # what one attention call costs, in positions that one row looks at (measured on two cores)
+GROUP_AREA = 8192  # rows times length of one call; more does not stay in the cache
 LENGTH_STEP = 16  # attention lengths are rounded up to this
 FIXED_LENGTH_STEP = 64  # the same where shapes may depend on a row's own length only
 
@@ -93,7 +94,8 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
     groups = []
     start = 0
     while start < len(rows):
-        end = start + 1 if alone else _group_end(rows, start, step, fixed)
+        group_end = _fixed_group_end if fixed else _near_group_end
+        end = start + 1 if alone else group_end(rows, start)
         longest = max(rows.positions[start:end]) + 1
         length = min(-(-longest // step) * step, cache.capacity)
         same = end - start > 1 and rows.slots[start] == rows.slots[start + 1]
@@ -107,17 +109,38 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
     )
 
 
-def _group_end(rows: Rows, start: int, step: int, fixed: bool) -> int:
-    """Rows of one slot, or of neighbouring slots, that one call can take."""
+def _neighbours(rows: Rows, start: int) -> int:
+    """End of the rows from ``start`` on that are all in one slot, or in slots that follow one another."""
     end = start + 1
     stride = None
-    while end < len(rows) and (fixed or end - start < ROWS_PER_GROUP):
+    while end < len(rows):
         jump = rows.slots[end] - rows.slots[end - 1]
         if jump not in (0, 1) or (stride is not None and jump != stride):
             break
-        if fixed and rows.positions[end] // step != rows.positions[start] // step:
-            break
         stride = jump
+        end += 1
+    return end
+
+
+def _fixed_group_end(rows: Rows, start: int) -> int:
+    """Neighbours that attend to the same rounded length."""
+    end, last = start + 1, _neighbours(rows, start)
+    block = rows.positions[start] // FIXED_LENGTH_STEP
+    while end < last and rows.positions[end] // FIXED_LENGTH_STEP == block:
+        end += 1
+    return end
+
+
+def _near_group_end(rows: Rows, start: int) -> int:
+    """Neighbours of similar length: padding them all to the longest costs less than another call."""
+    end, last = start + 1, _neighbours(rows, start)
+    longest = rows.positions[start] + 1
+    while end < last:
+        length = rows.positions[end] + 1
+        count, together = end - start, (end - start + 1) * max(longest, length)
+        if together > GROUP_AREA or together > count * longest + length + CALL_COST:
+            break
+        longest = max(longest, length)
         end += 1
     return end
 
