@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_tiny_llama  # type: ignore[attr-defined]
 from engine_drivers import finish, load, make, result, step
+from engine_parts import save_tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +65,9 @@ def expected(engine: Loaded) -> list[Any]:
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(chance=st.integers(0, 2**32), others=st.integers(0, 20), delays=st.lists(st.integers(0, 9), min_size=4, max_size=4))
+@given(
+    chance=st.integers(0, 2**32), others=st.integers(0, 20), delays=st.lists(st.integers(0, 9), min_size=4, max_size=4)
+)
 def test_company_and_arrival_do_not_matter(
     engine: Loaded, expected: list[Any], chance: int, others: int, delays: list[int]
 ) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tokenizer  # type: ignore[attr-defined]
 from engine_drivers import finish, load, make, reference_logprobs, step
+from engine_parts import make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from slime.engines.embedded.loading import UnsupportedModel

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import engine_args  # type: ignore[attr-defined]
+from engine_parts import engine_args
 
 from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.process import EngineProcess, ServerFailed, start_embedded_engine
@@ -43,7 +43,7 @@ def wait_gone(pids: list[int], seconds: float = 15.0) -> None:
 PARENT = """
 import sys, time, pickle
 sys.path[:0] = {path!r}
-from conftest import engine_args
+from engine_parts import engine_args
 from pathlib import Path
 from slime.engines.process import start_embedded_engine
 from slime.engines.router import start_router
@@ -112,7 +112,7 @@ def test_stop_ends_a_busy_engine(start_engine: Callable[..., EngineProcess], tin
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     engine = start_embedded_engine(engine_args(tmp_path / "nothing"), 3, log_path=tmp_path / "log")
     try:
-        with pytest.raises(ServerFailed, match="embedded engine 3 .*(?s:.)*does not exist"):
+        with pytest.raises(ServerFailed, match=r"embedded engine 3 .*(?s:.)*does not exist"):
             engine.wait_ready(60)
     finally:
         engine.stop()

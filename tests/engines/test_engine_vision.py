@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import transformers as t
-from conftest import make_tokenizer  # type: ignore[attr-defined]
 from engine_drivers import finish, load, make
+from engine_parts import make_tokenizer
 from PIL import Image
 
 from slime.engines import http

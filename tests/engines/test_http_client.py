@@ -44,7 +44,7 @@ async def flaky(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     app.router.add_route("*", "/x", double.answer)
     server = TestServer(app)
     await server.start_server()
-    double.url = str(server.make_url("/x"))  # type: ignore[attr-defined]
+    double.url = str(server.make_url("/x"))
     yield double
     await http.close_session()
     await server.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import engine_args  # type: ignore[attr-defined]
+from engine_parts import engine_args
 
 from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.process import EngineProcess

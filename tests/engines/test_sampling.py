@@ -99,7 +99,9 @@ def test_logprobs_of_hopeless_tokens_are_finite() -> None:
 
 
 def test_penalties_and_bias() -> None:
-    sequence = make([7, 3], repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((4, 1.5),))
+    sequence = make(
+        [7, 3], repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, logit_bias=((4, 1.5),)
+    )
     sequence.tokens += [5, 5]
     logits = torch.linspace(-2, 2, 9)
     expected = logits.clone()

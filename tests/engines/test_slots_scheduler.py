@@ -124,7 +124,10 @@ def test_admission_waits_for_room_in_order() -> None:
     for rid, prompt in (("a", 100), ("b", 100), ("c", 10)):
         scheduler.add(sequence(rid, [1 + ord(rid)] * prompt))
     scheduler.plan()
-    assert [seq.request.rid for seq in scheduler.running] == ["a", "b"]  # two slots of 128; c waits behind nobody's back
+    assert [seq.request.rid for seq in scheduler.running] == [
+        "a",
+        "b",
+    ]  # two slots of 128; c waits behind nobody's back
     assert len(run_all(scheduler)) == 3
 
 

@@ -65,9 +65,7 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -
     return drawn
 
 
-def token_logprobs(
-    scores: torch.Tensor, probs: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
+def token_logprobs(scores: torch.Tensor, probs: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probs ``[len(tokens)]`` of one token per row, as exact as log_softmax, from a softmax that is there already.
 
     ``log p(token) = (score(token) - score(best)) + log p(best)``, where ``p(best)`` is never small.

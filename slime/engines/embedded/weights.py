@@ -145,21 +145,27 @@ def _is_weight(model: Any, name: str) -> bool:
 def _on_disk_views(model: Any, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename and split parameters as ``save_pretrained`` would, but as views.
 
-    transformers' own reverse conversion runs on tensors of element numbers; where the outcome is a regular
-    part of one parameter, it tells that part's offset and strides.
+    Where transformers' own reverse conversion does more than rename, it runs on a tensor of element numbers; if
+    the outcome is a regular part of the parameter, it tells that part's offset and strides.
     """
-    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-    if getattr(model, "_weight_conversions", None) is None:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
-        if not get_model_conversion_mapping(model, add_legacy=False):
-            return views
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+    if not conversions:
+        return views
+    converters = [entry.reverse_transform() for entry in conversions if isinstance(entry, WeightConverter)]
     result: dict[str, torch.Tensor] = {}
     for name, parameter in views.items():
-        numbers = torch.arange(parameter.numel()).view(parameter.shape)
-        for disk_name, part in revert_weight_conversion(model, {name: numbers}).items():
-            result[disk_name] = _strided_view(disk_name, parameter, part)
+        if any(converter.rename_source_key(name)[1] is not None for converter in converters):
+            numbers = torch.arange(parameter.numel()).view(parameter.shape)
+            parts = revert_weight_conversion(model, {name: numbers})
+            result.update({disk: _strided_view(disk, parameter, part) for disk, part in parts.items()})
+        else:
+            (disk,) = revert_weight_conversion(model, {name: torch.empty(0)})
+            result[disk] = parameter
     return result
 
 
