@@ -11,8 +11,8 @@ from slime.engines.embedded.attention import RowGroup, Segment, StepContext
 from slime.engines.embedded.kv_cache import KVCache
 from slime.engines.embedded.scheduler import Work
 
-CALL_COST = 700  # what one attention call costs, in positions that one row looks at (measured on two cores)
-GROUP_AREA = 8192  # rows times length of one call; more does not stay in the cache
+CALL_COST = {"cpu": 700, "cuda": 500_000}  # of one attention call, in positions that one row looks at
+GROUP_AREA = {"cpu": 8192, "cuda": 2**31}  # rows times length of one call; on a CPU more falls out of the cache
 LENGTH_STEP = 16  # attention lengths are rounded up to this
 FIXED_LENGTH_STEP = 64  # the same where shapes may depend on a row's own length only
 
@@ -94,8 +94,10 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
     groups = []
     start = 0
     while start < len(rows):
-        group_end = _fixed_group_end if fixed else _near_group_end
-        end = start + 1 if alone else group_end(rows, start)
+        if alone:
+            end = start + 1
+        else:
+            end = _fixed_group_end(rows, start) if fixed else _near_group_end(rows, start, cache.device.type)
         longest = max(rows.positions[start:end]) + 1
         length = min(-(-longest // step) * step, cache.capacity)
         same = end - start > 1 and rows.slots[start] == rows.slots[start + 1]
@@ -131,14 +133,14 @@ def _fixed_group_end(rows: Rows, start: int) -> int:
     return end
 
 
-def _near_group_end(rows: Rows, start: int) -> int:
+def _near_group_end(rows: Rows, start: int, device: str) -> int:
     """Neighbours of similar length: padding them all to the longest costs less than another call."""
     end, last = start + 1, _neighbours(rows, start)
     longest = rows.positions[start] + 1
     while end < last:
         length = rows.positions[end] + 1
         count, together = end - start, (end - start + 1) * max(longest, length)
-        if together > GROUP_AREA or together > count * longest + length + CALL_COST:
+        if together > GROUP_AREA[device] or together > count * longest + length + CALL_COST[device]:
             break
         longest = max(longest, length)
         end += 1
