@@ -26,9 +26,10 @@ class RunConfig:
         reader="slime/config/passthrough.py",
     )
     deterministic: bool = flag(
-        False,
+        None,
         kind="toggle",
-        help="same seed, same run, bit for bit: fixed compute shapes, groups judged in submission order",
+        help="same seed, same run, bit for bit: fixed compute shapes, groups judged in submission order; default: on "
+        "with the embedded engine on the CPU (not with --partial-rollout)",
         reader="slime/engines, slime/rollout, slime/backends",
     )
     seed: int = flag(
