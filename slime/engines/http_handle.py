@@ -34,6 +34,7 @@ class HttpEngineHandle:
         self.control_seconds = control_seconds
         self.update_seconds = update_seconds
         self._surface: Surface | None = None
+        self._ranks = 1  # tensor parallel
 
     @property
     def capabilities(self) -> Capabilities:
@@ -42,7 +43,8 @@ class HttpEngineHandle:
     async def connect(self) -> Surface:
         """Ask the engine what it is, once."""
         if self._surface is None:
-            self._surface = choose_surface(await self._get("/server_info"), self.url)
+            said = await self._get("/server_info")
+            self._surface, self._ranks = choose_surface(said, self.url), int(said.get("tp_size", 1))
         return self._surface
 
     async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
@@ -109,8 +111,8 @@ class HttpEngineHandle:
     async def push(self, bucket: Bucket, weight_version: str) -> None:
         from slime.engines.tensor_payload import payload
 
-        surface = await self.connect()
-        body = {**payload(bucket, surface.flat_buckets), "flush_cache": False, "weight_version": weight_version}
+        await self.connect()
+        body = {**payload(bucket, self._ranks), "flush_cache": False, "weight_version": weight_version}
         await self._post("/update_weights_from_tensor", body, self.update_seconds)
 
     async def end_update(self, weight_version: str) -> None:

@@ -15,12 +15,10 @@ class Surface:
 
     Attributes:
         kind: ``"embedded"`` or ``"sglang"``.
-        flat_buckets: tensors travel as one flat buffer with plain metadata, instead of one by one.
     """
 
     kind: str
     capabilities: Capabilities
-    flat_buckets: bool = False
 
 
 EMBEDDED = Surface(
@@ -33,7 +31,6 @@ EMBEDDED = Surface(
         update_brackets=True,
         named_checksums=True,
     ),
-    flat_buckets=True,
 )
 SGLANG_0_5_23 = Surface(
     kind="sglang", capabilities=Capabilities(version_spans=True, retract=True, update_brackets=True)

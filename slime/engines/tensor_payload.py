@@ -1,13 +1,16 @@
 """A bucket of tensors as the body of ``/update_weights_from_tensor``.
 
 The body holds handles, not values: shared memory on the CPU, CUDA IPC on the GPU. The sender keeps the
-bucket alive until the engine has answered.
+bucket alive until the engine has answered. The form is SGLang's flattened bucket: one buffer, and where in
+it each tensor lies.
 """
 
 from __future__ import annotations
 
 import base64
 import io
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,33 +18,32 @@ if TYPE_CHECKING:
 
     from slime.weights.update import Bucket
 
+_DEVICE_INDEX = 6  # of the device in what torch's reduce_tensor returns for a CUDA tensor
 
-def payload(bucket: Bucket, flat: bool) -> dict[str, Any]:
-    """``serialized_named_tensors`` (and ``load_format``) for one engine of one rank.
 
-    Args:
-        flat: one buffer and plain metadata, which the embedded engine reads; else a list of (name, tensor),
-            which every generation of SGLang does.
+def payload(bucket: Bucket, ranks: int = 1) -> dict[str, Any]:
+    """``serialized_named_tensors`` and ``load_format`` for one engine of ``ranks`` tensor-parallel ranks.
+
+    Every rank gets a pickle of its own, because each that opens a CUDA handle also counts it down.
     """
     buffer, tensors = _in_one_buffer(bucket)
-    if not flat:
-        return {"serialized_named_tensors": [_pickled(tensors)], "load_format": None}
     metadata = []
     for name, tensor in tensors:
         start = tensor.storage_offset() * tensor.element_size() - buffer.storage_offset()
         size = tensor.numel() * tensor.element_size()
+        # SGLang reads these fields of any object, and admits this type in pickles.
         metadata.append(
-            {
-                "name": name,
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-                "start_idx": start,
-                "end_idx": start + size,
-                "numel": size,
-            }
+            SimpleNamespace(
+                name=name,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                start_idx=start,
+                end_idx=start + size,
+                numel=size,
+            )
         )
-    entry = _pickled({"flattened_tensor": buffer, "metadata": metadata})
-    return {"serialized_named_tensors": [entry], "load_format": "flattened_bucket"}
+    value = {"flattened_tensor": buffer, "metadata": metadata}
+    return {"serialized_named_tensors": [pickled(value) for _ in range(ranks)], "load_format": "flattened_bucket"}
 
 
 def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
@@ -67,12 +69,30 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
     return buffer, views
 
 
-def _pickled(value: Any) -> str:
-    from multiprocessing.reduction import ForkingPickler
+class _Pickler(ForkingPickler):
+    """CUDA handles with the UUID of their device: its index may be another one in the process that opens them.
 
+    SGLang replaces ``rebuild_cuda_tensor`` in its own processes by a function that takes UUIDs.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+        from torch.multiprocessing import reductions
+
+        if not isinstance(value, torch.Tensor) or not value.is_cuda:
+            return NotImplemented
+        rebuild, values = reductions.reduce_tensor(value)
+        device = values[_DEVICE_INDEX]
+        if isinstance(device, int):
+            device = str(torch.cuda.get_device_properties(device).uuid)
+        return rebuild, (*values[:_DEVICE_INDEX], device, *values[_DEVICE_INDEX + 1 :])
+
+
+def pickled(value: Any) -> str:
+    """Base64 of a pickle that holds handles to the tensors in ``value``."""
     import torch.multiprocessing
 
     torch.multiprocessing.set_sharing_strategy("file_system")  # SGLang does not survive passed file descriptors
     stream = io.BytesIO()
-    ForkingPickler(stream).dump(value)
+    _Pickler(stream).dump(value)
     return base64.b64encode(stream.getvalue()).decode()

@@ -323,9 +323,9 @@ def test_updates_need_brackets(handle: HttpEngineHandle, contract_engine: Contra
 
 def test_stock_tensor_payload(handle: HttpEngineHandle, contract_engine: ContractEngine, restore: None) -> None:
     """A list of (name, tensor) pickled as SGLang's clients do it."""
-    from slime.engines.tensor_payload import payload
+    from slime.engines.tensor_payload import pickled
 
-    body = payload(Bucket(0, list(tensors(contract_engine.other_model).items()), last=True), flat=False)
+    body = {"serialized_named_tensors": [pickled(list(tensors(contract_engine.other_model).items()))]}
     before = greedy_ids(handle.url)
     run(handle.begin_update())
     post(handle.url, body, "/update_weights_from_tensor")

@@ -9,32 +9,23 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.multiprocessing  # registers the reducers
 
 _ALLOWED_MODULES = ("torch.", "collections.", "multiprocessing.", "numpy.")
+_DEVICE_INDEX = 6  # of the device among the arguments of torch's rebuild_cuda_tensor
 _ALLOWED_BUILTINS = {"list", "dict", "tuple", "set", "slice", "int", "float", "complex", "bytearray"}
-
-
-@dataclass
-class FlattenedTensorMetadata:
-    """One tensor in a flattened bucket (SGLang's fields): bytes ``start_idx..end_idx`` of the bucket."""
-
-    name: str
-    shape: Any
-    dtype: torch.dtype
-    start_idx: int
-    end_idx: int
-    numel: int
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name == "FlattenedTensorMetadata":
-            return FlattenedTensorMetadata
+        if name == "FlattenedTensorMetadata" or (module, name) == ("types", "SimpleNamespace"):
+            return SimpleNamespace  # one tensor in a flattened bucket: its name, shape, dtype, start and end
+        if name == "rebuild_cuda_tensor":
+            return _rebuild_cuda_tensor
         if module == "builtins" and name in _ALLOWED_BUILTINS:
             return super().find_class(module, name)
         if module != "builtins" and (module + ".").startswith(_ALLOWED_MODULES):
@@ -61,9 +52,27 @@ def read_named_tensors(entry: str, load_format: str | None) -> list[tuple[str, t
     tensors = []
     for meta in value["metadata"]:
         if isinstance(meta, dict):
-            meta = FlattenedTensorMetadata(**meta)
+            meta = SimpleNamespace(**meta)
         part = flat[meta.start_idx : meta.end_idx]
         if part.storage_offset() % meta.dtype.itemsize:
             part = part.clone()  # a view of another dtype needs an aligned start
         tensors.append((meta.name, part.view(meta.dtype).reshape(tuple(meta.shape))))
     return tensors
+
+
+def _rebuild_cuda_tensor(*values: Any) -> torch.Tensor:
+    """torch's own function, for a device that is given by UUID.
+
+    Raises:
+        ValueError: this process does not see that device.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    device = values[_DEVICE_INDEX]
+    if isinstance(device, str):
+        seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+        if device not in seen:
+            raise ValueError(f"the tensors are on GPU {device}, this engine sees {', '.join(seen) or 'none'}")
+        values = (*values[:_DEVICE_INDEX], seen.index(device), *values[_DEVICE_INDEX + 1 :])
+    tensor: torch.Tensor = rebuild_cuda_tensor(*values)
+    return tensor
