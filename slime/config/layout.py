@@ -1,0 +1,94 @@
+"""How the training ranks are arranged: tensor, context, data and pipeline parallel, and experts across them.
+
+Ranks count as Megatron's do by default: tensor parallel neighbours first, then context, data, pipeline. FSDP uses
+the same order with context and data parallel only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """Sizes of the parallel dimensions; ``vpp`` is the number of model chunks per pipeline rank (1: not interleaved)."""
+
+    world_size: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+    vpp_group: int = 1
+    """Micro-batches come in multiples of this with interleaved pipelines."""
+
+    @classmethod
+    def from_args(cls, args: Any) -> ParallelLayout:
+        """From the flags; ``args.world_size`` ranks."""
+        given = args.megatron
+        cp = int(given.get("context_parallel_size") or 1)
+        if args.train_backend != "megatron":
+            return cls(world_size=args.world_size, cp=cp)
+        tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
+        etp = given.get("expert_tensor_parallel_size")
+        has_experts = bool(given.get("num_experts") or given.get("num_moe_experts"))
+        vpp = _model_chunks(given, pp)
+        return cls(
+            world_size=args.world_size,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            ep=int(given.get("expert_model_parallel_size") or 1),
+            etp=int(etp) if etp else (tp if has_experts else 1),
+            vpp=vpp,
+            vpp_group=int(given.get("microbatch_group_size_per_vp_stage") or pp) if vpp > 1 else 1,
+        )
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size: ranks that train different samples."""
+        return max(self.world_size // (self.tp * self.pp * self.cp), 1)
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of the samples this rank trains."""
+        return rank // (self.tp * self.cp) % self.dp
+
+    def schedule(self) -> dict[str, int]:
+        """What ``build_dp_schedule`` needs to know."""
+        return {
+            "dp_size": self.dp,
+            "cp_size": self.cp,
+            "vpp_size": self.vpp,
+            "microbatch_group_size_per_vp_stage": self.vpp_group,
+        }
+
+    def problems(self) -> list[str]:
+        """Sizes that do not fit each other."""
+        found = []
+        model = self.tp * self.pp * self.cp
+        if self.world_size % model:
+            found.append(
+                f"{self.world_size} training ranks are no multiple of tensor {self.tp} x pipeline {self.pp} x context "
+                f"{self.cp} = {model}: change --actor-num-gpus-per-node or the --*-parallel-size flags"
+            )
+        experts = self.ep * self.etp * self.pp
+        if (self.ep > 1 or self.etp > 1) and self.world_size % experts:
+            found.append(
+                f"{self.world_size} training ranks are no multiple of expert {self.ep} x expert tensor {self.etp} x "
+                f"pipeline {self.pp} = {experts}: change --expert-model-parallel-size or --expert-tensor-parallel-size"
+            )
+        if self.vpp > 1 and self.pp == 1:
+            found.append("interleaved pipelines need --pipeline-model-parallel-size of at least 2")
+        return found
+
+
+def _model_chunks(given: dict[str, Any], pp: int) -> int:
+    for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
+        if given.get(name):
+            return int(given[name])
+    per_chunk = given.get("num_layers_per_virtual_pipeline_stage")
+    if per_chunk and given.get("num_layers"):
+        return max(int(given["num_layers"]) // (pp * int(per_chunk)), 1)
+    return 1

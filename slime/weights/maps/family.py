@@ -1,0 +1,247 @@
+"""A model family: its shape in Megatron's words, and which tensors of the checkpoint each parameter holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slime.weights.maps.layouts import (
+    COLUMNS,
+    REPLICATED,
+    ROWS,
+    Layout,
+    QueryKeyValue,
+    Stacked,
+    Vocabulary,
+)
+
+Settings = dict[str, Any]
+"""Megatron's names of flags (their ``dest``) → values, as a model script would set them."""
+
+HfConfig = Mapping[str, Any]
+"""config.json with all defaults filled in (``config.to_dict()`` of transformers)."""
+
+DEFAULT_VOCABULARY_MULTIPLE = 64
+"""The padded vocabulary depends on the model only, not on the layout, so that checkpoints move between layouts."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron parameter (or buffer) and the Hugging Face tensors that hold the same numbers.
+
+    ``megatron`` is the name within the whole model (``decoder.layers.<global index>...``). With ``experts`` the
+    parameter has a leading dimension of experts, and ``hf`` names contain ``{expert}``.
+    """
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout = REPLICATED
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """Everything slime knows about one model family.
+
+    Attributes:
+        name: as in ``--model-name``.
+        model_types: ``model_type`` of config.json.
+        settings: shape from config.json, in Megatron's names.
+        layer: entries of one layer, by its global index.
+        prefix: of the names of the checkpoint.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    settings: Callable[[HfConfig], Settings]
+    layer: Callable[[Settings, int], list[Entry]]
+    prefix: str = "model."
+
+    def entries(self, settings: Settings) -> Iterator[Entry]:
+        """All parameters, from the embedding to the output, in the checkpoint's order."""
+        vocabulary = Vocabulary(rows=settings["vocab_size"], padded=padded_vocab_size(settings))
+        yield Entry("embedding.word_embeddings.weight", (f"{self.prefix}embed_tokens.weight",), vocabulary)
+        for index in range(settings["num_layers"]):
+            yield from self.layer(settings, index)
+        yield Entry("decoder.final_layernorm.weight", (f"{self.prefix}norm.weight",))
+        if settings.get("untie_embeddings_and_output_weights"):
+            yield Entry("output_layer.weight", ("lm_head.weight",), vocabulary)
+
+
+def padded_vocab_size(settings: Settings) -> int:
+    """Rows of Megatron's embedding: ``--padded-vocab-size``, or a multiple of ``--make-vocab-size-divisible-by``."""
+    if settings.get("padded_vocab_size"):
+        return int(settings["padded_vocab_size"])
+    multiple = settings.get("make_vocab_size_divisible_by") or DEFAULT_VOCABULARY_MULTIPLE
+    return math.ceil(settings["vocab_size"] / multiple) * multiple
+
+
+# --- shapes ------------------------------------------------------------------------------------------
+
+
+def dense_settings(config: HfConfig) -> Settings:
+    """What all families with grouped-query attention, RMSNorm and SwiGLU have in common."""
+    heads = config["num_attention_heads"]
+    rope = config.get("rope_parameters") or {}
+    return {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "group_query_attention": config["num_key_value_heads"] != heads,
+        "num_query_groups": config["num_key_value_heads"],
+        "kv_channels": config.get("head_dim") or config["hidden_size"] // heads,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config["rms_norm_eps"],
+        "add_bias_linear": False,
+        "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta", config.get("rope_theta")),
+        "rotary_percent": float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0),
+        "vocab_size": config["vocab_size"],
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "max_position_embeddings": config["max_position_embeddings"],
+        **_rope_scaling(rope),
+    }
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> Settings:
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3":
+        fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        differing = {k: rope.get(k) for k, v in fixed.items() if rope.get(k) != v}
+        if differing:
+            raise ValueError(f"rope_type llama3 with {differing}: megatron-core has {fixed} built in")
+        return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    if kind not in ("default", "yarn"):
+        raise ValueError(f"rope_type {kind!r} of config.json is not known to the Megatron backend")
+    return {}
+
+
+def moe_settings(config: HfConfig, experts: str = "num_experts") -> Settings:
+    """Experts behind a softmax router."""
+    return {
+        "num_experts": config[experts],
+        "moe_ffn_hidden_size": config["moe_intermediate_size"],
+        "moe_router_topk": config["num_experts_per_tok"],
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "moe_router_dtype": "fp32",
+    }
+
+
+def moe_layers(settings: Settings) -> list[bool]:
+    """Which layers have experts: ``--moe-layer-freq`` as a number or a list, for every layer."""
+    count = settings["num_layers"]
+    if not settings.get("num_experts"):
+        return [False] * count
+    frequency = settings.get("moe_layer_freq", 1)
+    if isinstance(frequency, str):
+        frequency = parse_layer_frequency(frequency)
+    if isinstance(frequency, int):
+        return [index % frequency == 0 for index in range(count)]
+    if len(frequency) != count:
+        raise ValueError(f"--moe-layer-freq has {len(frequency)} entries for {count} layers")
+    return [bool(x) for x in frequency]
+
+
+def parse_layer_frequency(text: str) -> int | list[int]:
+    """Megatron's expression: ``2`` or ``[0]*3+[1]*58``, perhaps in brackets.
+
+    >>> parse_layer_frequency("([0]*1+[1]*2)")
+    [0, 1, 1]
+    """
+    if text.strip().isdigit():
+        return int(text)
+    found: list[int] = []
+    for part in text.replace(" ", "").strip("()").split("+"):
+        values, _, times = part.partition("*")
+        if not (values.startswith("[") and values.endswith("]")):
+            raise ValueError(f"--moe-layer-freq {text!r}: write it like 2 or [0]*3+[1]*58")
+        found += [int(x) for x in values[1:-1].split(",")] * int(times or 1)
+    return found
+
+
+# --- entries -----------------------------------------------------------------------------------------
+
+
+def attention_entries(settings: Settings, index: int, prefix: str = "model.") -> list[Entry]:
+    """Fused query, key and value, their biases and norms where the model has them, and the output projection."""
+    hf, megatron = f"{prefix}layers.{index}.self_attn.", f"decoder.layers.{index}.self_attention."
+    groups = settings["num_query_groups"]
+    qkv = QueryKeyValue(
+        groups=groups, heads_per_group=settings["num_attention_heads"] // groups, dim=settings["kv_channels"]
+    )
+    names = [f"{hf}{x}_proj" for x in "qkv"]
+    entries = [Entry(f"{megatron}linear_qkv.weight", tuple(f"{name}.weight" for name in names), qkv)]
+    if settings.get("add_qkv_bias"):
+        entries.append(Entry(f"{megatron}linear_qkv.bias", tuple(f"{name}.bias" for name in names), qkv))
+    entries.append(Entry(f"{megatron}linear_proj.weight", (f"{hf}o_proj.weight",), COLUMNS))
+    if settings.get("qk_layernorm"):
+        entries += [Entry(f"{megatron}{x}_layernorm.weight", (f"{hf}{x}_norm.weight",)) for x in "qk"]
+    return entries
+
+
+def norm_entries(index: int, prefix: str = "model.") -> list[Entry]:
+    """The norms before attention and before the MLP."""
+    hf, megatron = f"{prefix}layers.{index}.", f"decoder.layers.{index}."
+    return [
+        Entry(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",)),
+        Entry(f"{megatron}pre_mlp_layernorm.weight", (f"{hf}post_attention_layernorm.weight",)),
+    ]
+
+
+def mlp_entries(hf: str, megatron: str) -> list[Entry]:
+    """SwiGLU: gate and up in one matrix."""
+    gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
+    return [
+        Entry(f"{megatron}linear_fc1.weight", gate_up, Stacked()),
+        Entry(f"{megatron}linear_fc2.weight", (f"{hf}down_proj.weight",), COLUMNS),
+    ]
+
+
+def expert_entries(settings: Settings, hf: str, megatron: str) -> list[Entry]:
+    """Router and experts; ``hf`` and ``megatron`` end behind ``mlp.``."""
+    count = settings["num_experts"]
+    expert = f"{hf}experts.{{expert}}."
+    entries = [Entry(f"{megatron}router.weight", (f"{hf}gate.weight",))]
+    if settings.get("moe_router_enable_expert_bias"):
+        entries.append(Entry(f"{megatron}router.expert_bias", (f"{hf}gate.e_score_correction_bias",)))
+    gate_up = (f"{expert}gate_proj.weight", f"{expert}up_proj.weight")
+    entries.append(Entry(f"{megatron}experts.gate_up", gate_up, Stacked(), experts=count))
+    entries.append(Entry(f"{megatron}experts.down", (f"{expert}down_proj.weight",), COLUMNS, experts=count))
+    if settings.get("moe_shared_expert_intermediate_size"):
+        entries += mlp_entries(f"{hf}shared_experts.", f"{megatron}shared_experts.")
+    return entries
+
+
+def decoder_layer(settings: Settings, index: int, prefix: str = "model.") -> list[Entry]:
+    """A layer of the common kind: norms, grouped-query attention, and an MLP or experts."""
+    hf, megatron = f"{prefix}layers.{index}.mlp.", f"decoder.layers.{index}.mlp."
+    here = expert_entries(settings, hf, megatron) if moe_layers(settings)[index] else mlp_entries(hf, megatron)
+    return [*norm_entries(index, prefix), *attention_entries(settings, index, prefix), *here]
+
+
+__all__ = [
+    "COLUMNS",
+    "REPLICATED",
+    "ROWS",
+    "Entry",
+    "Family",
+    "HfConfig",
+    "Settings",
+    "attention_entries",
+    "decoder_layer",
+    "dense_settings",
+    "expert_entries",
+    "mlp_entries",
+    "moe_layers",
+    "moe_settings",
+    "norm_entries",
+    "padded_vocab_size",
+    "parse_layer_frequency",
+]

@@ -1,0 +1,14 @@
+"""Qwen3 dense: norms on query and key heads."""
+
+from __future__ import annotations
+
+from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer, dense_settings
+
+
+def settings(config: HfConfig) -> Settings:
+    if config.get("use_sliding_window"):
+        raise ValueError("Qwen3 with use_sliding_window: the Megatron backend has full attention only")
+    return dense_settings(config) | {"qk_layernorm": True, "add_qkv_bias": bool(config.get("attention_bias"))}
+
+
+FAMILY = Family("qwen3", ("qwen3",), settings, decoder_layer)
