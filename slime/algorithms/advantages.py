@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from slime.config.hooks import load_function
 
 from .distillation import distilled_advantages, reverse_kl
 from .kl import compute_approx_kl
@@ -18,12 +17,14 @@ from .sequences import flatten, keep_where
 from .whitening import normalize_advantages
 
 
-def compute_advantages(args: Any, batch: dict[str, Any], reduce: Reduce) -> None:
+def compute_advantages(
+    args: Any, batch: dict[str, Any], reduce: Reduce, custom: Callable[[Any, dict[str, Any]], None] | None = None
+) -> None:
     """Set ``advantages``, ``returns`` and ``kl`` (per sample ``[response_length]``) in the batch.
 
-    In this order: KL to the reference (0 when ``--kl-coef`` is 0); the estimator, or
-    ``--custom-advantage-function-path``; the distillation term (sets ``opd_reverse_kl``); whitening;
-    and the mean importance weight (``mis_weight_mean``) where the loss will divide by it.
+    In this order: KL to the reference (0 when ``--kl-coef`` is 0); the estimator, or ``custom``; the
+    distillation term (sets ``opd_reverse_kl``); whitening; and the mean importance weight
+    (``mis_weight_mean``) where the loss will divide by it.
 
     Log-probs that were not recomputed (``log_probs`` absent: the loss takes the current ones) are fine
     unless one of these steps needs them.
@@ -32,6 +33,7 @@ def compute_advantages(args: Any, batch: dict[str, Any], reduce: Reduce) -> None
         batch: a rank batch (``slime.backends.base``) over *whole* responses: a context-parallel
             backend gathers them first.
         reduce: ``over_data`` must count each of those responses once.
+        custom: the function of ``--custom-advantage-function-path``; sets ``advantages`` and ``returns``.
 
     Raises:
         ValueError: an entry that the flags call for is missing; the message names both.
@@ -39,8 +41,8 @@ def compute_advantages(args: Any, batch: dict[str, Any], reduce: Reduce) -> None
     if not args.compute_advantages_and_returns:
         return
     batch["kl"] = _kl_to_reference(args, batch)
-    if args.custom_advantage_function_path:
-        _custom(args, batch)
+    if custom is not None:
+        _check_custom(args, batch, custom)
     else:
         batch["advantages"], batch["returns"] = get_algorithm(args.advantage_estimator).compute(args, batch)
     if args.use_opd:
@@ -69,13 +71,13 @@ def _kl_to_reference(args: Any, batch: dict[str, Any]) -> list[Tensor]:
     return [compute_approx_kl(p, q, args.kl_loss_type) for p, q in zip(log_probs, ref, strict=True)]
 
 
-def _custom(args: Any, batch: dict[str, Any]) -> None:
-    path = args.custom_advantage_function_path
-    load_function(path)(args, batch)
+def _check_custom(args: Any, batch: dict[str, Any], custom: Callable[[Any, dict[str, Any]], None]) -> None:
+    what = f"--custom-advantage-function-path {args.custom_advantage_function_path}"
+    custom(args, batch)
     for name in ("advantages", "returns"):
-        lengths = [len(x) for x in _require(batch.get(name), name, f"--custom-advantage-function-path {path}")]
+        lengths = [len(x) for x in _require(batch.get(name), name, what)]
         if lengths != list(batch["response_lengths"]):
-            raise ValueError(f"{path} set {name} with lengths {lengths}; responses have {batch['response_lengths']}")
+            raise ValueError(f"{what} set {name} with lengths {lengths}; responses have {batch['response_lengths']}")
 
 
 def _add_distillation(args: Any, batch: dict[str, Any]) -> None:

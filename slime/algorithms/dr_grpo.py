@@ -1,8 +1,9 @@
 """Dr. GRPO: no division by the group's standard deviation and none by the response's length.
 
-The first is ``--disable-grpo-std-normalization``; the second a reducer with a constant divisor:
-``--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo.pg_loss_reducer``. The divisor is
-``dr_grpo_divisor`` (``--custom-config-path``), else ``--rollout-max-response-len``.
+``--advantage-estimator dr_grpo`` centres rewards (:func:`.baselines.centred`) and reduces with a constant
+divisor: ``dr_grpo_divisor`` (``--custom-config-path``), else ``--rollout-max-response-len``. The reducer
+alone, for another estimator:
+``--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo.pg_loss_reducer``.
 
 Source: Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective" (2025).
 """

@@ -1,7 +1,7 @@
-"""GRPO, GSPO and CISPO: every token of a response has the group-normalised reward as its advantage.
+"""GRPO, and every estimator whose tokens all have their response's reward, less a group baseline, as advantage.
 
-The normalisation over the group happens where whole groups are at hand, when rewards are
-post-processed; here the result is spread over the tokens. ``--kl-coef`` has no effect on these.
+The baseline (:mod:`.baselines`, :mod:`.rloo`) is subtracted where whole groups are at hand, when rewards
+are post-processed; here the result is spread over the tokens. ``--kl-coef`` has no effect on these.
 
 Source: Shao et al., "DeepSeekMath" (2024), outcome supervision.
 """

@@ -141,10 +141,9 @@ def compute_mis_weights(
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
     reduce: Reduce = IDENTITY,
     weight_mean: float | None = None,
+    **_: Any,
 ) -> TisResult:
     """Weigh and reject.
 

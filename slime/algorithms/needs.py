@@ -56,6 +56,11 @@ def needs_ref_log_probs(args: Any) -> bool:
     return args.loss_type != "sft_loss" and (args.kl_coef != 0 or bool(args.use_kl_loss))
 
 
+def needs_teacher_log_probs(args: Any) -> bool:
+    """Whether the trainer itself holds the teacher of on-policy distillation (``--opd-type megatron``)."""
+    return bool(args.use_opd) and args.opd_type == "megatron"
+
+
 def needs_entropy(args: Any) -> bool:
     """Whether the policy's entropy is computed in the training forward: for the loss or as a metric."""
     return args.loss_type == "policy_loss"

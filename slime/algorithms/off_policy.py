@@ -1,7 +1,9 @@
 """Correct for tokens that were sampled by an engine whose probabilities differ from the trainer's.
 
-Both functions are built-in ``--custom-tis-function-path`` hooks: they get per-sample lists and the
-flat per-token loss, and return ``(pg_loss, loss_masks, metrics)`` with flat per-token metrics.
+Both functions are built-in ``--custom-tis-function-path`` hooks. Such a hook is called with keywords:
+``args``, ``pg_loss`` (flat per token), ``train_log_probs``, ``rollout_log_probs``, ``loss_masks``,
+``total_lengths``, ``response_lengths`` (one entry per sample), and returns ``(pg_loss, loss_masks,
+metrics)`` with flat per-token metrics.
 
 Sources: truncated importance sampling from Ionides (2008), for this mismatch in Yao et al., "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); IcePop from the Ring-1T
@@ -21,40 +23,24 @@ from .sequences import exp_ratio, flatten, keep_where
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
 
-def train_rollout_ratio(train: Sequence[Tensor], rollout: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> Tensor:
+def train_rollout_ratio(
+    loss_masks: Sequence[Tensor], train_log_probs: Sequence[Tensor], rollout_log_probs: Sequence[Tensor], **_: Any
+) -> Tensor:
     """exp(log π_train − log π_rollout) per token, flat and without gradient; 1 on masked tokens."""
-    difference = flatten(train).detach() - flatten(rollout).detach()
+    difference = flatten(train_log_probs).detach() - flatten(rollout_log_probs).detach()
     return exp_ratio(keep_where(flatten(loss_masks), difference))
 
 
-def vanilla_tis_function(
-    *,
-    args: Any,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-) -> TisResult:
+def vanilla_tis_function(*, args: Any, pg_loss: Tensor, loss_masks: Sequence[Tensor], **log_probs: Any) -> TisResult:
     """Multiply the loss by the ratio, clamped to [``tis_clip_low``, ``tis_clip``]."""
-    ratio = train_rollout_ratio(train_log_probs, rollout_log_probs, loss_masks)
+    ratio = train_rollout_ratio(loss_masks, **log_probs)
     weight = ratio.clamp(args.tis_clip_low, args.tis_clip)
     return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
 
 
-def icepop_function(
-    *,
-    args: Any,
-    pg_loss: Tensor,
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-) -> TisResult:
+def icepop_function(*, args: Any, pg_loss: Tensor, loss_masks: Sequence[Tensor], **log_probs: Any) -> TisResult:
     """Multiply the loss by the ratio inside [``tis_clip_low``, ``tis_clip``], and by 0 outside."""
-    ratio = train_rollout_ratio(train_log_probs, rollout_log_probs, loss_masks)
+    ratio = train_rollout_ratio(loss_masks, **log_probs)
     inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
     weight = torch.where(inside, ratio, torch.zeros_like(ratio))
     return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)

@@ -1,4 +1,4 @@
-"""Names of ``--advantage-estimator`` and what each is made of.
+"""Names of ``--advantage-estimator`` and what each is made of, after the group baseline of its rewards.
 
 A new algorithm is one file with its formulas, and one line here.
 """
@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from . import cispo, gae, grpo, gspo, policy_loss, reinforce_plus_plus
+from . import cispo, dr_grpo, gae, grpo, gspo, policy_loss, reinforce_plus_plus
 from .reduce import Reduce
+from .reductions import Reducer
 
 Advantages = Callable[[Any, dict[str, Any]], tuple[list[Tensor], list[Tensor]]]
 """(args, rank batch with ``kl``) → advantages and returns, per sample ``[response_length]``."""
@@ -38,12 +39,17 @@ class Algorithm:
     policy_loss: PolicyLoss = policy_loss.clipped_loss
     kl_in_reward: bool = False
     """``--kl-coef`` takes effect."""
+    pg_reducer: Callable[..., Reducer] | None = None
+    """Its own reduction of the policy loss, with the arguments of ``--custom-pg-loss-reducer-function-path``;
+    None for that of the run."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(grpo.compute),
     "gspo": Algorithm(grpo.compute, ppo_kl=gspo.sequence_kl),
     "cispo": Algorithm(grpo.compute, policy_loss=cispo.cispo_loss),
+    "rloo": Algorithm(grpo.compute),
+    "dr_grpo": Algorithm(grpo.compute, pg_reducer=dr_grpo.pg_loss_reducer),
     "ppo": Algorithm(gae.compute, kl_in_reward=True),
     "reinforce_plus_plus": Algorithm(reinforce_plus_plus.compute, kl_in_reward=True),
     "reinforce_plus_plus_baseline": Algorithm(reinforce_plus_plus.compute_baseline, kl_in_reward=True),

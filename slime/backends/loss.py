@@ -25,6 +25,7 @@ from slime.algorithms.needs import (
     needs_logits,
     needs_old_log_probs,
     needs_ref_log_probs,
+    needs_teacher_log_probs,
     zero_advantage_groups_skippable,
 )
 from slime.algorithms.off_policy import vanilla_tis_function
@@ -47,6 +48,7 @@ __all__ = [
     "needs_logits",
     "needs_old_log_probs",
     "needs_ref_log_probs",
+    "needs_teacher_log_probs",
     "rescale_diagnostics",
     "zero_advantage_groups_skippable",
 ]
@@ -236,7 +238,8 @@ def _correct_off_policy(
 
 def _pg_reducer(args: Any, tokens: TokenBatch, mask: Tensor, default: Reducer) -> Reducer:
     path = args.custom_pg_loss_reducer_function_path
-    if not path:
+    make = load_function(path) if path else get_algorithm(args.advantage_estimator).pg_reducer
+    if make is None:
         return default
     given = dict(
         total_lengths=tokens.total_lengths,
@@ -244,7 +247,7 @@ def _pg_reducer(args: Any, tokens: TokenBatch, mask: Tensor, default: Reducer) -
         loss_masks=tokens.split(mask),
         calculate_per_token_loss=args.calculate_per_token_loss,
     )
-    return _call_accepting(load_function(path), given, optional=dict(args=args), positional=True)
+    return _call_accepting(make, given, optional=dict(args=args), positional=True)
 
 
 # --- the other losses --------------------------------------------------------------------------

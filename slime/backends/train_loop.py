@@ -12,7 +12,7 @@ import torch
 
 from slime.algorithms.advantages import compute_advantages
 from slime.backends.base import RankBatch
-from slime.backends.loss import needs_old_log_probs, needs_ref_log_probs
+from slime.backends.loss import needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
 from slime.config.hooks import load_function
 from slime.observability import progress
 
@@ -73,7 +73,8 @@ def train_on_rollout(backend: Any, args: Any, batch: RankBatch) -> tuple[dict[st
     else:
         _score(backend, args, batch, timer)
     with timer.phase("data_preprocess"):
-        compute_advantages(args, batch, backend.reduce)
+        custom = args.custom_advantage_function_path
+        compute_advantages(args, batch, backend.reduce, load_function(custom) if custom else None)
         if args.rollout_data_postprocess_path and not critic:
             load_function(args.rollout_data_postprocess_path)(args, batch.get("rollout_id"), batch)
     steps = len(batch["num_microbatches"])
@@ -97,6 +98,9 @@ def _score(backend: Any, args: Any, batch: RankBatch, timer: PhaseTimer) -> None
     if needs_ref_log_probs(args) and batch.get("ref_log_probs") is None:
         with timer.phase("ref_log_probs"):
             batch["ref_log_probs"] = backend.log_probs(batch, "ref")["log_probs"]
+    if needs_teacher_log_probs(args) and batch.get("teacher_log_probs") is None:
+        with timer.phase("teacher_log_probs"):
+            batch["teacher_log_probs"] = backend.log_probs(batch, "teacher")["log_probs"]
     recompute = needs_old_log_probs(args, batch) and batch.get("log_probs") is None
     if recompute or args.use_rollout_entropy:
         with timer.phase("log_probs"):
@@ -114,8 +118,10 @@ def _score(backend: Any, args: Any, batch: RankBatch, timer: PhaseTimer) -> None
 
 
 def _critic_args(args: Any) -> Any:
-    """The critic's returns hold rewards only: it has no log-probs to penalise, and whitening is the actor's."""
+    """The critic's returns are GAE's, of rewards only: it has no log-probs to penalise or to hand to a custom
+    advantage function, and whitening is the actor's."""
     own = copy.copy(args)
+    own.custom_advantage_function_path = None
     own.kl_coef, own.use_opd, own.normalize_advantages, own.use_tis = 0.0, False, False, False
     return own
 

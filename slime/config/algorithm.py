@@ -16,7 +16,16 @@ class AlgorithmConfig:
 
     advantage_estimator: str = flag(
         "grpo",
-        choices=("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"),
+        choices=(
+            "grpo",
+            "gspo",
+            "cispo",
+            "rloo",
+            "dr_grpo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "ppo",
+        ),
         help="how rewards become advantages; ppo brings a critic",
         reader=_ADVANTAGES,
     )
@@ -48,15 +57,21 @@ class AlgorithmConfig:
         option="--disable-grpo-std-normalization",
         kind="negative",
         help="do not divide by the group's deviation (Dr.GRPO)",
-        reader="slime/data/convert.py",
+        reader="slime/data/rewards.py",
     )
     rewards_normalization: bool = flag(
         True,
         option="--disable-rewards-normalization",
         kind="negative",
         help="train on raw rewards",
-        reader="slime/data/convert.py",
+        reader="slime/data/rewards.py",
     )
+    overlong_buffer_len: int = flag(
+        0,
+        help="DAPO: rewards fall over the last so many tokens of --rollout-max-response-len; 0: they do not",
+        reader="slime/data/rewards.py",
+    )
+    overlong_penalty: float = flag(1.0, help="how far they fall", reader="slime/data/rewards.py")
     calculate_per_token_loss: bool = flag(False, help="average over tokens instead of samples", reader=_LOSS)
     num_critic_only_steps: int = flag(0, help="rollouts that train the critic alone at the start", reader="train.py")
     use_rollout_entropy: bool = flag(False, help="entropy in the log-prob pass", reader="slime/backends/train_loop.py")
@@ -102,10 +117,16 @@ class DistillationConfig:
     opd_type: str = flag(
         None,
         choices=("sglang", "megatron"),
-        help="teacher behind an engine, or in the trainer",
+        help="sglang: the teacher answers over HTTP; megatron: the trainer (of any backend) holds it",
         reader="slime/rollout",
-        limits={"megatron": ("planned", "")},
     )
     opd_kl_coef: float = flag(1.0, help="weight of the teacher", reader=_ADVANTAGES)
-    opd_teacher_load: str = flag(None, help="teacher checkpoint of the megatron type", status="planned")
-    opd_teacher_ckpt_step: int = flag(None, help="iteration of the teacher checkpoint", status="planned")
+    opd_teacher_load: str = flag(
+        None, help="teacher of --opd-type megatron: a model of the trained one's shape", reader="slime/backends/fsdp"
+    )
+    opd_teacher_ckpt_step: int = flag(
+        None,
+        help="iteration of the teacher checkpoint",
+        status="refused",
+        reason="name the folder of that iteration with --opd-teacher-load",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slime.config.args import Args
 
-GROUP_BASELINE = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+GROUP_BASELINE = ("grpo", "gspo", "cispo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
 KL_IN_REWARD = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -50,6 +50,10 @@ def check_estimator(args: Args) -> list[str]:
             f"--advantage-estimator {estimator} compares the samples of a group, and --n-samples-per-prompt 1 makes "
             "every advantage 0: use 2 or more, or reinforce_plus_plus or ppo"
         )
+    if estimator == "dr_grpo" and args.calculate_per_token_loss:
+        problems.append(
+            "--advantage-estimator dr_grpo divides by a constant, --calculate-per-token-loss by the tokens: drop one"
+        )
     if args.num_critic_only_steps and not args.use_critic:
         problems.append("--num-critic-only-steps needs a critic: --advantage-estimator ppo")
     if estimator == "cispo" and args.eps_clip < 1:
@@ -70,6 +74,11 @@ def check_losses(args: Args) -> list[str]:
         )
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         problems.append(f"--eps-clip-c {args.eps_clip_c}: the dual-clip constant must be above 1")
+    if args.overlong_buffer_len and not 0 < args.overlong_buffer_len < args.rollout_max_response_len:
+        problems.append(
+            f"--overlong-buffer-len {args.overlong_buffer_len}: needs to be between 0 and --rollout-max-response-len "
+            f"{args.rollout_max_response_len}"
+        )
     for name in ("gamma", "lambd"):
         if not 0 <= getattr(args, name) <= 1:
             problems.append(f"--{name} {getattr(args, name)}: needs to be between 0 and 1")

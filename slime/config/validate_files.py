@@ -52,6 +52,10 @@ def check_reference(args: Args) -> list[str]:
     ]
 
 
+def check_teacher(args: Args) -> list[str]:
+    return _hf_problem("--opd-teacher-load", args.opd_teacher_load) if args.opd_teacher_load else []
+
+
 def check_load(args: Args) -> list[str]:
     if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
         return []
@@ -149,6 +153,7 @@ def _hook_problem(option: str, name: str, path: str) -> str | None:
 FILE_RULES = (
     check_checkpoint,
     check_reference,
+    check_teacher,
     check_load,
     check_disk_sync,
     check_debug_files,

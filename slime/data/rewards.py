@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from slime.algorithms.baselines import centred, standardized
+from slime.algorithms.dapo import overlong_penalty
+from slime.algorithms.rloo import leave_one_out
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
 
-_STD_EPSILON = 1e-6
-_MEAN_AND_STD = ("grpo", "gspo", "cispo")
-_MEAN_ONLY = ("reinforce_plus_plus_baseline",)
+BASELINES: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "grpo": standardized,
+    "gspo": standardized,
+    "cispo": standardized,
+    "rloo": leave_one_out,
+    "dr_grpo": centred,
+    "reinforce_plus_plus_baseline": centred,
+}
+"""Group baseline of each estimator that has one; the others train on the reward as it is."""
 
 
 def post_process_rewards(
@@ -19,14 +28,12 @@ def post_process_rewards(
 ) -> tuple[list[float], list[float]]:
     """Raw and trained reward of every sample.
 
-    grpo, gspo, cispo: ``R = (r - mean_G) / (std_G + 1e-6)`` with the unbiased deviation, which is left
-    out by ``--disable-grpo-std-normalization`` and where the group has one sample.
-    reinforce_plus_plus_baseline: ``R = r - mean_G``. Others, and all with
-    ``--disable-rewards-normalization``: ``R = r``. ``G`` are the samples with the same group key,
-    wherever they stand. A sample whose verifier timed out is in no statistics; its raw reward is NaN,
-    its trained one 0. ``--custom-reward-post-process-path`` replaces all of this.
-
-    Source: Shao et al., "DeepSeekMath" (GRPO), arXiv:2402.03300, section 4.1.
+    The trained one is the reward plus the penalty of ``--overlong-buffer-len``, less the estimator's group
+    baseline (:data:`BASELINES`; ``--disable-grpo-std-normalization`` and a group of one leave out the
+    deviation). Estimators without one, and all with ``--disable-rewards-normalization``, train on the
+    reward itself. A group are the samples with the same key, wherever they stand. A sample whose verifier
+    timed out is in no statistics; its raw reward is NaN, its trained one 0.
+    ``--custom-reward-post-process-path`` replaces all of this.
 
     Raises:
         ValueError: a sample without a reward, or a hook that gives other than one reward per sample.
@@ -34,29 +41,35 @@ def post_process_rewards(
     if getattr(args, "custom_reward_post_process_path", None):
         return _custom(args, samples)
     raw = [math.nan if s.reward_timed_out else _number(args, s) for s in samples]
-    estimator = getattr(args, "advantage_estimator", "grpo")
-    if not getattr(args, "rewards_normalization", True) or estimator not in _MEAN_AND_STD + _MEAN_ONLY:
-        return raw, [0.0 if math.isnan(r) else r for r in raw]
-    by_std = estimator in _MEAN_AND_STD and getattr(args, "grpo_std_normalization", True)
+    shaped = [r + _length_penalty(args, s) for r, s in zip(raw, samples, strict=True)]
+    baseline = _baseline(args)
+    if baseline is None:
+        return raw, [0.0 if math.isnan(r) else r for r in shaped]
     groups: dict[Hashable, list[int]] = {}
     for i, key in enumerate(group_keys):
-        if not math.isnan(raw[i]):
+        if not math.isnan(shaped[i]):
             groups.setdefault(key, []).append(i)
     rewards = [0.0] * len(samples)
     for members in groups.values():
-        for i, reward in zip(members, _normalize([raw[i] for i in members], by_std), strict=True):
+        for i, reward in zip(members, baseline([shaped[i] for i in members]), strict=True):
             rewards[i] = reward
     return raw, rewards
 
 
-def _normalize(rewards: list[float], by_std: bool) -> list[float]:
-    # fsum: equal rewards give exactly zero, whatever their number and order, so their group can be skipped.
-    mean = math.fsum(rewards) / len(rewards) if min(rewards) != max(rewards) else rewards[0]
-    centred = [r - mean for r in rewards]
-    if not by_std or len(rewards) < 2:
+def _baseline(args: Any) -> Callable[[Sequence[float]], list[float]] | None:
+    if not getattr(args, "rewards_normalization", True):
+        return None
+    baseline = BASELINES.get(getattr(args, "advantage_estimator", "grpo"))
+    if baseline is standardized and not getattr(args, "grpo_std_normalization", True):
         return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
-    return [c / (std + _STD_EPSILON) for c in centred]
+    return baseline
+
+
+def _length_penalty(args: Any, sample: Sample) -> float:
+    buffer = getattr(args, "overlong_buffer_len", 0)
+    if not buffer:
+        return 0.0
+    return overlong_penalty(sample.response_length, args.rollout_max_response_len, buffer, args.overlong_penalty)
 
 
 def _number(args: Any, sample: Sample) -> float:

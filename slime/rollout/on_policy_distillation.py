@@ -2,7 +2,9 @@
 
 ``--custom-rm-path slime.rollout.on_policy_distillation.reward_func --custom-reward-post-process-path
 slime.rollout.on_policy_distillation.post_process_rewards --rm-url http://teacher:port/generate
---use-opd --opd-type sglang``. Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines).
+--use-opd --opd-type sglang``. With ``--opd-type megatron --opd-teacher-load MODEL`` in place of the address and
+the type, the trainer scores them, and these two only say that there is no other reward.
+Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines).
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ from slime.rollout.generate import request_seconds
 
 
 async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """Set ``sample.teacher_log_probs`` ([response_length]) from the teacher at ``--rm-url``; the reward itself is 0.
+    """Set ``sample.teacher_log_probs`` ([response_length]) from the teacher at ``--rm-url``, unless the trainer
+    has one; the reward itself is 0.
 
     Raises:
         ValueError: no ``--rm-url``, or the teacher's answer does not cover the response.
     """
     from slime.engines.http import post
 
+    if args.opd_type == "megatron":
+        return 0.0
     if not args.rm_url:
         raise ValueError("on-policy distillation needs --rm-url, the teacher's /generate address")
     body = {
@@ -34,6 +39,9 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     answer = await asyncio.wait_for(post(args.rm_url, body), request_seconds(args))
     sample.teacher_log_probs = teacher_log_probs(answer, sample)
     return 0.0
+
+
+reward_func.deadline = request_seconds  # type: ignore[attr-defined]  # of a whole pass of a model, not of a verifier
 
 
 def teacher_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
@@ -58,7 +66,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[flo
         ValueError: a sample that no teacher has scored.
     """
     for sample in samples:
-        if sample.teacher_log_probs is None and not sample.remove_sample:
+        if args.opd_type == "sglang" and sample.teacher_log_probs is None and not sample.remove_sample:
             raise ValueError(
                 f"sample {sample.index} has no teacher_log_probs: is --custom-rm-path {__name__}.reward_func?"
             )

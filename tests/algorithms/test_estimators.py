@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slime.algorithms.advantages import compute_advantages
+from slime.algorithms.baselines import centred, standardized
+from slime.algorithms.dapo import overlong_penalty
 from slime.algorithms.gae import get_advantages_and_returns_batch
 from slime.algorithms.reduce import Identity
 from slime.algorithms.registry import ALGORITHMS, get_algorithm
 from slime.algorithms.reinforce_plus_plus import get_reinforce_plus_plus_returns
-from slime.algorithms.rloo import leave_one_out, post_process_rewards
+from slime.algorithms.rloo import leave_one_out
 from slime.algorithms.sequences import scan_from_end
 from slime.algorithms.whitening import normalize_advantages
 
@@ -128,7 +130,7 @@ def test_reinforce_plus_plus(lengths: list[int], gamma: float, seed: int) -> Non
 # --- compute_advantages ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "dr_grpo"])
 def test_group_estimators_spread_the_reward_and_ignore_kl_in_the_reward(name: str) -> None:
     batch = make_batch([3, 1])
     compute_advantages(make_args(advantage_estimator=name, kl_coef=0.5), batch, Identity())
@@ -216,24 +218,28 @@ def test_distillation_lowers_the_advantage_where_the_student_is_surer_than_the_t
     assert batch["advantages"][0].tolist() == pytest.approx([batch["rewards"][0] - 2 * x for x in kl])
 
 
-def test_custom_function_then_distillation_and_whitening(tmp_path: Any) -> None:
-    hook = tmp_path / "mine.py"
-    hook.write_text(
-        "def advantages(args, rollout_data):\n"
-        "    rollout_data['advantages'] = [2 * v for v in rollout_data['values']]\n"
-        "    rollout_data['returns'] = [k + 1 for k in rollout_data['kl']]\n"
-        "def forgets(args, rollout_data):\n"
-        "    rollout_data['advantages'] = rollout_data['values']\n"
-    )
+def test_custom_function_then_distillation_and_whitening() -> None:
+    def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+        rollout_data["advantages"] = [2 * v for v in rollout_data["values"]]
+        rollout_data["returns"] = [k + 1 for k in rollout_data["kl"]]
+
+    def forgets(args: Any, rollout_data: dict[str, Any]) -> None:
+        rollout_data["advantages"] = rollout_data["values"]
+
+    def shortens(args: Any, rollout_data: dict[str, Any]) -> None:
+        rollout_data["advantages"] = rollout_data["returns"] = [v[:1] for v in rollout_data["values"]]
+
     batch = make_batch([3, 2])
-    args = make_args(custom_advantage_function_path=f"{hook}:advantages", use_opd=True, normalize_advantages=True)
-    compute_advantages(args, batch, Identity())
+    args = make_args(custom_advantage_function_path="mine.py:f", use_opd=True, normalize_advantages=True)
+    compute_advantages(args, batch, Identity(), advantages)
     raw = torch.cat([2 * v - k for v, k in zip(batch["values"], batch["opd_reverse_kl"], strict=True)])
     expected = (raw - raw.mean()) / (raw.var() + 1e-8).sqrt()
     torch.testing.assert_close(torch.cat(batch["advantages"]), expected)
     assert batch["returns"][0].tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match=r"forgets.* needs returns"):
-        compute_advantages(make_args(custom_advantage_function_path=f"{hook}:forgets"), make_batch([3]), Identity())
+    with pytest.raises(ValueError, match=r"mine.py:f needs returns"):
+        compute_advantages(args, make_batch([3]), Identity(), forgets)
+    with pytest.raises(ValueError, match=r"mine.py:f set advantages with lengths \[1\]"):
+        compute_advantages(args, make_batch([3]), Identity(), shortens)
 
 
 def test_disabled_advantages_leave_the_batch_alone() -> None:
@@ -318,24 +324,27 @@ def test_whitening_does_not_depend_on_how_samples_are_spread(ranks: int) -> None
             torch.testing.assert_close(got, whole[i], rtol=1e-6, atol=1e-7)
 
 
-# --- RLOO --------------------------------------------------------------------------------------
+# --- group baselines ---------------------------------------------------------------------------
 
 
 @quick
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-8, 8)), max_size=20))
-def test_leave_one_out(pairs: list[tuple[int, int]]) -> None:
-    out = leave_one_out([r for _, r in pairs], [g for g, _ in pairs])
-    for i, (group, reward) in enumerate(pairs):
-        others = [r for j, (g, r) in enumerate(pairs) if g == group and j != i]
-        assert out[i] == pytest.approx(reward - statistics.fmean(others) if others else 0.0)
+@given(st.lists(st.integers(-8, 8), min_size=1, max_size=12))
+def test_baselines(rewards: list[int]) -> None:
+    """Against statistics' exact means and deviations; equal rewards give exactly 0."""
+    values = [float(r) for r in rewards]
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values) + 1e-6 if len(values) > 1 else 1.0
+    others = [statistics.fmean(values[:i] + values[i + 1 :]) if len(values) > 1 else r for i, r in enumerate(values)]
+    assert centred(values) == pytest.approx([r - mean for r in values])
+    assert standardized(values) == pytest.approx([(r - mean) / deviation for r in values])
+    assert leave_one_out(values) == pytest.approx([r - o for r, o in zip(values, others, strict=True)])
+    if len(set(values)) == 1:
+        assert {*centred(values), *standardized(values), *leave_one_out(values)} == {0.0}
 
 
-def test_rloo_hook_groups_by_group_index_not_by_position() -> None:
-    samples = [
-        SimpleNamespace(group_index=g, get_reward_value=lambda args, r=r: r)
-        for g, r in ((4, 1), (9, 0), (4, 0), (9, 0))
-    ]
-    assert post_process_rewards(make_args(), samples) == ([1, 0, 0, 0], [1, 0, -1, 0])
+def test_overlong_rewards_fall_over_the_buffer_and_no_further() -> None:
+    penalties = [overlong_penalty(n, max_length=20, buffer=4, factor=2.0) for n in (0, 16, 17, 18, 20, 25)]
+    assert penalties == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
 
 
 def test_the_names_used_here_are_flags_of_the_run() -> None:

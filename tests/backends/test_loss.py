@@ -510,11 +510,17 @@ def test_custom_pg_reducer_replaces_the_reduction_of_pg_loss_only(hooks: str) ->
 
 
 @pytest.mark.parametrize("divisor", [None, 50])
-def test_dr_grpo_divides_every_response_by_the_same_constant(divisor: int | None) -> None:
+@pytest.mark.parametrize(
+    "flag",
+    [
+        {"advantage_estimator": "dr_grpo"},
+        {"custom_pg_loss_reducer_function_path": "slime.algorithms.dr_grpo.pg_loss_reducer"},
+    ],
+    ids=["estimator", "reducer alone"],
+)
+def test_dr_grpo_divides_every_response_by_the_same_constant(flag: dict[str, str], divisor: int | None) -> None:
     tokens = make_tokens([4, 3], seed=2)
-    args = make_args(
-        custom_pg_loss_reducer_function_path="slime.algorithms.dr_grpo.pg_loss_reducer", rollout_max_response_len=20
-    )
+    args = make_args(**flag, rollout_max_response_len=20)
     if divisor:
         args.dr_grpo_divisor = divisor
     tokens.old_log_probs = None

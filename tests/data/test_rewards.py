@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.data.rewards import post_process_rewards
+from slime.algorithms.registry import ALGORITHMS
+from slime.data.rewards import BASELINES, post_process_rewards
 from slime.data.sample import Sample
 
 
@@ -23,10 +24,13 @@ def post_process(args: dict[str, Any], rewards: list[Any], groups: list[int]) ->
     return post_process_rewards(SimpleNamespace(**args), samples, groups)
 
 
-def by_formula(rewards: list[float], std: bool) -> np.ndarray:
+def by_formula(rewards: list[float], std: bool, estimator: str = "grpo") -> np.ndarray:
     values = np.asarray(rewards)
     centred = values - values.mean()
-    return centred / (values.std(ddof=1) + 1e-6) if std and len(values) > 1 else centred
+    if estimator == "rloo":
+        return centred * len(values) / max(len(values) - 1, 1)
+    std = std and estimator in ("grpo", "gspo", "cispo") and len(values) > 1
+    return centred / (values.std(ddof=1) + 1e-6) if std else centred
 
 
 def test_the_documented_example() -> None:
@@ -38,7 +42,7 @@ def test_the_documented_example() -> None:
 
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.1, 0.5, 1.0, -1.0])), min_size=1, max_size=20),
-    st.sampled_from(["grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "ppo", "reinforce_plus_plus"]),
+    st.sampled_from(sorted(ALGORITHMS)),
     st.booleans(),
     st.booleans(),
 )
@@ -55,10 +59,20 @@ def test_every_group_by_its_own_formula(
         if not normalize or estimator in ("ppo", "reinforce_plus_plus"):
             expected = np.asarray(own)
         else:
-            expected = by_formula(own, std and estimator != "reinforce_plus_plus_baseline")
+            expected = by_formula(own, std, estimator)
         assert [rewards[i] for i in inside] == pytest.approx(expected, abs=1e-9)
-        if normalize and estimator == "grpo" and len(set(own)) == 1:
+        if normalize and estimator in BASELINES and len(set(own)) == 1:
             assert all(rewards[i] == 0.0 for i in inside), "exactly zero, so that the group can be skipped"
+
+
+def test_the_penalty_of_long_responses_comes_before_the_baseline_and_leaves_the_raw_reward() -> None:
+    samples = [Sample(index=i, reward=1.0, response_length=n) for i, n in enumerate((5, 9, 10))]
+    args = SimpleNamespace(
+        advantage_estimator="dr_grpo", rollout_max_response_len=10, overlong_buffer_len=2, overlong_penalty=1.0
+    )
+    raw, rewards = post_process_rewards(args, samples, [0, 0, 0])
+    assert raw == [1.0, 1.0, 1.0]
+    assert rewards == pytest.approx([0.5, 0.0, -0.5])  # shaped: 1, 0.5, 0; their mean is 0.5
 
 
 def test_a_single_sample_has_no_deviation() -> None:

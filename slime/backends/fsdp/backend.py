@@ -30,6 +30,7 @@ from slime.backends.loss import (
     needs_entropy,
     needs_logits,
     needs_ref_log_probs,
+    needs_teacher_log_probs,
     rescale_diagnostics,
     zero_advantage_groups_skippable,
 )
@@ -64,14 +65,19 @@ class FsdpBackend:
         args = self.args
         if needs_ref_log_probs(args):
             if args.ref_load and args.ref_load != args.hf_checkpoint:
-                self.bank.add("ref", dict(load_full_model(args, args.ref_load).named_parameters()))
+                self._load_copy("ref", args.ref_load)
             else:
                 self.bank.copy("actor", "ref")
             if args.ref_update_interval:
                 self.moving_copies.add("ref")
+        if needs_teacher_log_probs(args):
+            self._load_copy("teacher", args.opd_teacher_load)
         if args.keep_old_actor:
             self.bank.copy("actor", "old_actor")
             self.moving_copies.add("old_actor")
+
+    def _load_copy(self, tag: str, path: str) -> None:
+        self.bank.add(tag, dict(load_full_model(self.args, path).named_parameters()))
 
     # --- forward only ---------------------------------------------------------------------------
 
@@ -86,15 +92,18 @@ class FsdpBackend:
         out: dict[str, list[Tensor | None]] = {"log_probs": [None] * len(batch["tokens"])}
         if with_entropy:
             out["entropy"] = [None] * len(batch["tokens"])
+        parts = []
         with self.bank.using(model):
             for indices in self._aligned(batch["micro_batch_indices"]):
                 inputs = self._inputs(batch, indices)
                 scores, _ = scorer(inputs, temperature, with_entropy)
-                if indices:
-                    mb.scatter_to_samples(scores.log_probs, inputs.response_lengths, indices, out["log_probs"])
-                    if scores.entropy is not None:
-                        mb.scatter_to_samples(scores.entropy, inputs.response_lengths, indices, out["entropy"])
+                parts.append((indices, inputs.response_lengths, scores))
             self._reshard()
+        for indices, lengths, scores in parts:  # to the CPU at the end, so that no micro-batch waits for the last
+            if indices:
+                mb.scatter_to_samples(scores.log_probs, lengths, indices, out["log_probs"])
+                if scores.entropy is not None:
+                    mb.scatter_to_samples(scores.entropy, lengths, indices, out["entropy"])
         return {key: _complete(key, values) for key, values in out.items()}
 
     @torch.no_grad()
@@ -124,8 +133,8 @@ class FsdpBackend:
         trained = mb.without_zero_advantages(batch, scheduled) if skipping else scheduled
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
-        for indices in self._aligned(trained):
-            self._add_shares(shares, self._backward(batch, indices, step))
+        for part in [self._backward(batch, indices, step) for indices in self._aligned(trained)]:
+            self._add_shares(shares, part)  # waits for the accelerator: once all its work is queued
         self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
         grad_norm = math.sqrt(self.reduce.total([float(self.optimizer.local_square_norm())])[0])
         self._require_finite(grad_norm, "gradient norm", batch, step)
@@ -256,8 +265,13 @@ class FsdpBackend:
     def load(self, path: Path) -> None:
         load_training_state(self, Path(path))
 
-    def sleep(self) -> None:
+    def clear_memory(self) -> None:
         self.optimizer.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def sleep(self) -> None:
+        self.clear_memory()
         tensors = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.named_buffers]
         self.offloader.sleep([*tensors, *self.optimizer.tensors().values()])
 

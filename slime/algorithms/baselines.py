@@ -1,0 +1,35 @@
+"""Group baselines: what is subtracted from a reward before it becomes an advantage.
+
+They run where whole groups are at hand, when rewards are post-processed, so this file and ``rloo.py``
+need no torch. Each takes the rewards of one group. Equal rewards give exactly 0, whatever their number
+and order, so that the training step can skip their group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+STD_EPSILON = 1e-6
+
+
+def centred(rewards: Sequence[float]) -> list[float]:
+    """r_i − mean of the group.
+
+    Source: Liu et al., "Understanding R1-Zero-Like Training" (Dr. GRPO, 2025); also the baseline of
+    REINFORCE++-baseline, Hu et al. (2025).
+    """
+    mean = math.fsum(rewards) / len(rewards) if min(rewards) != max(rewards) else rewards[0]
+    return [r - mean for r in rewards]
+
+
+def standardized(rewards: Sequence[float]) -> list[float]:
+    """(r_i − mean) / (std + 1e-6) with the unbiased (n − 1) deviation; a group of one is only centred.
+
+    Source: Shao et al., "DeepSeekMath" (GRPO, 2024), section 4.1.
+    """
+    difference = centred(rewards)
+    if len(rewards) < 2:
+        return difference
+    std = math.sqrt(math.fsum(d * d for d in difference) / (len(rewards) - 1))
+    return [d / (std + STD_EPSILON) for d in difference]
