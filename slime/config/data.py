@@ -51,15 +51,15 @@ class DataConfig:
     )
     num_data_workers: int = flag(
         0,
-        help="processes that read rows",
-        status="notice",
-        reason="rows are read by one process; the order would be the same",
+        help="processes that parse, render and count the tokens of --prompt-data; 0: the rollout manager itself. The "
+        "order is the same",
+        reader="slime/data/source.py",
     )
     streaming_data: bool = flag(
         False,
-        help="read rows as they are needed",
-        status="notice",
-        reason="the whole file is read at the start; the order would be the same",
+        help="read rows of --prompt-data when they are needed, in memory that does not grow with the file. The order "
+        "is the same; before the start the first 10,000 rows are checked, later ones when they are reached",
+        reader="slime/data/source.py, slime/data/validate.py",
     )
     loss_mask_type: str = flag(
         "qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks", reader=_READER

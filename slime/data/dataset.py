@@ -1,20 +1,21 @@
-"""Prompts in memory: rows read, checked, rendered, filtered by length and put into an epoch's order."""
+"""Prompts of a file: rows read, checked, rendered, filtered by length and put into an epoch's order."""
 
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from slime.config.seeds import derive_seed
+from slime.data.chunks import CHUNK, Chunks, Made
 from slime.data.media import collect_media, processor_inputs
-from slime.data.prompts import PromptRow, RowKeys, read_prompts
-from slime.data.rows import DataError, Problems
+from slime.data.order import shuffled
+from slime.data.prompts import PromptRow, Report, RowKeys, parse_rows
+from slime.data.rows import DataError, Problems, RawRow, RowFile
 from slime.data.sample import Sample
 
 logger = logging.getLogger(__name__)
-_TOKENIZE_AT_ONCE = 1024
 
 
 class PromptDataset(Protocol):
@@ -25,12 +26,65 @@ class PromptDataset(Protocol):
     def shuffle(self, epoch_id: int) -> None:
         """Put the prompts into the order of this epoch, which depends on seed and epoch alone."""
 
-    def __getitem__(self, position: int) -> Sample:
-        """The prompt at a position of the present order; the caller copies before it changes anything."""
+    def __getitem__(self, position: int) -> Sample | None:
+        """The prompt at a position of the present order (the caller copies before it changes anything); None where
+        one was left out for its length."""
+
+
+@dataclass
+class PromptMaker:
+    """Rows to prompts. Worker processes get one each, so it holds what can be pickled."""
+
+    keys: RowKeys
+    tokenizer: Any = None
+    processor: Any = None
+    max_length: int | None = None
+    apply_chat_template: bool = False
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, raws: list[RawRow]) -> Made:
+        """One sample per good row, None for one that is too long; and the report on all."""
+        rows, report = parse_rows(raws, self.keys, as_messages=self.apply_chat_template)
+        samples = [sample for row in rows if (sample := self._sample(row, report)) is not None]
+        long = self._too_long(samples)
+        return [None if i in long else sample for i, sample in enumerate(samples)], report
+
+    def _sample(self, row: PromptRow, report: Report) -> Sample | None:
+        from jinja2 import TemplateError
+
+        media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
+        prompt: Any = row.prompt
+        if self.apply_chat_template:
+            renderer = self.processor if media and self.processor is not None else self.tokenizer
+            try:
+                prompt = renderer.apply_chat_template(
+                    row.prompt, tools=row.tools, tokenize=False, add_generation_prompt=True, **self.template_kwargs
+                )
+            except TemplateError as error:  # templates refuse what their model was not trained on
+                report.add(row.where, ValueError(f"the chat template refuses these messages: {error}"))
+                return None
+        sample = Sample(prompt=prompt, label=row.label, metadata=row.metadata, multimodal_inputs=media)
+        sample.apply_chat_template_kwargs = dict(self.template_kwargs)
+        return sample
+
+    def _too_long(self, samples: list[Sample]) -> set[int]:
+        """Text prompts of more than ``max_length`` tokens."""
+        limit = self.max_length
+        if limit is None:
+            return set()
+        texts = [i for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs]
+        ids = self.tokenizer([samples[i].prompt for i in texts], add_special_tokens=False)["input_ids"] if texts else []
+        long = {i for i, tokens in zip(texts, ids, strict=True) if len(tokens) > limit}
+        for i, sample in enumerate(samples if self.processor is not None else ()):
+            if isinstance(sample.prompt, str) and sample.multimodal_inputs:
+                made = self.processor(text=[sample.prompt], **processor_inputs(sample.multimodal_inputs))
+                if len(made["input_ids"][0]) > limit:
+                    long.add(i)
+        return long
 
 
 class Dataset:
-    """All prompts of a ``.jsonl`` or ``.parquet`` file (``path@[a:b]`` takes a slice of its rows).
+    """The prompts of a ``.jsonl`` or ``.parquet`` file (``path@[a:b]`` takes a slice of its rows).
 
     Args:
         path: of the file.
@@ -41,13 +95,14 @@ class Dataset:
         seed: of the order that :meth:`shuffle` makes.
         apply_chat_template: render messages to text, with the header that asks for the answer.
         apply_chat_template_kwargs: further arguments of the template.
+        streaming: read rows when they are asked for and hold a few hundred of them, instead of all. The order is the
+            same. Only the first rows are checked at once; a later row that is wrong raises when it is reached.
+            ``len`` counts rows, with those that turn out to be too long.
+        workers: processes that parse, render and count tokens; 0: this one. What comes out is the same.
 
     Raises:
         DataError: everything that is wrong with the file, each with its line, up to twenty.
     """
-
-    samples: list[Sample]
-    """The prompts in the present order."""
 
     def __init__(
         self,
@@ -64,72 +119,68 @@ class Dataset:
         seed: int = 42,
         apply_chat_template: bool = False,
         apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        streaming: bool = False,
+        workers: int = 0,
     ) -> None:
-        problems = Problems()
         keys = RowKeys(prompt_key, label_key, metadata_key, tool_key, multimodal_keys or {})
-        rows = read_prompts(path, keys, problems, as_messages=apply_chat_template)
+        kwargs = dict(apply_chat_template_kwargs or {})
+        make = PromptMaker(keys, tokenizer, processor, max_length, apply_chat_template, kwargs)
+        self.path, self.seed, self.max_length = path, seed, max_length
+        self._rows = RowFile(path)
+        self._epoch: int | None = None  # None: the order of the file
+        self._kept: list[Sample | None] | None = None  # by row; None: they are read when needed
+        self._chunks = Chunks(self._rows, make, self._order, workers)
+        if streaming:
+            self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
+            return
+        reports, kept = [], []
+        for chunk in range(-(-len(self._rows) // CHUNK)):
+            samples, report = self._chunks[chunk]
+            kept += samples
+            reports.append(report)
+        self._chunks.close()
+        self._check(keys, reports)
+        self._kept = kept
+        left_out = kept.count(None)
+        if left_out:
+            logger.warning("%s: left out %d of %d prompts longer than %d tokens", path, left_out, len(kept), max_length)
+        if left_out == len(kept):
+            raise DataError([f"{path}: all {len(kept)} prompts are longer than --rollout-max-prompt-len {max_length}"])
+        self.shuffle(None)
+
+    def _check(self, keys: RowKeys, reports: list[Report]) -> None:
+        report, problems = Report(keys), Problems()
+        for part in reports:
+            report.merge(part)
+        report.tell(self.path, problems)
         problems.raise_if_any()
         for warning in problems.warnings:
             logger.warning("%s", warning)
-        kwargs = dict(apply_chat_template_kwargs or {})
-        samples = []
-        for row in rows:
-            media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
-            renderer = processor if media and processor is not None else tokenizer
-            prompt = _render(renderer, row, kwargs, problems) if apply_chat_template else row.prompt
-            sample = Sample(prompt=prompt, label=row.label, metadata=row.metadata, multimodal_inputs=media)
-            sample.apply_chat_template_kwargs = dict(kwargs)
-            samples.append(sample)
-        problems.raise_if_any()
-        self.path, self.seed = path, seed
-        self._in_file_order = _without_long(samples, tokenizer, processor, max_length, path)
-        self.samples = list(self._in_file_order)
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self._rows) if self._kept is None else len(self.samples)
 
-    def __getitem__(self, position: int) -> Sample:
-        return self.samples[position]
+    def __getitem__(self, position: int) -> Sample | None:
+        if self._kept is not None:
+            return self.samples[position]
+        samples, report = self._chunks[position // CHUNK]
+        if report.wrong:
+            raise DataError([problem for _, problem in report.wrong])
+        return samples[position % CHUNK]
 
-    def shuffle(self, epoch_id: int) -> None:
-        """The order of an epoch; it does not depend on earlier ones."""
-        order = list(range(len(self._in_file_order)))
-        random.Random(derive_seed(self.seed, "shuffle", epoch_id)).shuffle(order)
-        self.samples = [self._in_file_order[i] for i in order]
+    def shuffle(self, epoch_id: int | None) -> None:
+        """The order of an epoch; it does not depend on earlier ones. None: that of the file."""
+        self._epoch = epoch_id
+        self._chunks.forget()
+        if self._kept is not None:
+            order = self._order(range(len(self._rows)))
+            self.samples = [sample for row in order if (sample := self._kept[row]) is not None]
 
+    samples: list[Sample]
+    """The prompts in the present order; not with ``streaming``."""
 
-def _render(renderer: Any, row: PromptRow, kwargs: dict[str, Any], problems: Problems) -> str:
-    from jinja2 import TemplateError
-
-    try:
-        return renderer.apply_chat_template(
-            row.prompt, tools=row.tools, tokenize=False, add_generation_prompt=True, **kwargs
-        )
-    except TemplateError as error:  # templates refuse what their model was not trained on
-        problems.add(f"{row.where}: the chat template refuses these messages: {error}")
-        return ""
-
-
-def _without_long(
-    samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None, path: str
-) -> list[Sample]:
-    """Leave out text prompts of more than ``max_length`` tokens; the order stays."""
-    if max_length is None:
-        return samples
-    texts = [i for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs]
-    long: set[int] = set()
-    for start in range(0, len(texts), _TOKENIZE_AT_ONCE):
-        part = texts[start : start + _TOKENIZE_AT_ONCE]
-        ids = tokenizer([samples[i].prompt for i in part], add_special_tokens=False)["input_ids"]
-        long.update(i for i, tokens in zip(part, ids, strict=True) if len(tokens) > max_length)
-    if processor is not None:
-        for i, sample in enumerate(samples):
-            if isinstance(sample.prompt, str) and sample.multimodal_inputs:
-                media = processor_inputs(sample.multimodal_inputs)
-                if len(processor(text=[sample.prompt], **media)["input_ids"][0]) > max_length:
-                    long.add(i)
-    if long:
-        logger.warning("%s: left out %d of %d prompts longer than %d tokens", path, len(long), len(samples), max_length)
-    if len(long) == len(samples):
-        raise DataError([f"{path}: all {len(samples)} prompts are longer than --rollout-max-prompt-len {max_length}"])
-    return [s for i, s in enumerate(samples) if i not in long]
+    def _order(self, positions: range) -> list[int]:
+        """The rows at these positions of the present order."""
+        if self._epoch is None:
+            return list(positions)
+        return shuffled(positions, len(self._rows), derive_seed(self.seed, "shuffle", self._epoch))

@@ -80,6 +80,8 @@ _FALLBACKS: dict[str, tuple[str, ...]] = {
     "custom_generate_function_path": ("custom_generate_function_path",),
 }
 _NAMES = {f.name for f in fields(EvalDatasetConfig)}
+BY_TYPE = "slime.rollout.rm_hub.dispatch.by_type"
+"""``custom_rm_path`` of a data set with an ``rm_type`` of its own: score by that type."""
 
 
 def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
@@ -109,6 +111,10 @@ def _resolve(args: Any, defaults: Mapping[str, Any], entry: Mapping[str, Any]) -
     if unknown:
         raise TypeError(f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}")
     config = EvalDatasetConfig(**{**defaults, **entry})
+    if entry.get("rm_type") and not entry.get("custom_rm_path"):
+        config.custom_rm_path = BY_TYPE  # its own type wins over the function of the defaults or the run
+    elif defaults.get("rm_type") and not config.custom_rm_path:
+        config.custom_rm_path = BY_TYPE
     for name, attributes in _FALLBACKS.items():
         values = (getattr(args, attribute, None) for attribute in attributes)
         if getattr(config, name) is None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.data.rows import Problems, Row, read_rows
+from slime.data.rows import SHOWN, Problems, RawRow, Row
 from slime.data.sample import MultimodalTypes
 
 _MISSING = object()
@@ -47,34 +47,77 @@ class RowError(ValueError):
     """What is wrong with one row, without its place."""
 
 
-def read_prompts(spec: str, keys: RowKeys, problems: Problems, as_messages: bool = False) -> list[PromptRow]:
-    """All prompts of a file; what is wrong goes to ``problems``, with file and row. A column of metadata, tools or
-    media that no row has is a warning.
+class MissingColumn(RowError):
+    """A row lacks a column that was asked for."""
+
+
+class Report:
+    """What is wrong with the rows of a file, gathered part by part (also by several processes) in their order."""
+
+    def __init__(self, keys: RowKeys) -> None:
+        self.keys = keys
+        self.rows = 0
+        self.names = ""  # columns of the first row
+        self.absent = _asked(keys)  # columns that no row has so far
+        self.wrong: list[tuple[bool, str]] = []  # whether only a column is missing; place and problem
+        self.counts = {False: 0, True: 0}
+
+    def add(self, where: str, error: ValueError) -> None:
+        missing = isinstance(error, MissingColumn)
+        self.counts[missing] += 1
+        if self.counts[missing] <= SHOWN:
+            self.wrong.append((missing, f"{where}: {error}"))
+
+    def saw(self, row: Row) -> None:
+        self.names = self.names or _names(row.data)
+        if self.absent:
+            self.absent = {column for column in self.absent if _lookup(row.data, column[1]) is _MISSING}
+
+    def merge(self, later: Report) -> None:
+        """Take in the report on the rows that follow."""
+        self.rows += later.rows
+        self.names = self.names or later.names
+        self.absent &= later.absent
+        for missing, problem in later.wrong:
+            if sum(kind == missing for kind, _ in self.wrong) < SHOWN:
+                self.wrong.append((missing, problem))
+        self.counts = {missing: count + later.counts[missing] for missing, count in self.counts.items()}
+
+    def tell(self, spec: str, problems: Problems) -> None:
+        """Add to ``problems``. A column that no row has is said once: a problem for prompt and label, a warning for
+        others, since an evaluation set need not have what the training rows have."""
+        if not self.rows:
+            problems.add(f"{spec}: no rows")
+        absent = sorted(self.absent) if self.names else []
+        for name, key in absent:
+            said = f"{spec}: no row has the {name} column {key!r}; the rows have {self.names}"
+            if name in ("prompt", "label"):
+                problems.add(said)
+            else:
+                problems.warnings.append(said)
+        said_once = any(name in ("prompt", "label") for name, _ in absent)
+        told = [problem for missing, problem in self.wrong if not (missing and said_once)]
+        for problem in told:
+            problems.add(problem)
+        problems.count += self.counts[False] + (0 if said_once else self.counts[True]) - len(told)
+
+
+def parse_rows(raws: Sequence[RawRow], keys: RowKeys, as_messages: bool = False) -> tuple[list[PromptRow], Report]:
+    """Understand some rows: those that are fine, and what is wrong with the others.
 
     Args:
         as_messages: wrap a prompt that is a string into one user message (chat template, media).
     """
-    rows = read_rows(spec, problems)
-    if not rows:
-        if not problems.count:
-            problems.add(f"{spec}: no rows")
-        return []
-    absent = _columns_nobody_has(rows, keys)
-    for name, key in absent:
-        said = f"{spec}: no row has the {name} column {key!r}; the rows have {_names(rows[0].data)}"
-        if name in ("prompt", "label"):
-            problems.add(said)
-        else:  # an evaluation set need not have what the training rows have
-            problems.warnings.append(said)
-    if any(name in ("prompt", "label") for name, _ in absent):
-        return []  # said once, not for every row
-    prompts = []
-    for row in rows:
+    report, prompts = Report(keys), []
+    for raw in raws:
+        report.rows += 1
         try:
+            row = raw.decode()
+            report.saw(row)
             prompts.append(parse_row(row, keys, as_messages or bool(keys.multimodal)))
-        except RowError as error:
-            problems.add(f"{row.where}: {error}")
-    return prompts
+        except ValueError as error:
+            report.add(raw.where, error)
+    return prompts, report
 
 
 def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
@@ -91,14 +134,11 @@ def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
     return PromptRow(row.where, prompt, _label(_label_value(row.data, keys.label)), metadata, tools)
 
 
-def _columns_nobody_has(rows: Sequence[Row], keys: RowKeys) -> list[tuple[str, str]]:
-    """Columns that were asked for and are in no row. Default names of optional columns may be absent."""
-    asked = [("prompt", keys.prompt), *((kind, key) for kind, key in keys.multimodal.items())]
-    for name, default in _OPTIONAL_DEFAULTS.items():
-        key = getattr(keys, name)
-        if key is not None and key != default:
-            asked.append((name, key))
-    return [(name, key) for name, key in asked if all(_lookup(row.data, key) is _MISSING for row in rows)]
+def _asked(keys: RowKeys) -> set[tuple[str, str]]:
+    """Columns that some row should have, by name. Default names of optional columns may be absent."""
+    optional = {name: getattr(keys, name) for name in _OPTIONAL_DEFAULTS}
+    named = {(name, key) for name, key in optional.items() if key not in (None, _OPTIONAL_DEFAULTS[name])}
+    return {("prompt", keys.prompt), *keys.multimodal.items(), *named}
 
 
 def _lookup(data: Any, key: str) -> Any:
@@ -122,7 +162,7 @@ def _names(data: Mapping[str, Any]) -> str:
 def _prompt(data: Mapping[str, Any], keys: RowKeys, as_messages: bool) -> str | list[dict[str, Any]]:
     value = _lookup(data, keys.prompt)
     if value is _MISSING:
-        raise RowError(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
+        raise MissingColumn(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
     if isinstance(value, str):
         if not value.strip():
             raise RowError(f"the prompt {keys.prompt!r} is empty")
@@ -205,7 +245,7 @@ def _label_value(data: Mapping[str, Any], key: str | None) -> Any:
         return None
     value = _lookup(data, key)
     if value is _MISSING and key != _OPTIONAL_DEFAULTS["label"]:
-        raise RowError(f"no label column {key!r}; the row has {_names(data)}")
+        raise MissingColumn(f"no label column {key!r}; the row has {_names(data)}")
     return None if value is _MISSING else value
 
 

@@ -1,14 +1,23 @@
-"""Rows of a JSONL or Parquet file, each with the place where it stands; bad rows are collected, not skipped."""
+"""Rows of a JSONL or Parquet file by number, each with the place where it stands.
+
+A file is never held: :class:`RowFile` knows how many rows there are and reads those that are asked for, in memory
+that does not grow with the file.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
+_BOM = b"\xef\xbb\xbf"
+_MARKS = 1 << 16  # places remembered of a JSONL file, however long it is
 SHOWN = 20
 
 
@@ -36,6 +45,11 @@ class Problems:
         if len(self.shown) < SHOWN:
             self.shown.append(problem)
 
+    def extend(self, other: Problems) -> None:
+        for problem in other.shown:
+            self.add(problem)
+        self.count += other.count - len(other.shown)
+
     def lines(self) -> list[str]:
         more = self.count - len(self.shown)
         return [*self.shown, f"... and {more} more like these"] if more else self.shown
@@ -48,6 +62,67 @@ class Problems:
 class Row(NamedTuple):
     where: str  # "file:line" or "file, row n"
     data: dict[str, Any]
+
+
+class RawRow(NamedTuple):
+    """A row as it stands in the file: a line of JSON, or the columns of a Parquet row."""
+
+    where: str
+    content: bytes | dict[str, Any]
+
+    def decode(self) -> Row:
+        """Raises :class:`ValueError`, without the place, for a line that is no JSON object."""
+        if isinstance(self.content, dict):
+            return Row(self.where, self.content)
+        try:
+            data = json.loads(self.content, parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not valid JSON: {_explain(error)}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"a row must be a JSON object, this is a {type(data).__name__}")
+        return Row(self.where, data)
+
+
+class RowFile:
+    """The rows that ``path`` or ``path@[a:b]`` selects. Blank lines of JSONL are no rows.
+
+    Raises:
+        DataError: no such file, an unknown type, or a file that cannot be read at all.
+    """
+
+    def __init__(self, spec: str) -> None:
+        path, selected = split_spec(spec)
+        if not path.is_file():
+            what = "is a folder, not a file" if path.is_dir() else "does not exist"
+            raise DataError([f"data file {path} {what} (looked for {path.absolute()})"])
+        if path.suffix not in _READERS:
+            raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl or .parquet"])
+        self.spec, self.path = spec, path
+        self._stat = self._identity()
+        self._reader = _READERS[path.suffix](path)
+        self._numbers = range(len(self._reader))[selected]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, rows: Sequence[int]) -> list[RawRow]:
+        """The rows with these numbers, in this order; each part of the file is read once.
+
+        Raises:
+            DataError: the file was changed since it was opened.
+        """
+        if self._identity() != self._stat:
+            raise DataError([f"{self.path} was changed while the run read it: start again, or put the file back"])
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        found: list[Any] = [None] * len(rows)
+        ascending = [self._numbers[rows[i]] for i in order]
+        for i, raw in zip(order, self._reader.ascending(ascending), strict=True):
+            found[i] = raw
+        return found
+
+    def _identity(self) -> tuple[int, int]:
+        stat = self.path.stat()
+        return stat.st_size, stat.st_mtime_ns
 
 
 def split_spec(spec: str) -> tuple[Path, slice]:
@@ -66,39 +141,106 @@ def split_spec(spec: str) -> tuple[Path, slice]:
     return Path(spec).expanduser(), slice(None)
 
 
-def read_rows(spec: str, problems: Problems) -> list[Row]:
-    """All rows that ``spec`` selects.
+class _Reader(Protocol):
+    def __init__(self, path: Path) -> None: ...
 
-    Malformed rows are added to ``problems``; blank lines of JSONL are no rows.
+    def __len__(self) -> int: ...
 
-    Raises:
-        DataError: no such file, an unknown type, or a file that cannot be read at all.
-    """
-    path, selected = split_spec(spec)
-    if not path.is_file():
-        what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        raise DataError([f"data file {path} {what} (looked for {path.absolute()})"])
-    if path.suffix == ".jsonl":
-        return list(_jsonl(path, selected, problems))
-    if path.suffix == ".parquet":
-        return list(_parquet(path, selected))
-    raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl or .parquet"])
+    def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
+        """These rows, whose numbers do not fall."""
 
 
-def _jsonl(path: Path, selected: slice, problems: Problems) -> Iterator[Row]:
-    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, line in numbered[selected]:
-        where = f"{path}:{number}"
+class _JsonLines:
+    """Finds a line by reading on from a place remembered before it: every row of a short file, every n-th of a long
+    one, where n doubles whenever there are more than :data:`_MARKS` places."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.every, self.count = path, 1, 0
+        self.offsets, self.lines = array("Q"), array("Q")
+        offset = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not _blank(line, number):
+                    if self.count % self.every == 0:
+                        self._remember(offset, number)
+                    self.count += 1
+                offset += len(line)
+
+    def _remember(self, offset: int, number: int) -> None:
+        if len(self.offsets) == _MARKS:
+            self.offsets, self.lines, self.every = self.offsets[::2], self.lines[::2], self.every * 2
+        if self.count % self.every == 0:
+            self.offsets.append(offset)
+            self.lines.append(number)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
+        row, number, line = -1, 0, b""  # of the line read last
+        with self.path.open("rb") as file:
+            for wanted in rows:
+                mark = wanted // self.every
+                if row < 0 or row < mark * self.every:
+                    file.seek(self.offsets[mark])
+                    row, number = mark * self.every - 1, self.lines[mark] - 1
+                while row < wanted:
+                    line, number = file.readline(), number + 1
+                    if not line:
+                        raise DataError([f"{self.path} ends at line {number}: it was changed while the run read it"])
+                    row += not _blank(line, number)
+                text = line.rstrip(b"\n")
+                yield RawRow(f"{self.path}:{number}", text.removeprefix(_BOM) if number == 1 else text)
+
+
+class _Parquet:
+    """Reads on in the row group it is in, a batch at a time, or begins another."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
         try:
-            data = json.loads(line, parse_constant=_no_constant)
-        except (ValueError, RecursionError) as error:
-            problems.add(f"{where}: not valid JSON: {_explain(error)}")
-            continue
-        if isinstance(data, dict):
-            yield Row(where, data)
-        else:
-            problems.add(f"{where}: a row must be a JSON object, this is a {type(data).__name__}")
+            self.file = pyarrow.parquet.ParquetFile(path)
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            raise DataError([f"{path}: not a Parquet file: {error}"]) from error
+        self.path, meta = path, self.file.metadata
+        sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
+        self.starts = list(accumulate(sizes, initial=0))  # of the row groups, and the end
+        self.batches: Iterator[Any] = iter(())  # of the row group that ends before `stop`
+        self.batch: Any = ()
+        self.first = self.stop = 0  # row of self.batch[0]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
+        done = 0
+        while done < len(rows):
+            self._go_to(rows[done])
+            end = bisect_left(rows, self.first + len(self.batch), done)
+            wanted = rows[done:end]
+            for row, data in zip(wanted, self.batch.take([r - self.first for r in wanted]).to_pylist(), strict=True):
+                yield RawRow(f"{self.path}, row {row + 1}", data)
+            done = end
+
+    def _go_to(self, row: int) -> None:
+        if not self.first <= row < self.stop:
+            group = bisect_right(self.starts, row) - 1
+            self.first, self.stop = self.starts[group], self.starts[group + 1]
+            self.batches, self.batch = self.file.iter_batches(batch_size=1024, row_groups=[group]), ()
+        while row >= self.first + len(self.batch):
+            self.first += len(self.batch)
+            self.batch = next(self.batches)
+
+
+_READERS: dict[str, type[_Reader]] = {".jsonl": _JsonLines, ".parquet": _Parquet}
+
+
+def _blank(line: bytes, number: int) -> bool:
+    if number == 1:
+        line = line.removeprefix(_BOM)
+    return not line or line.isspace()
 
 
 def _no_constant(name: str) -> Any:
@@ -111,22 +253,3 @@ def _explain(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 at byte {error.start}"
     return str(error)
-
-
-def _parquet(path: Path, selected: slice) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise DataError([f"{path}: not a Parquet file: {error}"]) from error
-    wanted = range(file.metadata.num_rows)[selected]
-    number = 0
-    for batch in file.iter_batches(batch_size=1024):
-        keep = [i for i in range(batch.num_rows) if number + i in wanted]
-        if keep:
-            rows = batch.slice(keep[0], keep[-1] - keep[0] + 1).to_pylist()
-            for i, data in zip(keep, rows, strict=True):
-                yield Row(f"{path}, row {number + i + 1}", data)
-        number += batch.num_rows

@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
+from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.tokenizers import load_processor, load_tokenizer
 
@@ -71,12 +72,16 @@ class RolloutDataSource:
     def _next_prompt(self) -> Sample:
         if self.dataset is None:
             return Sample()
-        if self.sample_offset >= len(self.dataset):
-            self.epoch_id += 1
-            self.sample_offset = 0
-            self._order_epoch()
-        self.sample_offset += 1
-        return self.dataset[self.sample_offset - 1]
+        for _ in range(len(self.dataset)):
+            if self.sample_offset >= len(self.dataset):
+                self.epoch_id += 1
+                self.sample_offset = 0
+                self._order_epoch()
+            self.sample_offset += 1
+            prompt = self.dataset[self.sample_offset - 1]
+            if prompt is not None:
+                return prompt
+        raise DataError([f"all {len(self.dataset)} prompts of the data set are longer than --rollout-max-prompt-len"])
 
     def _order_epoch(self) -> None:
         if self.dataset is not None and getattr(self.args, "rollout_shuffle", False):
@@ -224,6 +229,8 @@ def load_dataset(args: Any) -> Dataset:
         seed=args.rollout_seed,
         apply_chat_template=args.apply_chat_template,
         apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+        streaming=args.streaming_data,
+        workers=args.num_data_workers,
     )
 
 

@@ -7,17 +7,19 @@ from typing import Any
 
 from slime.config.hooks import load_function
 from slime.data.eval_config import resolve_eval_datasets
-from slime.data.prompts import PromptRow, RowKeys, read_prompts
-from slime.data.rows import DataError, Problems
+from slime.data.prompts import Report, RowKeys, parse_rows
+from slime.data.rows import DataError, Problems, RowFile
 
 LabelCheck = Callable[[str, Any, Mapping[str, Any]], str | None]
 _LABEL_CHECK = "slime.rollout.rm_hub.check_label"  # by its path: this room imports no rollout code
 _BUILT_IN_SOURCES = ("slime.rollout.data_source.", "slime.data.source.")
+_ROWS_AT_ONCE = 1024
+STREAMING_ROWS = 10_000  # of a file that is not read whole at the start
 _SCORING_ROLLOUTS = ("slime.rollout.sglang_", "slime.rollout.fully_async_")
 
 
 def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
-    """Read all prompts and evaluation sets, and check rows and labels.
+    """Read all prompts (with ``--streaming-data`` the first of them) and evaluation sets, and check rows and labels.
 
     Args:
         args: with the names of the data, evaluation and reward flags.
@@ -30,7 +32,8 @@ def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
     found: list[str] = []
     if _reads_prompts(args):
         if args.prompt_data:
-            found += _check_file(args.prompt_data, RowKeys.of_args(args), _reward_type(args, args), check, strict=True)
+            keys, limit = RowKeys.of_args(args), STREAMING_ROWS if getattr(args, "streaming_data", False) else None
+            found += _check_file(args.prompt_data, keys, _reward_type(args, args), check, strict=True, limit=limit)
         else:
             found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
     try:
@@ -41,17 +44,6 @@ def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
         problems = _check_file(config.path, config.row_keys(), _reward_type(args, config), check)
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
-
-
-def has_labels(args: Any) -> bool:
-    """Does any row of ``--prompt-data`` have a label? Rows that cannot be read count as none."""
-    if not args.prompt_data:
-        return False
-    try:
-        rows = read_prompts(args.prompt_data, RowKeys.of_args(args), Problems())
-    except DataError:
-        return False
-    return any(row.label is not None for row in rows)
 
 
 def _reads_prompts(args: Any) -> bool:
@@ -76,31 +68,42 @@ def _reward_type(args: Any, settings: Any) -> str | None:
 
 
 def _check_file(
-    spec: str, keys: RowKeys, rm_type: str | None, check_label: LabelCheck, strict: bool = False
+    spec: str,
+    keys: RowKeys,
+    rm_type: str | None,
+    check_label: LabelCheck,
+    strict: bool = False,
+    limit: int | None = None,
 ) -> list[str]:
-    """``strict``: a column that was asked for and that no row has is a problem, optional or not."""
-    problems = Problems()
+    """What is wrong with a file, read part by part.
+
+    Args:
+        strict: a column that was asked for and that no row has is a problem, optional or not.
+        limit: look at so many rows at most.
+    """
+    problems, labels, report = Problems(), Problems(), Report(keys)
+    labelled, first = False, None
     try:
-        rows = read_prompts(spec, keys, problems)
+        rows = RowFile(spec)
+        count = len(rows) if limit is None else min(limit, len(rows))
+        for begin in range(0, count, _ROWS_AT_ONCE):
+            prompts, part = parse_rows(rows.read(range(begin, min(begin + _ROWS_AT_ONCE, count))), keys)
+            report.merge(part)
+            for row in prompts if rm_type is not None else ():
+                first, labelled = first or row, labelled or row.label is not None
+                problem = check_label(rm_type or "math", row.label, row.metadata)
+                if problem:
+                    labels.add(f"{row.where}: {problem}")
     except DataError as error:
         return error.problems
+    report.tell(spec, problems)
     for warning in problems.warnings if strict else ():
         problems.add(warning)
-    if rm_type is None or not rows:
-        return problems.lines()
-    if not any(row.label is not None for row in rows) and (
-        said := _label_problem(rows[0], rm_type or "math", check_label)
-    ):
+    if labelled:
+        problems.extend(labels)
+    elif first is not None and labels.count:
+        said = check_label(rm_type or "math", first.label, first.metadata)
         column = f"no row has a label (column {keys.label!r}, --label-key)"
         unset = "there is neither --rm-type nor --custom-rm-path, and " if not rm_type else ""
         problems.add(f"{spec}: {unset}{column}; {said}")
-        return problems.lines()
-    for row in rows:
-        problem = _label_problem(row, rm_type or "math", check_label)
-        if problem:
-            problems.add(f"{row.where}: {problem}")
     return problems.lines()
-
-
-def _label_problem(row: PromptRow, rm_type: str, check_label: LabelCheck) -> str | None:
-    return check_label(rm_type, row.label, row.metadata)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import slime.data
-from slime.data.validate import check_data, has_labels
+from slime.data.validate import check_data
 
 
 def make_args(**more: Any) -> SimpleNamespace:
@@ -42,7 +42,6 @@ def test_good_data_has_no_problems(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "4"}])
     args = make_args(prompt_data=path, eval_prompt_data=["one", path, "two", path + "@[:1]"])
     assert check_data(args) == [], "with the label check of the rewards themselves"
-    assert has_labels(args)
 
 
 def test_everything_is_reported_together(tmp_path: Path) -> None:
@@ -82,7 +81,6 @@ def test_rewards_without_labels(tmp_path: Path) -> None:
     assert "neither --rm-type nor --custom-rm-path, and no row has a label (column 'label', --label-key)" in problem
     (problem,) = check_data(make_args(prompt_data=path, rm_type="deepscaler"), numbers_only)
     assert problem == f"{path}: no row has a label (column 'label', --label-key); deepscaler cannot read None"
-    assert not has_labels(make_args(prompt_data=path)) and not has_labels(make_args(prompt_data="absent.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,15 @@ def test_every_malformed_row_is_named(file: Path) -> None:
     path = write(file, rows)
     expected = [
         (2, "not valid JSON: Unterminated string starting at at column 12"),
-        (5, "a row must be a JSON object, this is a list"),
-        (12, "NaN is not JSON"),
         (4, "no prompt column 'prompt'; the row has 'question', 'answer'"),
+        (5, "a row must be a JSON object, this is a list"),
         (6, "the prompt 'prompt' must be a text or a list of messages, not int 5"),
         (7, "message 0 of 'prompt' must be an object with a role"),
         (8, "message 0 of 'prompt' has a content that is int 3"),
         (9, "metadata is a text that is not valid JSON"),
         (10, "metadata must be an object"),
         (11, "tools is a text that is not valid JSON"),
+        (12, "NaN is not JSON"),
         (13, "the prompt 'prompt' is empty"),
     ]
     found = problems_of(path)

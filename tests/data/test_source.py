@@ -231,6 +231,7 @@ def test_from_args(tmp_path: Path) -> None:
     )
     args.multimodal_keys = args.rollout_max_prompt_len = None
     args.apply_chat_template, args.apply_chat_template_kwargs = False, {}
+    args.streaming_data, args.num_data_workers = False, 0
     groups = RolloutDataSource(args).get_samples(2)
     assert sorted((str(g[0].prompt), g[0].label) for g in groups) == [("one", "1"), ("two", "2")]
     args.prompt_data = None

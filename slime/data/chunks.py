@@ -1,0 +1,85 @@
+"""Chunks of rows made into prompts, in this process or ahead of time in others; what comes out is the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing.connection import wait
+
+from slime.data.prompts import Report
+from slime.data.rows import RawRow, RowFile
+from slime.data.sample import Sample
+
+CHUNK = 256
+CHUNK_SECONDS = 600.0
+Made = tuple[list[Sample | None], Report]
+Make = Callable[[list[RawRow]], Made]
+
+_make: Make  # of a worker process
+
+
+class Chunks:
+    """``chunks[i]`` is what ``make`` makes of the rows at positions ``i * CHUNK`` and on of the present order.
+
+    Args:
+        order: rows at a range of positions.
+        workers: processes; they are started at the first chunk, and make the next ones while one is used.
+    """
+
+    def __init__(self, rows: RowFile, make: Make, order: Callable[[range], list[int]], workers: int) -> None:
+        self._rows, self._make, self._order, self._workers = rows, make, order, workers
+        self._pool: ProcessPoolExecutor | None = None
+        self._open: dict[int, Future[Made] | Made] = {}
+
+    def __getitem__(self, chunk: int) -> Made:
+        for earlier in [known for known in self._open if known < chunk]:
+            del self._open[earlier]
+        last = -(-len(self._rows) // CHUNK) - 1
+        for ahead in range(chunk, min(chunk + 2 * self._workers, last) + 1):
+            if ahead not in self._open:
+                self._open[ahead] = self._start(ahead)
+        found = self._open[chunk]
+        if isinstance(found, Future):
+            found = self._open[chunk] = found.result(CHUNK_SECONDS)
+        return found
+
+    def _start(self, chunk: int) -> Future[Made] | Made:
+        positions = range(chunk * CHUNK, min((chunk + 1) * CHUNK, len(self._rows)))
+        raws = self._rows.read(self._order(positions))
+        if not self._workers:
+            return self._make(raws)
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+            self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._make,))
+        return self._pool.submit(_work, raws)
+
+    def forget(self) -> None:
+        """The order changes."""
+        self._open.clear()
+
+    def close(self) -> None:
+        """End the worker processes; a further chunk would start them again."""
+        self.forget()
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+
+def _begin(make: Make) -> None:
+    global _make
+    _make = make
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _work(raws: list[RawRow]) -> Made:
+    return _make(raws)
