@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slime.cluster.engine_fleet import EngineHost
+    from slime.cluster.placement import Placement
     from slime.config.args import Args
 
 ENGINE_START_DEADLINE_SECONDS = 600.0
+ACTOR_MARGIN_SECONDS = 120.0  # for the actor itself to start, and its placement
+ASK_SECONDS = 30.0
 
 
 class EngineActor:
@@ -33,8 +39,64 @@ class EngineActor:
     def log_tail(self) -> str:
         return self.process.log_tail()
 
+    def kill(self) -> None:
+        self.process.kill()
+
     def stop(self) -> None:
         self.process.stop()
+
+
+class RayEngineHost:
+    """The :class:`~slime.cluster.engine_fleet.EngineHost` of an :class:`EngineActor`; every call has a deadline."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def wait_ready(self) -> str:
+        return str(self._get("wait_ready", ENGINE_START_DEADLINE_SECONDS + ACTOR_MARGIN_SECONDS))
+
+    def describe(self) -> dict[str, Any]:
+        return dict(self._get("describe"))
+
+    def log_tail(self) -> str:
+        return str(self._get("log_tail"))
+
+    def kill(self) -> None:
+        """The server first, then its actor; a node that is gone has neither."""
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            self._get("kill")
+        ray.kill(self.actor)
+
+    def stop(self) -> None:
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            self._get("stop", ACTOR_MARGIN_SECONDS)
+
+    def _get(self, method: str, seconds: float = ASK_SECONDS) -> Any:
+        import ray
+
+        return ray.get(getattr(self.actor, method).remote(), timeout=seconds)
+
+
+def launcher(
+    args: Args, placement: Placement, log_dir: Path, environment: dict[str, str]
+) -> Callable[[int], EngineHost]:
+    """Starts the engine of one slot in an actor on its place."""
+    import ray
+
+    def launch(index: int) -> EngineHost:
+        options = placement.engine_options(index * args.rollout_num_gpus_per_engine)
+        actor = (
+            ray.remote(EngineActor)
+            .options(**options, runtime_env={"env_vars": environment}, max_concurrency=3)
+            .remote(args, index, str(log_dir))
+        )
+        return RayEngineHost(actor)
+
+    return launch
 
 
 def _host() -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.config.args import Args
-    from slime.engines.handle import EngineHandle
+    from slime.engines.handle import EngineHandle, MemoryTag
 
 logger = logging.getLogger(__name__)
-ROUTER_DEADLINE_SECONDS = 120.0
 CONTROL_DEADLINE_SECONDS = 600.0
+IDLE_DEADLINE_SECONDS = 60.0
 
 
 class RolloutManager:
@@ -34,82 +34,100 @@ class RolloutManager:
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
         self.states: dict[int, Any] = {}  # data source after each rollout that may yet be saved
-        self.engine_actors: list[Any] = []
-        self.engine_urls: list[str] = []
-        self.router: Any = None
+        self.fleet: Any = None  # EngineFleet, once the engines are started
+        self.monitor: Any = None
 
     # --- engines -----------------------------------------------------------------------------
 
     def start_engines(self, placement: Placement) -> list[str]:
         """Start all engines at once, then the router where there is more than one; returns engine URLs."""
-        import ray
-
-        from slime.cluster.engine_actor import EngineActor
+        from slime.cluster.engine_actor import launcher
+        from slime.cluster.engine_fleet import EngineFleet
+        from slime.cluster.health import HealthMonitor
+        from slime.engines.http import init_http_client
         from slime.observability import progress
 
-        count = placement.slots.rollout // self.args.rollout_num_gpus_per_engine
-        progress.report("start engines", 0, count)
-        environment = {"env_vars": engine_environment(self.args)}
-        self.engine_actors = [
-            ray.remote(EngineActor)
-            .options(
-                **placement.engine_options(i * self.args.rollout_num_gpus_per_engine),
-                runtime_env=environment,
-                max_concurrency=2,
-            )
-            .remote(self.args, i, str(self.log_dir))
-            for i in range(count)
-        ]
-        self.engine_urls = list(self.args.rollout_external_engine_addrs or [])
-        self.engine_urls = [url if "://" in url else f"http://{url}" for url in self.engine_urls]
-        for i, actor in enumerate(self.engine_actors):
-            self.engine_urls.append(ray.get(actor.wait_ready.remote()))
-            progress.report("start engines", i + 1, count)
-        self._start_router()
-        return self.engine_urls
+        args = self.args
+        launch = launcher(args, placement, self.log_dir, engine_environment(args))
+        external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
+        count = placement.slots.rollout // args.rollout_num_gpus_per_engine
+        self.fleet = EngineFleet(args, self.log_dir, launch, count, external)
+        urls = self.fleet.start(lambda done, total: progress.report("start engines", done, total))
+        init_http_client(args)
+        self.monitor = HealthMonitor(
+            self.fleet,
+            args.rollout_health_check_interval,
+            args.rollout_health_check_timeout,
+            args.rollout_health_check_first_wait,
+        )
+        self.monitor.start()
+        return urls
 
-    def _start_router(self) -> None:
-        """Point ``args.sglang_router_ip/port`` at the router, or straight at the only engine."""
-        from urllib.parse import urlsplit
+    def engine_status(self) -> dict[str, Any]:
+        """See :meth:`EngineFleet.status`; answers while :meth:`generate` runs."""
+        return dict(self.fleet.status()) if self.fleet is not None else {"fatal": None, "serving": [], "unsynced": []}
 
-        from slime.engines.http import init_http_client
-        from slime.engines.router import start_router
+    def begin_update(self) -> dict[str, Any]:
+        """Nobody looks at the engines from now on, they load weights; returns URLs by state."""
+        self.monitor.pause("update")
+        return dict(self.fleet.status())
 
-        if not self.args.sglang_router_ip and self.engine_urls:
-            url = self.engine_urls[0]
-            if len(self.engine_urls) > 1 or self.args.use_router:
-                host = urlsplit(url).hostname or "127.0.0.1"
-                self.router = start_router(self.args, self.engine_urls, host=host, log_path=self.log_dir / "router.log")
-                url = self.router.url
-            address = urlsplit(url)
-            self.args.sglang_router_ip = address.hostname or "127.0.0.1"
-            self.args.sglang_router_port = address.port or 80
-        init_http_client(self.args)
+    def end_update(self, urls: Sequence[str]) -> dict[str, Any]:
+        """These engines hold the current weights and were audited; all are looked at again."""
+        self.fleet.synced(urls)
+        self.monitor.resume("update")
+        return dict(self.fleet.status())
+
+    def lose_engines(self, blamed: dict[str, str]) -> dict[str, Any]:
+        """A call to the engines failed. Those that are blamed for it, and those that make no token any more, are
+        lost. Returns URLs by state, as :meth:`begin_update`."""
+        from slime.cluster.health import check_processes, unhealthy
+
+        lost = dict(blamed)
+        if not check_processes(self.fleet) and not blamed:  # torn engines make no token, but then there is blame
+            lost = unhealthy(self.fleet.urls(), self.args.rollout_health_check_timeout)
+        for url, reason in lost.items():
+            self.fleet.lose(url, reason)
+        return dict(self.fleet.status())
+
+    def start_lost_engines(self) -> dict[str, Any]:
+        """Start them again now, wait for them, and return URLs by state."""
+        self.fleet.restart_lost()
+        self.fleet.settled()
+        return dict(self.fleet.status())
 
     def handles(self) -> list[EngineHandle]:
         from slime.engines.http_handle import HttpEngineHandle
 
-        return [HttpEngineHandle(url) for url in self.engine_urls]
+        return [HttpEngineHandle(url) for url in (self.fleet.urls() if self.fleet is not None else [])]
 
     def offload(self) -> None:
         """Engines give their memory to the trainer (colocated runs)."""
-        self._on_engines("release", ())
+        self.monitor.pause("offloaded")
+        self.fleet.settled()  # one that is just being started takes its memory first
 
-    def onload(self, tags: Sequence[str]) -> None:
-        self._on_engines("resume", tags)
+        async def release(engine: EngineHandle) -> None:
+            await until_idle(engine)  # SGLang dies of a release while it is busy
+            await engine.flush_cache()
+            await engine.release(())
 
-    def _on_engines(self, call: str, tags: Sequence[str]) -> None:
-        import asyncio
+        self._on_engines(release)
 
+    def onload(self, tags: Sequence[MemoryTag]) -> None:
+        self._on_engines(lambda engine: engine.resume(tuple(tags)))
+        if "kv_cache" in tags:
+            self.monitor.resume("offloaded")
+
+    def _on_engines(self, call: Callable[[EngineHandle], Awaitable[None]]) -> None:
+        """On all engines at once. Those that fail are lost; without ``--use-fault-tolerance`` that is an error."""
         from slime.utils.async_utils import run
+        from slime.weights.fleet import on_each
 
-        async def everywhere() -> None:
-            handles = self.handles()
-            if call == "release":
-                await asyncio.gather(*(handle.flush_cache() for handle in handles))
-            await asyncio.gather(*(getattr(handle, call)(tuple(tags)) for handle in handles))
-
-        run(everywhere())
+        _, failed = run(on_each(self.handles(), call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))
+        for url, error in failed.items():
+            if not self.fleet.tolerant:
+                raise error
+            self.fleet.lose(url, str(error))
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -129,6 +147,7 @@ class RolloutManager:
         start = time.perf_counter()
         groups, metrics = self._rollout(rollout_id)
         seconds = time.perf_counter() - start
+        metrics.update(self._fault_counts())
         if self.args.save_interval or self.args.save:
             self.states[rollout_id] = self.data_source.state_dict() if hasattr(self.data_source, "state_dict") else None
         texts = self._log(rollout_id, groups, metrics, seconds)
@@ -151,6 +170,12 @@ class RolloutManager:
         if self.args.save_debug_rollout_data:
             save_rollout(self.args, rollout_id, output.samples)
         return list(output.samples), dict(output.metrics or {})
+
+    def _fault_counts(self) -> dict[str, float]:
+        """Requests sent again, engines lost and started again, since the rollout before."""
+        from slime.engines.http import take_retries
+
+        return {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self.fleet else {})}
 
     def _log(self, rollout_id: int, groups: list[Any], metrics: dict[str, float], seconds: float) -> list[str]:
         """Add what the samples say to ``metrics``, keep the texts, and return a few to show."""
@@ -217,23 +242,34 @@ class RolloutManager:
 
     def engine_report(self) -> str:
         """One line per engine, with the last log lines of those that died."""
-        import ray
-
-        lines = []
-        for i, actor in enumerate(self.engine_actors):
-            said = ray.get(actor.describe.remote(), timeout=10)
-            lines.append(f"engine {i} {said['url']} pid {said['pid']}: {'alive' if said['alive'] else 'DEAD'}")
-            if not said["alive"]:
-                lines.append(str(ray.get(actor.log_tail.remote(), timeout=10)))
-        return "\n".join(lines)
+        return str(self.fleet.report()) if self.fleet is not None else "no engine was started"
 
     def shutdown(self) -> None:
         """Stop router and engines; returns when their processes are gone."""
-        import ray
+        if self.monitor is not None:
+            self.monitor.stop()
+        if self.fleet is not None:
+            self.fleet.stop()
 
-        if self.router is not None:
-            self.router.stop()
-        ray.get([actor.stop.remote() for actor in self.engine_actors], timeout=60)
+
+async def until_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_SECONDS) -> None:
+    """Return when nothing runs or waits on an engine.
+
+    Raises:
+        EngineError: requests are still there at the deadline (seconds).
+    """
+    import asyncio
+
+    from slime.engines.handle import EngineError
+
+    until = time.monotonic() + deadline
+    while (load := await engine.load())["running"] or load["waiting"]:
+        if time.monotonic() > until:
+            raise EngineError(
+                f"{engine.url} has {load['running']} running and {load['waiting']} waiting requests {deadline:.0f} s "
+                "after the rollout: it must be idle to release its memory. Who sends them?"
+            )
+        await asyncio.sleep(0.02)
 
 
 def engine_environment(args: Args) -> dict[str, str]:

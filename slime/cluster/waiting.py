@@ -82,6 +82,7 @@ class Waiter:
         *,
         actors: Mapping[str, Any] | None = None,
         interruptible: bool = True,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[Any]:
         """Results of ``refs`` in order.
 
@@ -89,6 +90,7 @@ class Waiter:
             what: names the wait, e.g. ``"rollout 3 to be generated"``.
             deadline: seconds from now.
             actors: name -> actor with a ``status()`` method; asked while waiting and for the report.
+            meanwhile: called about four times a second; what it raises ends the wait.
 
         Raises:
             WaitExpired: with what each actor says it is doing.
@@ -107,6 +109,8 @@ class Waiter:
                 self.on_status(next(iter(status.latest.values())))
             if interruptible:
                 self.stop.check()
+            if pending and meanwhile is not None:
+                meanwhile()
             waited = time.monotonic() - start
             if pending and waited > deadline:
                 raise WaitExpired(

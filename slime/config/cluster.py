@@ -56,10 +56,21 @@ class ClusterConfig:
     train_env_vars: dict[str, str] = flag(
         {}, help="JSON; environment variables of the training processes", reader="slime/cluster/train_group.py"
     )
-    use_fault_tolerance: bool = flag(False, help="watch the engines, restart those that die", status="planned")
-    rollout_health_check_interval: float = flag(30.0, help="seconds between checks of an engine", status="planned")
-    rollout_health_check_timeout: float = flag(30.0, help="seconds an engine has to answer a check", status="planned")
-    rollout_health_check_first_wait: float = flag(0.0, help="seconds of grace after each resume", status="planned")
+    use_fault_tolerance: bool = flag(
+        False,
+        help="go on without engines that die, hang or are cut off, and start them again with the current weights; "
+        "off: the run ends with a report",
+        reader="slime/cluster/engine_fleet.py",
+    )
+    rollout_health_check_interval: float = flag(
+        30.0, help="seconds between checks that an engine makes tokens", reader="slime/cluster/health.py"
+    )
+    rollout_health_check_timeout: float = flag(
+        30.0, help="seconds an engine has to answer a check", reader="slime/cluster/health.py"
+    )
+    rollout_health_check_first_wait: float = flag(
+        0.0, help="seconds of grace after each pause of the checks", reader="slime/cluster/health.py"
+    )
     use_distributed_post: bool = flag(
         False,
         help="HTTP posts from one actor per node",

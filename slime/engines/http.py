@@ -8,7 +8,8 @@ import contextlib
 import logging
 import random
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.engines.background import background_loop
 
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
+RETRIES = 60  # some five minutes; with --use-fault-tolerance as long as an engine may take to come back
+PATIENT_RETRIES = 360
 _request_seconds = 14400.0
+_retries = RETRIES
+_retried = 0  # requests that were sent again, since take_retries()
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 
 
@@ -35,8 +41,9 @@ class HttpError(RuntimeError):
 
 
 def init_http_client(args: Args) -> None:
-    """Take the deadline of one request from the arguments; called once, before the first request."""
-    global _request_seconds
+    """Take the deadline and the retries of a request from the arguments; called once, before the first request."""
+    global _request_seconds, _retries
+    _retries = PATIENT_RETRIES if getattr(args, "use_fault_tolerance", False) else RETRIES
     _request_seconds = float(getattr(args, "sglang_router_request_timeout_secs", None) or _request_seconds)
 
 
@@ -68,33 +75,51 @@ async def close_session() -> None:
         await found.close()
 
 
-async def post(url: str, payload: Any, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+def take_retries() -> int:
+    """How many requests of this process were sent again since the last call."""
+    global _retried
+    count, _retried = _retried, 0
+    return count
+
+
+async def post(url: str, payload: Any, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
     """POST JSON and return the decoded answer (JSON, else text).
 
-    Connection loss and 5xx are tried again up to ``max_retries`` times, after 0.1 s, 0.2 s, … 5 s (each with
-    jitter, so that many clients do not come back at once). A 4xx is the caller's mistake and raises at once.
+    Connection loss and 5xx are tried again up to ``max_retries`` times (default: :data:`RETRIES`), after 0.1 s,
+    0.2 s, … 5 s (each with jitter, so that many clients do not come back at once). A 4xx is the caller's mistake
+    and raises at once.
 
     Raises:
         HttpError: with the server's words.
     """
-    return await _with_retries("POST", url, payload, max_retries, headers)
+    return await retrying(lambda: request("POST", url, payload, _request_seconds, headers), max_retries)
 
 
-async def get(url: str, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+async def get(url: str, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
     """GET and return the decoded answer; retries as :func:`post`."""
-    return await _with_retries("GET", url, None, max_retries, headers)
+    return await retrying(lambda: request("GET", url, None, _request_seconds, headers), max_retries)
 
 
-async def _with_retries(method: str, url: str, payload: Any, max_retries: int, headers: dict[str, str] | None) -> Any:
-    for attempt in range(max_retries + 1):
+async def retrying(
+    call: Callable[[], Awaitable[T]], max_retries: int | None = None, give_up: Callable[[], bool] = lambda: False
+) -> T:
+    """``call``, again after an :class:`HttpError` that another try may help against; see :func:`post`.
+
+    Args:
+        give_up: asked before each wait; when true, the error propagates.
+    """
+    global _retried
+    limit = _retries if max_retries is None else max_retries
+    for attempt in range(limit + 1):
         try:
-            return await request(method, url, payload, _request_seconds, headers)
+            return await call()
         except HttpError as error:
-            if (error.status is not None and error.status < 500) or attempt == max_retries:
+            if (error.status is not None and error.status < 500) or attempt == limit or give_up():
                 raise
-            delay = min(FIRST_DELAY_SECONDS * 2**attempt, LONGEST_DELAY_SECONDS) * random.uniform(0.75, 1.25)
+            delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS) * random.uniform(0.75, 1.25)
             log = logger.warning if attempt >= 3 else logger.debug
-            log("try %d of %d again in %.1f s: %s", attempt + 1, max_retries, delay, error)
+            log("try %d of %d again in %.1f s: %s", attempt + 1, limit, delay, error)
+            _retried += 1
             await asyncio.sleep(delay)
     raise AssertionError("unreachable")
 

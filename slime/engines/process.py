@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import signal
@@ -79,8 +80,24 @@ class ServerProcess:
             try:
                 self.child.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
-                self.child.kill()
+                self.kill()
         self.child.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the process and all below it, also when they are stopped (SIGSTOP); returns when they are gone."""
+        import psutil
+
+        tree: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.pid)
+            top.suspend()  # so that it starts nothing meanwhile
+            tree = top.children(recursive=True)
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.child.kill()
+        self.child.wait()
+        psutil.wait_procs(tree, timeout=STOP_SECONDS)
 
     def log_tail(self) -> str:
         """The last lines that it wrote."""

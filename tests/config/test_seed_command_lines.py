@@ -121,7 +121,7 @@ def test_multi_node_command_parses_in_a_cluster(workplace, typed) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--use-fault-tolerance", "--context-parallel-size 2", "--tensor-model-parallel-size 2"]
+    "flag", ["--max-weight-staleness 1", "--context-parallel-size 2", "--tensor-model-parallel-size 2"]
 )
 def test_what_is_not_built_yet_is_refused_in_one_line(workplace, flag: str) -> None:
     (problem,) = workplace.problems(flag)

@@ -1,0 +1,307 @@
+"""The engines of a run and the router before them: who serves, who was lost, who waits for the current weights.
+
+An engine goes ``starting -> unsynced -> serving``, and from anywhere to ``lost``. Only a serving engine is known
+to the router, so an engine that was started again never answers before it holds the current weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+from slime.cluster.wait import wait_for
+from slime.engines.process import ServerFailed
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+logger = logging.getLogger(__name__)
+State = Literal["starting", "unsynced", "serving", "lost", "given up"]
+MOST_LOSSES = 5  # of one engine within LOSSES_SECONDS: then something else is wrong
+LOSSES_SECONDS = 600.0
+FIRST_START_SECONDS = 900.0
+
+
+class EngineHost(Protocol):
+    """Where one server process lives, and the hand on it."""
+
+    def wait_ready(self) -> str:
+        """Block until the server answers; returns its URL. Raises with the server's last log lines."""
+
+    def describe(self) -> dict[str, Any]:
+        """``url``, ``pid`` and ``alive``. Raises when its node does not answer."""
+
+    def log_tail(self) -> str: ...
+
+    def kill(self) -> None:
+        """End the server with all its children at once, also a stopped one. Never raises."""
+
+    def stop(self) -> None:
+        """End it in order."""
+
+
+@dataclass
+class Engine:
+    """One place for an engine. ``host`` is None for a server that is not ours to start."""
+
+    index: int
+    host: EngineHost | None
+    url: str = ""
+    state: State = "starting"
+    losses: list[float] = field(default_factory=list)  # when, time.monotonic()
+    last_words: str = ""
+
+    @property
+    def external(self) -> bool:
+        return self.host is None
+
+
+class EnginesLost(RuntimeError):
+    """The run cannot go on: which engine was lost, why, and what to do."""
+
+
+class EngineFleet:
+    """See the module. Calls come from several threads; what changes the fleet holds its lock.
+
+    Args:
+        launch: starts the server of one slot and returns at once.
+        count: engines of ours.
+        external: URLs of servers that run already.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        log_dir: Path,
+        launch: Callable[[int], EngineHost],
+        count: int,
+        external: Sequence[str] = (),
+    ) -> None:
+        self.args, self.log_dir, self.launch = args, log_dir, launch
+        self.tolerant = bool(args.use_fault_tolerance)
+        self.engines = [Engine(i, None) for i in range(count)]
+        self.engines += [Engine(count + i, None, url, "serving") for i, url in enumerate(external)]
+        self.count = count
+        self.router: Any = None
+        self.fatal: str | None = None
+        self.lost_count = self.restart_count = self.router_restart_count = 0
+        self._lock = threading.RLock()
+        self._starters = ThreadPoolExecutor(max(count, 1), thread_name_prefix="engine-start")
+
+    # --- who is there ------------------------------------------------------------------------
+
+    def urls(self, *states: State) -> list[str]:
+        """Of the engines in one of ``states``; without any: those that answer, whatever weights they hold."""
+        with self._lock:
+            return [engine.url for engine in self.engines if engine.state in (states or ("serving", "unsynced"))]
+
+    def status(self) -> dict[str, Any]:
+        """``fatal`` (why the run must end, or None) and URLs by state."""
+        return {"fatal": self.fatal, "serving": self.urls("serving"), "unsynced": self.urls("unsynced")}
+
+    def counts(self) -> dict[str, float]:
+        """Since the last call: engines lost and started again, routers started again."""
+        with self._lock:
+            counts = {
+                "rollout/engine_lost_count": float(self.lost_count),
+                "rollout/engine_restart_count": float(self.restart_count),
+                "rollout/router_restart_count": float(self.router_restart_count),
+            }
+            self.lost_count = self.restart_count = self.router_restart_count = 0
+        return counts
+
+    def report(self) -> str:
+        """One line per engine, with the last log lines of those that are gone."""
+        lines = []
+        for engine in self.engines:
+            said: dict[str, Any] = {}
+            if engine.host is not None and engine.state != "lost":
+                said = _ask(engine.host)
+            dead = engine.state in ("lost", "given up") or said.get("alive") is False
+            pid = f" pid {said['pid']}" if said.get("pid") else ""
+            lines.append(f"engine {engine.index} {engine.url}{pid}: {'DEAD' if dead else engine.state}")
+            if dead:
+                tail = engine.host.log_tail() if engine.host is not None and said else ""
+                lines.append(tail or engine.last_words)
+        return "\n".join(lines)
+
+    # --- start and end -----------------------------------------------------------------------
+
+    def start(self, progress: Callable[[int, int], None]) -> list[str]:
+        """Start all engines at once, then the router; returns their URLs. The first failure propagates."""
+        progress(0, self.count)
+        own = self.engines[: self.count]
+        for engine in own:
+            engine.host = self.launch(engine.index)
+        for done, engine in enumerate(own, start=1):
+            assert engine.host is not None
+            engine.url, engine.state = engine.host.wait_ready(), "serving"
+            progress(done, self.count)
+        self._start_router()
+        return self.urls()
+
+    def _start_router(self, port: int | None = None) -> None:
+        """Point ``args.sglang_router_ip/port`` at the router, or straight at the only engine."""
+        from slime.engines.router import start_router
+
+        serving = self.urls("serving")
+        if (self.args.sglang_router_ip and port is None) or not self.urls():
+            return
+        url = self.urls()[0]
+        if len(self.engines) > 1 or self.args.use_router or self.tolerant:
+            host = urlsplit(url).hostname or "127.0.0.1"
+            log = self.log_dir / "router.log"
+            self.router = start_router(self.args, serving, host=host, port=port, log_path=log)
+            url = self.router.url
+        address = urlsplit(url)
+        self.args.sglang_router_ip = address.hostname or "127.0.0.1"
+        self.args.sglang_router_port = address.port or 80
+
+    def stop(self) -> None:
+        """Router and engines; returns when their processes are gone."""
+        self._starters.shutdown(wait=False, cancel_futures=True)
+        if self.router is not None:
+            self.router.stop()
+        hosts = [engine.host for engine in self.engines if engine.host is not None and engine.state != "lost"]
+        with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
+            list(pool.map(lambda host: host.stop(), hosts))
+
+    # --- losing ------------------------------------------------------------------------------
+
+    def lose(self, url: str, reason: str) -> None:
+        """Take an engine out: no more requests, no process. What it was doing is done again elsewhere.
+
+        Without ``--use-fault-tolerance`` this ends the run (:attr:`fatal`).
+        """
+        with self._lock:
+            engine = next((e for e in self.engines if e.url == url and e.state in ("serving", "unsynced")), None)
+            if engine is None:
+                return
+            engine.state = "lost"
+            engine.losses.append(time.monotonic())
+            self.lost_count += 1
+        logger.error("engine %d (%s) is lost: %s", engine.index, url, reason)
+        engine.last_words = _last_words(engine, reason)
+        self._forget(url)
+        if engine.host is not None:
+            engine.host.kill()  # also resets the connections of requests that hang there
+        with self._lock:
+            self._after_loss(engine, reason)
+
+    def _after_loss(self, engine: Engine, reason: str) -> None:
+        what = f"engine {engine.index} ({engine.url}) was lost: {reason}"
+        if not self.tolerant:
+            self.fatal = self.fatal or f"{what}\n--use-fault-tolerance goes on without it and starts it again"
+        recent = [at for at in engine.losses if at > time.monotonic() - LOSSES_SECONDS]
+        if not engine.external and len(recent) >= MOST_LOSSES:
+            engine.state = "given up"
+            logger.error("%s, %d times in %.0f s: it is not started again", what, len(recent), LOSSES_SECONDS)
+        hopeless = all(e.state == "given up" or (e.state == "lost" and e.external) for e in self.engines)
+        if hopeless and self.fatal is None:
+            self.fatal = f"no engine is left; the last one: {what}\n{engine.last_words}"
+
+    def _forget(self, url: str) -> None:
+        if self.router is None:
+            return
+        try:
+            self.router.remove_worker(url)
+        except (ServerFailed, OSError) as error:  # the router is dead, too: it is started without this engine
+            logger.warning("the router did not forget %s: %s", url, error)
+
+    # --- starting again ----------------------------------------------------------------------
+
+    def restart_lost(self) -> None:
+        """Start those of ours that were lost again; returns at once."""
+        if not self.tolerant or self.fatal is not None:
+            return
+        with self._lock:
+            lost = [engine for engine in self.engines if engine.state == "lost" and not engine.external]
+            for engine in lost:
+                engine.state = "starting"
+        for engine in lost:
+            self.restart_count += 1
+            self._starters.submit(self._restart, engine)
+
+    def _restart(self, engine: Engine) -> None:
+        logger.warning("engine %d is started again", engine.index)
+        try:
+            engine.host = self.launch(engine.index)
+            url = engine.host.wait_ready()
+        except Exception as error:  # whatever it was: the next look starts it again, a few times
+            with self._lock:
+                engine.state = "lost"
+                engine.losses.append(time.monotonic())
+                engine.last_words = str(error)
+                if engine.host is not None:
+                    engine.host.kill()
+                logger.error("engine %d could not be started again: %s", engine.index, error)
+                self._after_loss(engine, f"it could not be started again: {error}")
+            return
+        with self._lock:
+            engine.url, engine.state = url, "unsynced"
+        logger.warning("engine %d is up again at %s and waits for weights", engine.index, url)
+        if self.args.debug_rollout_only:  # nobody trains: the checkpoint's weights are the current ones
+            self.synced([url])
+
+    def readmit(self, url: str) -> None:
+        """An external engine answers again: it gets the current weights and then requests."""
+        with self._lock:
+            for engine in self.engines:
+                if engine.url == url and engine.external and engine.state == "lost":
+                    logger.warning("external engine %s is back and waits for weights", url)
+                    engine.state = "unsynced"
+
+    def synced(self, urls: Sequence[str]) -> None:
+        """These hold the current weights and were audited: those that did not serve yet do so from now on."""
+        for engine in self.engines:
+            if engine.url in urls and engine.state == "unsynced":
+                if self.router is not None:
+                    self.router.add_worker(engine.url)
+                with self._lock:
+                    engine.state = "serving"
+                logger.warning("engine %d (%s) serves", engine.index, engine.url)
+
+    def settled(self, deadline: float = FIRST_START_SECONDS) -> list[str]:
+        """Wait until no engine is being started; returns URLs of those that answer."""
+        starting = lambda: not self.urls("starting")  # noqa: E731
+        wait_for("engines that are started again", starting, deadline, report=self.report)
+        return self.urls()
+
+    # --- the router --------------------------------------------------------------------------
+
+    def check_router(self) -> None:
+        """Start the router again where it ended."""
+        if self.router is None or self.router.alive() or self.fatal is not None:
+            return
+        words = f"the router (pid {self.router.pid}) ended with {self.router.child.returncode}:"
+        logger.error("%s\n%s", words, self.router.log_tail())
+        if not self.tolerant:
+            self.fatal = f"{words}\n{self.router.log_tail()}\n--use-fault-tolerance starts it again"
+            return
+        with self._lock:
+            self.router_restart_count += 1
+            self._start_router(self.args.sglang_router_port)
+        logger.warning("the router serves again at %s", self.router.url)
+
+
+def _ask(host: EngineHost) -> dict[str, Any]:
+    try:
+        return host.describe()
+    except Exception as error:  # the node is gone, say
+        return {"alive": False, "error": str(error)}
+
+
+def _last_words(engine: Engine, reason: str) -> str:
+    if engine.host is None:
+        return f"{reason}; it is not ours: start it again by hand, it is taken back when it answers"
+    try:
+        return engine.host.log_tail()
+    except Exception as error:
+        return f"{reason}; its log cannot be read: {error}"
