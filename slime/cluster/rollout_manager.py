@@ -34,6 +34,7 @@ class RolloutManager:
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
         self.states: dict[int, Any] = {}  # data source after each rollout that may yet be saved
+        self.own_saved = -1  # newest rollout for which the user's data source was told to save
         self.fleet: Any = None  # EngineFleet, once the engines are started
         self.monitor: Any = None
 
@@ -150,6 +151,8 @@ class RolloutManager:
         metrics.update(self._fault_counts())
         if self.args.save_interval or self.args.save:
             self.states[rollout_id] = self.data_source.state_dict() if hasattr(self.data_source, "state_dict") else None
+            if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
+                self._save_own(rollout_id)  # now: at the time of the snapshot a later rollout may be under way
         texts = self._log(rollout_id, groups, metrics, seconds)
         if self.args.debug_rollout_only:
             return {"refs": [], "metrics": metrics, "texts": texts}
@@ -197,6 +200,7 @@ class RolloutManager:
         """Evaluate all data sets with the weights that the engines hold now."""
         from slime.config.hooks import load_function
         from slime.observability.debug_data import save_rollout
+        from slime.observability.evaluations import write_evaluation
         from slime.observability.samples import write_samples
         from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
         from slime.rollout.metrics import eval_metrics
@@ -212,6 +216,7 @@ class RolloutManager:
         hook = self.args.custom_eval_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.args, output.data, metrics)):
             metrics.update(eval_metrics(self.args, output.data))
+        write_evaluation(self.run_dir, rollout_id, output.data, metrics)
         metrics["perf/eval_time"] = time.perf_counter() - start
         return metrics
 
@@ -223,8 +228,7 @@ class RolloutManager:
 
         state = {"rollout_id": rollout_id, "data_source": self.states.get(rollout_id)}
         write_state(Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt", state)
-        if hasattr(self.data_source, "save_hook"):
-            self.data_source.save_hook(rollout_id)
+        self._save_own(rollout_id)
         self.states = {key: value for key, value in self.states.items() if key > rollout_id}
 
     def load_state(self, rollout_id: int, directory: str) -> None:
@@ -233,6 +237,21 @@ class RolloutManager:
         state = read_state(Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt")
         if state["data_source"] is not None:
             self.data_source.load_state_dict(state["data_source"])
+        if self._own("load"):
+            self.data_source.load(rollout_id)
+
+    def _save_own(self, rollout_id: int) -> None:
+        """Call ``save`` of the user's data source, once for each rollout that a snapshot holds."""
+        if self._own("save") and rollout_id > self.own_saved:
+            self.own_saved = rollout_id
+            self.data_source.save(rollout_id)
+
+    def _own(self, name: str) -> bool:
+        """Whether the data source has a method of the contract that is not the built-in's."""
+        from slime.data.source import RolloutDataSource
+
+        function = getattr(type(self.data_source), name, None)
+        return function is not None and function is not getattr(RolloutDataSource, name)
 
     def status(self) -> dict[str, Any]:
         """What is under way; answers while :meth:`generate` runs."""

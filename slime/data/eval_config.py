@@ -111,10 +111,9 @@ def _resolve(args: Any, defaults: Mapping[str, Any], entry: Mapping[str, Any]) -
     if unknown:
         raise TypeError(f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}")
     config = EvalDatasetConfig(**{**defaults, **entry})
-    if entry.get("rm_type") and not entry.get("custom_rm_path"):
-        config.custom_rm_path = BY_TYPE  # its own type wins over the function of the defaults or the run
-    elif defaults.get("rm_type") and not config.custom_rm_path:
-        config.custom_rm_path = BY_TYPE
+    own = entry if entry.get("rm_type") or entry.get("custom_rm_path") else defaults
+    if own.get("rm_type") and not own.get("custom_rm_path"):  # its type wins over the function of the run
+        config.custom_rm_path = BY_TYPE if getattr(args, "custom_rm_path", None) else None
     for name, attributes in _FALLBACKS.items():
         values = (getattr(args, attribute, None) for attribute in attributes)
         if getattr(config, name) is None:

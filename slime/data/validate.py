@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slime.config.hooks import load_function
-from slime.data.eval_config import resolve_eval_datasets
+from slime.data.eval_config import BY_TYPE, resolve_eval_datasets
 from slime.data.prompts import Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RowFile
 
@@ -58,7 +58,8 @@ def _reads_prompts(args: Any) -> bool:
 
 def _reward_type(args: Any, settings: Any) -> str | None:
     """The reward type that labels must suit; "" where none is configured but one is needed; None where none is."""
-    if getattr(args, "loss_type", "policy_loss") == "sft_loss" or getattr(settings, "custom_rm_path", None):
+    custom = getattr(settings, "custom_rm_path", None) not in (None, "", BY_TYPE)
+    if getattr(args, "loss_type", "policy_loss") == "sft_loss" or custom:
         return None
     if settings.rm_type:
         return str(settings.rm_type)

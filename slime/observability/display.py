@@ -20,8 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.observability.charts import sparkline
+from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.run_dir import RunDir
-from slime.observability.summary import EVAL_DETAIL, REWARD_KEYS, print_summary, summarize, write_summary
+from slime.observability.summary import REWARD_KEYS, print_summary, summarize, write_summary
 from slime.observability.timers import Timers
 
 STEP_NUMBERS = (  # name, label, format; those that a step has are shown
@@ -160,16 +161,12 @@ class Display:
         self._print(text)
 
     def eval_line(self, rollout_id: int, metrics: Mapping[str, Any]) -> None:
-        """One line per evaluation: the score of each data set."""
-        scores = {
-            name.removeprefix("eval/"): value
-            for name, value in metrics.items()
-            if name.startswith("eval/")
-            and name.count("/") == 1
-            and name != "eval/step"
-            and not EVAL_DETAIL.search(name)
-        }
-        text = "  ".join(f"{name} {value:.3f}" for name, value in scores.items())
+        """One line per evaluation, or a table where there are several data sets or several samples per prompt."""
+        by_name = figures(metrics)
+        if len(by_name) > 1 or any(key.startswith("pass@") for row in by_name.values() for key in row):
+            self._print(evaluation_table(rollout_id, by_name))
+            return
+        text = "  ".join(f"{name} {row['reward']:.3f}" for name, row in by_name.items() if "reward" in row)
         self._print(Text.assemble((f"eval at {rollout_id}", "bold magenta"), f"  {text}"))
 
     def note(self, text: str) -> None:
@@ -215,7 +212,7 @@ class Display:
         live.start()
         return live
 
-    def _print(self, text: str | Text) -> None:
+    def _print(self, text: str | Text | Table) -> None:
         self.console.print(text, markup=False, highlight=False)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from slime.observability.charts import bar_chart, reward_curve_png
+from slime.observability.evaluations import DETAIL
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir
 
 PHASES = ("rollout", "train", "update_weights", "audit_weights", "offload", "eval", "save_model")
 REWARD_KEYS = ("rollout/raw_reward", "rollout/rewards")
-EVAL_DETAIL = re.compile(r"-(truncated_ratio|pass@\d+)$")
 
 Summary = dict[str, Any]
 
@@ -147,7 +146,7 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
             rollouts_done += 1
         for name, value in row.items():
             short = name.removeprefix("eval/")
-            if short == name or "/" in short or short == "step" or EVAL_DETAIL.search(short) or value is None:
+            if short == name or "/" in short or short == "step" or DETAIL.match(short) or value is None:
                 continue
             entry = series.setdefault(short, {"steps": [], "values": []})
             entry["steps"].append(row.get("eval/step", rollouts_done))

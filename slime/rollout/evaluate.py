@@ -29,7 +29,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
 
     Returns:
         Per data set ``rewards`` (floats; NaN where a verifier gave no answer), ``truncated`` (bools),
-        ``samples`` and ``n_samples_per_prompt``, in the order of the file.
+        ``samples``, ``n_samples_per_prompt`` and ``settings``, in the order of the file.
 
     Raises:
         TimeoutError: not done within ``--phase-timeout``.
@@ -151,6 +151,7 @@ def _results(args: Any, config: EvalDatasetConfig, groups: list[Group]) -> dict[
         "truncated": [sample.truncated for sample in samples],
         "samples": samples,
         "n_samples_per_prompt": config.n_samples_per_eval_prompt or 1,
+        "settings": {name: value for name, value in asdict(config).items() if value not in (None, {}, [])},
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.data.sample import Sample, flatten
 
-__all__ = ["eval_metrics", "flatten", "pass_at_k", "pass_rates", "rollout_metrics", "sample_metrics"]
+__all__ = ["eval_metrics", "flatten", "pass_at_k", "pass_rates", "prompt_rewards", "rollout_metrics", "sample_metrics"]
 
 Metrics = dict[str, float]
 PASS_ABOVE = 0.5  # a reward nearer to 1 than to 0; also right for rewards of -1 and 1
@@ -46,8 +46,9 @@ def rollout_metrics(args: Any, samples: Sequence[Sample], seconds: float | None 
 def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
     """``eval/<data set>…`` for each data set of an evaluation.
 
-    ``eval/<ds>`` is the mean reward over samples, ``eval/<ds>-pass@k`` the unbiased estimate from as many
-    samples per prompt as the data set has.
+    ``eval/<ds>`` is the mean reward over samples. From as many samples per prompt as the data set has (n > 1):
+    ``eval/<ds>-mean@n``, the mean over prompts of a prompt's mean reward, and ``eval/<ds>-pass@k``, the
+    unbiased estimate for k = 1, 2, 4, … and n. Samples whose verifier gave no answer are in none of them.
     """
     metrics: Metrics = {}
     for name, part in data.items():
@@ -62,10 +63,22 @@ def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
         samples = part.get("samples")
         if samples:
             metrics.update({f"eval/{name}/{k}": v for k, v in sample_metrics(args, flatten(samples)).items()})
-        rates = pass_rates([(key, r) for key, r in zip(_prompts(part), rewards, strict=True) if not math.isnan(r)])
+        groups = prompt_rewards(part)
+        rates = pass_rates([(key, reward) for key, rewards in groups.items() for reward in rewards])
         if len(rates) > 1 or getattr(args, "log_passrate", False):
+            metrics[f"eval/{name}-mean@{max(rates)}"] = fmean(fmean(group) for group in groups.values() if group)
             metrics.update({f"eval/{name}-pass@{k}": rate for k, rate in rates.items()})
     return metrics
+
+
+def prompt_rewards(part: Mapping[str, Any]) -> dict[Hashable, list[float]]:
+    """Of one data set, the known rewards of each prompt, in the order of the file."""
+    groups: dict[Hashable, list[float]] = {}
+    for key, reward in zip(_prompts(part), part["rewards"], strict=True):
+        groups.setdefault(key, [])
+        if not math.isnan(float(reward)):
+            groups[key].append(float(reward))
+    return groups
 
 
 def sample_metrics(args: Any, samples: Sequence[Sample]) -> Metrics:
@@ -106,7 +119,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4, … over groups with at least k rewards; a pass is a reward above 0.5.
+    """pass@k over groups with at least k rewards, for k = 1, 2, 4, … and the size of the largest group.
+
+    A pass is a reward above 0.5: also right for rewards of -1 and 1, and for fractions.
 
     Args:
         rewards: (group, reward) pairs.
@@ -114,11 +129,12 @@ def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
     groups: dict[Hashable, list[bool]] = {}
     for group, reward in rewards:
         groups.setdefault(group, []).append(reward > PASS_ABOVE)
-    rates, k = {}, 1
-    while any(len(group) >= k for group in groups.values()):
-        rates[k] = fmean(pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k)
-        k *= 2
-    return rates
+    largest = max(map(len, groups.values()), default=0)
+    powers = [1 << i for i in range(largest.bit_length())]
+    return {
+        k: fmean(pass_at_k(len(group), sum(group), k) for group in groups.values() if len(group) >= k)
+        for k in dict.fromkeys([*powers, largest] if largest else [])
+    }
 
 
 def is_repetitive(text: str) -> bool:

@@ -133,8 +133,20 @@ def test_markup_in_texts_is_shown_as_typed() -> None:
     display = Display(SimpleNamespace(), None, Console(file=out, width=80, soft_wrap=True))
     display.samples(["[bold]x[/bold] [/oops] :smile:"])
     display.note("[1, 2]")
-    display.eval_line(3, {"eval/a": 0.5, "eval/a/len": 3, "eval/a-pass@2": 0.7, "eval/step": 3})
+    display.eval_line(3, {"eval/a": 0.5, "eval/a/len": 3, "eval/a-truncated_ratio": 0.7, "eval/step": 3})
     assert out.getvalue().splitlines() == ["    [bold]x[/bold] [/oops] :smile:", "[1, 2]", "eval at 3  a 0.500"]
+
+
+def test_several_data_sets_are_a_table() -> None:
+    out = io.StringIO()
+    display = Display(SimpleNamespace(), None, Console(file=out, width=100, soft_wrap=True))
+    metrics = {"eval/a": 0.5, "eval/a-mean@4": 0.5, "eval/a-pass@1": 0.5, "eval/a-pass@4": 0.75, "eval/step": 3}
+    metrics |= {"eval/b-2": 0.25, "eval/b-2/response_len/mean": 7, "eval/b-2-truncated_ratio": 0.5}
+    display.eval_line(3, {**metrics, "eval/b-2-reward_missing_count": 1.0})
+    header, a, b = (line.split() for line in out.getvalue().splitlines())
+    assert header == ["eval", "at", "3", "reward", "pass@1", "pass@4", "cut", "length", "no", "answer"]
+    assert a == ["a", "0.500", "0.500", "0.750"]
+    assert b == ["b-2", "0.250", "50%", "7.0", "1"]
 
 
 def test_timers_add_up_and_keep_spans() -> None:

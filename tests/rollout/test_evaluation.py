@@ -89,6 +89,40 @@ async def test_settings_of_a_data_set_override_those_of_the_run(tokenizer_dir, d
     assert set(output.data["easy"]["rewards"]) <= {0.0, 1.0}
 
 
+@pytest.mark.parametrize("where", ["dataset", "defaults"])
+async def test_a_data_sets_reward_type_wins_over_the_runs_function(tokenizer_dir, data, tmp_path, where):
+    (tmp_path / "rm.py").write_text("async def rm(args, sample, **kw): return 7.0\n")
+    sets = [{"name": name, "path": str(data / f"{name}.jsonl")} for name in ("easy", "hard")]
+    own = {"rm_type": "random"}
+    if where == "dataset":
+        sets[0] |= own
+    (data / "eval.yaml").write_text(
+        json.dumps({"eval": {"defaults": own if where == "defaults" else {}, "datasets": sets}})
+    )
+    args = arguments(tokenizer_dir, rm_type=None, custom_rm_path=str(tmp_path / "rm.py"))
+    args.eval_config = str(data / "eval.yaml")
+    async with SmallEngine() as engine:
+        output = await evaluate(engine.serve(args))
+    assert set(output.data["easy"]["rewards"]) <= {0.0, 1.0}
+    assert (output.data["hard"]["rewards"] == [7.0, 7.0]) == (where == "dataset")
+
+
+@pytest.mark.parametrize(("parameter", "rewards"), [("samples", [2.0, 2.0]), ("sample", [5.0, 5.0])])
+async def test_a_data_sets_own_function_under_group_rm(tokenizer_dir, data, tmp_path, parameter, rewards):
+    (tmp_path / "rm.py").write_text(
+        "async def group(args, samples, **kw): return [0.0] * len(samples)\n"
+        f"async def own(args, {parameter}, **kw):\n"
+        f"    return [float(len({parameter}))] * len({parameter}) if isinstance({parameter}, list) else 5.0\n"
+    )
+    entry = {"name": "easy", "path": str(data / "easy.jsonl"), "custom_rm_path": f"{tmp_path / 'rm.py'}:own"}
+    (data / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [entry]}}))
+    args = arguments(tokenizer_dir, group_rm=True, custom_rm_path=f"{tmp_path / 'rm.py'}:group")
+    args.eval_config, args.n_samples_per_eval_prompt = str(data / "eval.yaml"), 2
+    async with SmallEngine() as engine:
+        output = await evaluate(engine.serve(args))
+    assert output.data["easy"]["rewards"] == rewards * 3
+
+
 async def test_group_rewards_work_in_evaluation(tokenizer_dir, data, tmp_path):
     (tmp_path / "rm.py").write_text(
         "async def rm(args, samples, **kw):\n    return [len(samples) + i / 10 for i in range(len(samples))]\n"
@@ -155,6 +189,18 @@ def sample(group, reward, length=2, **more):
     return Sample(group_index=group, reward=reward, response_length=length, response="x" * length, **more)
 
 
+def test_mean_and_pass_of_six_samples_with_one_missing():
+    """pass@k goes up to the data set's own n, here 6; a missing reward counts nowhere."""
+    part = {"rewards": [1, 0, 0, 0, 0, 0, 1, 1, 0.4, 0.6, 0, math.nan], "n_samples_per_prompt": 6}
+    metrics = eval_metrics(NO_FLAGS, {"ds": part})
+    # passes: 1 of 6 and 3 of 5 (0.4 is none); pass@4: 1 - C(5,4)/C(6,4) = 2/3 and 1; pass@6: the first prompt's alone
+    assert metrics["eval/ds-pass@1"] == pytest.approx((1 / 6 + 3 / 5) / 2)
+    assert metrics["eval/ds-pass@4"] == pytest.approx((2 / 3 + 1) / 2)
+    assert metrics["eval/ds-pass@6"] == 1.0 and "eval/ds-pass@8" not in metrics
+    assert metrics["eval/ds-mean@6"] == pytest.approx((1 / 6 + 3 / 5) / 2)
+    assert metrics["eval/ds"] == pytest.approx(4 / 11) and metrics["eval/ds-reward_missing_count"] == 1
+
+
 def test_rollout_metrics_by_hand():
     samples = [
         sample(0, 1.0, 2),
@@ -208,7 +254,8 @@ def test_eval_metrics_use_each_data_sets_own_number_of_samples():
     part = {"rewards": [1.0, 0.0, 0.0, 0.0], "truncated": [True, False, False, False], "n_samples_per_prompt": 2}
     metrics = eval_metrics(args, {"ds": part})
     assert metrics == {
-        "eval/ds": 0.25, "eval/ds-truncated_ratio": 0.25, "eval/ds-pass@1": 0.25, "eval/ds-pass@2": 0.5,
+        "eval/ds": 0.25, "eval/ds-truncated_ratio": 0.25, "eval/ds-mean@2": 0.25, "eval/ds-pass@1": 0.25,
+        "eval/ds-pass@2": 0.5,
     }  # fmt: skip
     users_own = {"rewards": [1.0, 0.0]}
     assert eval_metrics(args, {"ds": users_own}) == {"eval/ds": 0.5}

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 
 import pytest
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
@@ -355,20 +356,20 @@ async def test_group_rewards_are_asked_once_a_group(tokenizer_dir, hook):
 async def test_a_class_style_reward_model_scores_groups_in_batches(tokenizer_dir, hook):
     code = (
         "class CustomRewardModel:\n"
-        "    sizes = []\n"
         "    def __init__(self, model_path=None): pass\n"
-        "    def compute_reward(self, prompts, responses):\n"
-        "        self.sizes.append(len(prompts))\n"
-        "        return [float(len(r)) for r in responses]\n"
+        "    def compute_reward(self, prompts, responses, labels, metadata):\n"
+        "        import os\n"
+        "        assert [m['number'] for m in metadata] == [int(label) for label in labels]\n"
+        "        return [{'score': float(len(r)), 'batch': len(prompts), 'pid': os.getpid()} for r in responses]\n"
         "def helper(): pass\n"
     )
     args = arguments(tokenizer_dir, custom_rm_path=hook(code, file="custom_rm.py"), rm_model_path=None)
     async with SmallEngine() as engine:
         groups = await roll(engine.serve(args))
-    assert all(s.reward == len(s.response) for s in flatten(groups))
-    from slime.rollout.rm_hub.dispatch import load_reward
-
-    assert load_reward(args.custom_rm_path).sizes == [2] * 4
+    rewards = [s.reward for s in flatten(groups)]
+    assert [r["score"] for r in rewards] == [len(s.response) for s in flatten(groups)]
+    assert {r["batch"] for r in rewards} == {2}
+    assert len({r["pid"] for r in rewards} - {os.getpid()}) == 1, "one process of its own"
 
 
 async def test_per_sample_overrides_of_generate_and_reward(tokenizer_dir, hook):

@@ -2,6 +2,7 @@
 
 Precedence: the sample's own ``custom_rm_path`` (per data set in evaluation), ``--custom-rm-path``,
 ``metadata["rm_type"]``, ``--rm-type``. A ``boxed_`` prefix scores the last boxed part of the response.
+A custom function has ``--reward-timeout`` for its answer; without one its samples are marked, not scored 0.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any
 
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
-from slime.rollout.hooks import call
+from slime.rollout.hooks import parameters
 from slime.rollout.rm_hub import dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
+from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
+from slime.rollout.rm_hub.outcome import mark_unscored, time_limit
 from slime.rollout.rm_hub.text import last_boxed
 
 REWARD_TYPES: dict[str, Callable[[Any, Sample], Any]] = {
@@ -39,31 +42,59 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         ValueError: no reward is configured, or an unknown type.
     """
     path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
-    if path:
-        function = load_reward(path)
-        if model_rm.is_model_class(function):
-            return (await model_rm.model_rewards(args, function, [sample]))[0]
-        return await call(function, args, sample, **kwargs)
-    return await _by_type(args, sample)
+    if not path:
+        return await by_type(args, sample)
+    if model_rm.is_model_class(load_reward(path)):
+        rewards = await model_rm.model_rewards(args, path, load_reward(path), [sample])
+        return None if rewards is None else rewards[0]
+    return await _custom(args, path, sample, [sample], kwargs)
 
 
 async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
-    """Rewards of several samples, in their order: one call of ``--custom-rm-path`` with the list, else each by itself.
+    """Rewards of several samples, in their order: one call of the function with the list, else each by itself.
+
+    The function is ``--custom-rm-path``, or the one that all samples name (a data set's own in evaluation;
+    with ``--group-rm`` only, and not where its parameter is called ``sample``: then it scores one by one).
+    None for every sample that was marked because no answer came.
 
     Raises:
         ValueError: the hook gave another number of rewards than samples.
     """
-    path = getattr(args, "custom_rm_path", None)
-    if not path or any(sample.custom_rm_path for sample in samples):
+    own = {sample.custom_rm_path for sample in samples}
+    path = own.pop() if len(own) == 1 else None
+    listed = path is not None and getattr(args, "group_rm", False) and "sample" not in _names(path)
+    if not own and path is None:
+        path, listed = getattr(args, "custom_rm_path", None), True
+    if not path or not (listed or model_rm.is_model_class(load_reward(path))):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
-    function = load_reward(path)
-    if model_rm.is_model_class(function):
-        rewards = await model_rm.model_rewards(args, function, samples)
+    if model_rm.is_model_class(load_reward(path)):
+        rewards = await model_rm.model_rewards(args, path, load_reward(path), samples)
     else:
-        rewards = list(await call(function, args, list(samples), **kwargs))
-    if len(rewards) != len(samples):
-        raise ValueError(f"--custom-rm-path {path} gave {len(rewards)} rewards for {len(samples)} samples")
-    return rewards
+        rewards = await _custom(args, path, list(samples), samples, kwargs)
+    if rewards is None:
+        return [None] * len(samples)
+    if not hasattr(rewards, "__len__") or isinstance(rewards, dict | str) or len(rewards) != len(samples):
+        got = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else repr(rewards)
+        raise ValueError(f"--custom-rm-path {path} gave {got} for {len(samples)} samples")
+    return list(rewards)
+
+
+async def _custom(args: Any, path: str, subject: Any, samples: Sequence[Sample], kwargs: dict[str, Any]) -> Any:
+    """The answer of a custom function; None and ``samples`` marked when it took too long."""
+    function = load_reward(path)
+    deadline = getattr(function, "deadline", None)
+    limit = float(deadline(args)) if deadline is not None else time_limit(args)
+    try:
+        return await call_bounded(limit, getattr(args, "reward_workers", None), function, args, subject, **kwargs)
+    except RewardTimeout as error:
+        for sample in samples:
+            mark_unscored(sample, "timeout", f"{path}: {error}")
+        return None
+
+
+def _names(path: str) -> frozenset[str]:
+    function = load_reward(path)
+    return frozenset() if model_rm.is_model_class(function) else parameters(function)[0]
 
 
 def scores_whole_groups(args: Any) -> bool:
@@ -79,7 +110,9 @@ def load_reward(path: str) -> Any:
     return load_function(path, "CustomRewardModel")
 
 
-async def _by_type(args: Any, sample: Sample) -> Any:
+async def by_type(args: Any, sample: Sample) -> Any:
+    """By ``metadata["rm_type"]`` or ``--rm-type``, whatever ``--custom-rm-path`` says: an evaluation set with a type
+    of its own names this function."""
     name = str(sample.metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
     if not name:
         raise ValueError(

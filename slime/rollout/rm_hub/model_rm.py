@@ -1,20 +1,28 @@
 """Class-style reward models: ``__init__(self, model_path)``, ``compute_reward(self, prompts, responses) -> list``.
 
-``--custom-rm-path`` may name such a class; it gets ``--rm-model-path`` or nothing. The model is made
-once per process and called from one thread of its own, a batch at a time.
+``--custom-rm-path`` may name such a class; it gets ``--rm-model-path`` or nothing. The model lives in a
+process of its own, made once per run, and works on a batch (a group of samples) at a time: it never
+shares the interpreter with the rollout, and one that hangs is killed and made anew. ``compute_reward``
+may also take ``labels`` and ``metadata`` (lists as long as ``prompts``).
 """
 
 from __future__ import annotations
 
-import asyncio
+import atexit
 import inspect
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from slime.config.hooks import load_function
 from slime.data.sample import Sample
+from slime.rollout.hooks import accepted
+from slime.rollout.rm_hub.outcome import mark_unscored, time_limit
+from slime.rollout.verifier import VerifierPool
 
-_models: dict[tuple[type, str | None], tuple[Any, ThreadPoolExecutor]] = {}
+_WORKER = "slime.rollout.rm_hub.model_rm"
+DEFAULT_CLASS = "CustomRewardModel"  # what a bare file means
+_pools: dict[tuple[str, str | None], VerifierPool] = {}  # of this process: one model process each
+_models: dict[tuple[str, str | None], Any] = {}  # in a model's process
 
 
 def is_model_class(function: Any) -> bool:
@@ -22,33 +30,80 @@ def is_model_class(function: Any) -> bool:
     return inspect.isclass(function)
 
 
-async def model_rewards(args: Any, model_class: type, samples: Sequence[Sample]) -> list[Any]:
-    """One call of ``compute_reward`` for all samples, in their order."""
-    path = getattr(args, "rm_model_path", None)
-    model, thread = _model(model_class, path)
-    prompts, responses = [sample.prompt for sample in samples], [sample.response for sample in samples]
-    rewards = await asyncio.get_running_loop().run_in_executor(thread, model.compute_reward, prompts, responses)
+async def model_rewards(args: Any, path: str, model_class: type, samples: Sequence[Sample]) -> list[Any] | None:
+    """One call of ``compute_reward`` for all samples, in their order; None (and the samples marked) without an answer.
+
+    Raises:
+        TypeError: the class has no ``compute_reward``.
+        ValueError: it wants a model path, and there is none.
+        RuntimeError: the model could not be made, or ``compute_reward`` raised.
+    """
+    model_path = getattr(args, "rm_model_path", None)
+    check_class(model_class, model_path)
+    columns = [
+        [sample.prompt for sample in samples],
+        [sample.response for sample in samples],
+        [sample.label for sample in samples],
+        [sample.metadata for sample in samples],
+    ]
+    setup = (f"{_WORKER}:load", path, model_path)
+    run = _pool(path, model_path).run
+    verdict = await run(f"{_WORKER}:compute", path, model_path, *columns, timeout=time_limit(args), setup=setup)
+    if verdict.ok:
+        return list(verdict.value)
+    if verdict.status == "error":
+        raise RuntimeError(f"reward model {path}: {verdict.detail}")
+    for sample in samples:
+        mark_unscored(sample, verdict.status, f"{path}: {verdict.detail}")
+    return None
+
+
+def check_class(model_class: type, model_path: str | None) -> None:
+    """Whether the class can be made and called; see :func:`model_rewards` for what it raises."""
+    if not callable(getattr(model_class, "compute_reward", None)):
+        raise TypeError(f"reward model class {model_class.__name__} has no compute_reward(prompts, responses)")
+    required = [
+        name
+        for name, parameter in inspect.signature(model_class).parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if model_path is None and required:
+        raise ValueError(f"reward model class {model_class.__name__} wants {', '.join(required)}: give --rm-model-path")
+
+
+def _pool(path: str, model_path: str | None) -> VerifierPool:
+    key = (path, model_path)
+    if key not in _pools:
+        _pools[key] = VerifierPool(1, memory_bytes=0)  # a model may be larger than a verifier
+        atexit.register(_pools[key].close)
+    return _pools[key]
+
+
+# --- in the model's process ------------------------------------------------------------------
+
+
+def load(path: str, model_path: str | None) -> None:
+    """Make the model, once per process."""
+    if (path, model_path) not in _models:
+        model_class = load_function(path, DEFAULT_CLASS)
+        takes_path = model_path is not None and bool(inspect.signature(model_class).parameters)
+        _models[path, model_path] = model_class(model_path) if takes_path else model_class()
+
+
+def compute(
+    path: str, model_path: str | None, prompts: list[Any], responses: list[str], labels: list[Any], metadata: list[Any]
+) -> list[Any]:
+    """Rewards of one batch, as floats or dicts."""
+    load(path, model_path)
+    function = _models[path, model_path].compute_reward
+    rewards = function(prompts, responses, **accepted(function, labels=labels, metadata=metadata))
     if inspect.isawaitable(rewards):
-        rewards = await rewards
-    return [float(reward) if not isinstance(reward, dict) else reward for reward in rewards]
+        import asyncio
+
+        rewards = asyncio.run(_awaited(rewards))
+    return [dict(reward) if isinstance(reward, dict) else float(reward) for reward in rewards]
 
 
-def _model(model_class: type, path: str | None) -> tuple[Any, ThreadPoolExecutor]:
-    key = (model_class, path)
-    if key not in _models:
-        if not callable(getattr(model_class, "compute_reward", None)):
-            raise TypeError(f"reward model class {model_class.__name__} has no compute_reward(prompts, responses)")
-        required = [
-            name
-            for name, parameter in inspect.signature(model_class).parameters.items()
-            if parameter.default is parameter.empty
-            and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        ]
-        if path is None and required:
-            raise ValueError(
-                f"reward model class {model_class.__name__} wants {', '.join(required)}: give --rm-model-path"
-            )
-        takes_path = bool(inspect.signature(model_class).parameters)
-        model = model_class(path) if path is not None and takes_path else model_class()
-        _models[key] = (model, ThreadPoolExecutor(1, thread_name_prefix="reward-model"))
-    return _models[key]
+async def _awaited(value: Any) -> Any:
+    return await value

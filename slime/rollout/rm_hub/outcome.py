@@ -34,6 +34,11 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
         )
 
 
+def time_limit(args: Any) -> float:
+    """``--reward-timeout`` in seconds."""
+    return float(getattr(args, "reward_timeout", None) or 30.0)
+
+
 def verifier_pool(args: Any) -> VerifierPool:
     """The pool that ``--reward-workers`` asks for."""
     return shared_pool(getattr(args, "reward_workers", None))
@@ -41,8 +46,7 @@ def verifier_pool(args: Any) -> VerifierPool:
 
 async def verify(args: Any, sample: Sample, function: str, *call_args: Any) -> Any:
     """Run a verifier in the pool under ``--reward-timeout``; without a result, mark the sample and return None."""
-    timeout = float(getattr(args, "reward_timeout", None) or 30.0)
-    verdict: Verdict = await verifier_pool(args).run(function, *call_args, timeout=timeout)
+    verdict: Verdict = await verifier_pool(args).run(function, *call_args, timeout=time_limit(args))
     if verdict.ok:
         return verdict.value
     mark_unscored(sample, verdict.status, verdict.detail)

@@ -30,7 +30,9 @@ from slime.rollout.verifier.channel import ChannelClosed, receive, send
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY = 2 << 30
-STARTUP_SECONDS = 120.0  # imports of a verifier on a busy machine; not counted into a call's limit
+STARTUP_SECONDS = 300.0  # imports of a verifier or reading of a model on a busy machine; not in a call's limit
+Setup = tuple[Any, ...]
+"""Import path of a function, then its arguments (JSON values)."""
 
 
 class VerifierLoadError(RuntimeError):
@@ -73,10 +75,13 @@ class _Worker:
         self.sock = ours
         self.loaded: set[str] = set()
 
-    def call(self, function: str, args: tuple[Any, ...], timeout: float) -> Verdict:
+    def call(self, function: str, args: tuple[Any, ...], timeout: float, setup: Setup | None = None) -> Verdict:
         """Run one call. Afterwards the process may be dead: see :attr:`alive`."""
         if function not in self.loaded:
             self._load(function)
+        if setup is not None and str(setup) not in self.loaded:
+            self._load(setup[0], setup[1:])
+            self.loaded.add(str(setup))
         try:
             deadline = time.monotonic() + timeout
             send(self.sock, {"function": function, "args": args}, deadline)
@@ -87,10 +92,12 @@ class _Worker:
         except ChannelClosed:
             return Verdict("crashed", detail=f"the verifier process ended with {self.kill()}")
 
-    def _load(self, function: str) -> None:
+    def _load(self, function: str, args: tuple[Any, ...] | None = None) -> None:
+        """Import ``function``; with ``args`` call it as well (a model that is read)."""
         deadline = time.monotonic() + STARTUP_SECONDS
+        request = {"function": function, "load_only": True} if args is None else {"function": function, "args": args}
         try:
-            send(self.sock, {"function": function, "load_only": True}, deadline)
+            send(self.sock, request, deadline)
             reply = receive(self.sock, deadline)
         except (TimeoutError, ChannelClosed) as error:
             why = f"took over {STARTUP_SECONDS:g} s" if isinstance(error, TimeoutError) else "its process ended"
@@ -121,6 +128,7 @@ class _Job:
     args: tuple[Any, ...]
     timeout: float
     future: Future[Verdict]
+    setup: Setup | None = None
 
 
 class VerifierPool:
@@ -143,15 +151,17 @@ class VerifierPool:
         self._open_jobs = 0
         self._closed = False
 
-    def submit(self, function: str, *args: Any, timeout: float) -> Future[Verdict]:
+    def submit(self, function: str, *args: Any, timeout: float, setup: Setup | None = None) -> Future[Verdict]:
         """Queue ``function(*args)``.
 
         Args:
             function: import path, any form that ``load_function`` reads.
             args: JSON values; the result must be one as well.
             timeout: seconds, from when a process starts on this call.
+            setup: function and arguments of what a process does once before its first such call, not
+                counted into ``timeout``.
 
-        The future raises :class:`VerifierLoadError` when the function cannot be imported; every other
+        The future raises :class:`VerifierLoadError` when the function cannot be imported or set up; every other
         outcome is a :class:`Verdict`.
         """
         future: Future[Verdict] = Future()
@@ -163,12 +173,12 @@ class VerifierPool:
                 thread = threading.Thread(target=self._serve, name=f"verifier-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
-        self._jobs.put(_Job(function, args, timeout, future))
+        self._jobs.put(_Job(function, args, timeout, future, setup))
         return future
 
-    async def run(self, function: str, *args: Any, timeout: float) -> Verdict:
+    async def run(self, function: str, *args: Any, timeout: float, setup: Setup | None = None) -> Verdict:
         """:meth:`submit`, awaited."""
-        return await wrap_future(self.submit(function, *args, timeout=timeout))
+        return await wrap_future(self.submit(function, *args, timeout=timeout, setup=setup))
 
     def pids(self) -> list[int]:
         """Process ids of the living workers."""
@@ -203,7 +213,7 @@ class VerifierPool:
         verdict = None
         try:
             worker = worker or self._start()
-            verdict = worker.call(job.function, job.args, job.timeout)
+            verdict = worker.call(job.function, job.args, job.timeout, job.setup)
         except BaseException as error:  # whatever it is belongs to the caller, never to this thread
             if self._closed:
                 verdict = Verdict("crashed", detail="the verifier pool was closed")

@@ -44,7 +44,17 @@ def _answer(request: dict[str, Any], functions: dict[str, Callable[..., Any]]) -
             return {"status": "ok", "value": None}
         return {"status": "ok", "value": functions[path](*request["args"])}
     except BaseException as error:  # a verifier may raise SystemExit or KeyboardInterrupt; the pool hears of each
-        return {"status": "error", "detail": f"{type(error).__name__}: {error}"[:2000]}
+        return {"status": "error", "detail": f"{type(error).__name__}: {error}{_place(error)}"[:2000]}
+
+
+def _place(error: BaseException) -> str:
+    """File and line that raised, unless it is of this file."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_code.co_filename == __file__:
+        return ""
+    return f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
 
 
 def main(argv: list[str]) -> None:

@@ -1,0 +1,87 @@
+"""One evaluation as a JSON file of the run folder and as a table in the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+DETAIL = re.compile(r"^(?P<name>.+)-(?P<figure>truncated_ratio|reward_missing_count|(?:pass|mean)@\d+)$")
+"""Of a metric without ``eval/``: data set and figure. A name that does not match is a data set's mean reward."""
+
+Figures = dict[str, dict[str, float]]
+
+
+def figures(metrics: Mapping[str, Any]) -> Figures:
+    """Metrics of an evaluation by data set: ``reward``, ``mean@n``, ``pass@k``, ``truncated_ratio``, … and lengths."""
+    found: Figures = {}
+    for key, value in metrics.items():
+        if not key.startswith("eval/") or key == "eval/step":
+            continue
+        name, slash, inner = key.removeprefix("eval/").partition("/")
+        detail = None if slash else DETAIL.match(name)
+        if detail:
+            found.setdefault(detail["name"], {})[detail["figure"]] = value
+        else:
+            found.setdefault(name, {})[inner or "reward"] = value
+    return found
+
+
+def write_evaluation(
+    run_dir: Path, step: int, data: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, Any]
+) -> Path:
+    """Write ``<run>/eval/eval_<step>.json``, replacing an older file.
+
+    Per data set: its figures, the settings it was evaluated with, and the rewards of each prompt in the order
+    of the file (null where a verifier gave no answer). The samples themselves are in ``samples/``.
+
+    Args:
+        step: rollouts trained before this evaluation.
+        data: of ``RolloutFnEvalOutput``.
+        metrics: of the evaluation, as they are logged.
+    """
+    by_name = figures(metrics)
+    sets = {
+        name: {
+            "metrics": by_name.get(name, {}),
+            "settings": dict(part.get("settings") or {}),
+            "rewards": _rewards(part),
+        }
+        for name, part in data.items()
+    }
+    folder = Path(run_dir) / "eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"eval_{step:06d}.json"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"step": step, "datasets": sets}, indent=1, default=str) + "\n", encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def _rewards(part: Mapping[str, Any]) -> list[list[float | None]]:
+    values = [None if reward != reward else float(reward) for reward in part["rewards"]]
+    n = int(part.get("n_samples_per_prompt") or 1)
+    return [values[i : i + n] for i in range(0, len(values), n)]
+
+
+def evaluation_table(step: int, by_name: Figures) -> Table:
+    """One row per data set: reward, mean@n, each pass@k, share that was cut, mean length."""
+    ks = sorted({int(key[5:]) for row in by_name.values() for key in row if key.startswith("pass@")})
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold magenta")
+    table.add_column(f"eval at {step}")
+    for title in ("reward", *(f"pass@{k}" for k in ks), "cut", "length", "no answer"):
+        table.add_column(title, justify="right")
+    for name, row in by_name.items():
+        cells = [_cell(row.get("reward"), "{:.3f}"), *(_cell(row.get(f"pass@{k}"), "{:.3f}") for k in ks)]
+        cells += [_cell(row.get("truncated_ratio"), "{:.0%}"), _cell(row.get("response_len/mean"), "{:.1f}")]
+        table.add_row(name, *cells, _cell(row.get("reward_missing_count"), "{:.0f}"))
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(float(value))

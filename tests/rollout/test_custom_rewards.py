@@ -1,0 +1,165 @@
+"""Users' reward functions are bounded by --reward-timeout however they hang, and what hangs is counted, never 0."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from rollout_parts import SmallEngine, arguments, source_of
+
+from slime.data.sample import Sample, flatten
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sglang_rollout import generate_rollout_async
+
+pytestmark = pytest.mark.timeout(60)
+
+HOOKS = """
+import asyncio, threading, time
+stop = threading.Event()
+
+async def waits(args, sample, **kw):
+    if sample.index == 1:
+        await asyncio.sleep(1000)
+    return 1.0
+
+async def blocks(args, sample, **kw):
+    if sample.index == 1:
+        stop.wait(1000)
+    return 1.0
+
+def plain(args, sample):
+    if sample.index == 1:
+        stop.wait(1000)
+    return 1.0
+
+async def swallows(args, sample, **kw):
+    while True:
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            return 0.0  # what must not become a reward
+
+async def listed(args, samples, **kw):
+    await asyncio.sleep(1000)
+
+async def busy(args, sample, **kw):
+    await asyncio.sleep(0)
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    return 1.0
+
+def slow(args, sample):
+    time.sleep(0.05)
+    return 1.0
+
+async def patient(args, sample, **kw):
+    await asyncio.sleep(0.6)
+    return 1.0
+patient.deadline = lambda args: 30.0
+
+async def thread_of(args, sample, **kw):
+    return {"thread": threading.current_thread().name}
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(HOOKS)
+    yield str(path)
+    from slime.config.hooks import load_function
+
+    load_function(f"{path}:stop").set()  # threads left behind end with the test
+
+
+def settings(file, name, timeout=0.3, **more):
+    return SimpleNamespace(
+        rm_type=None, custom_rm_path=f"{file}:{name}", reward_timeout=timeout, reward_workers=2, **more
+    )
+
+
+async def score_all(args, count=4):
+    samples = [Sample(index=i) for i in range(count)]
+    rewards = await asyncio.gather(*(async_rm(args, sample) for sample in samples))
+    return samples, rewards
+
+
+@pytest.mark.parametrize("name", ["waits", "blocks", "plain"])
+async def test_one_that_hangs_is_marked_and_the_others_are_scored(file, name):
+    beats = 0
+
+    async def heart():
+        nonlocal beats
+        while True:
+            await asyncio.sleep(0.01)
+            beats += 1
+
+    beating = asyncio.create_task(heart())
+    samples, rewards = await score_all(settings(file, name))
+    beating.cancel()
+    assert rewards == [1.0, None, 1.0, 1.0]
+    assert [s.reward_timed_out for s in samples] == [False, True, False, False]
+    assert samples[1].remove_sample and samples[1].metadata["reward_failure"].startswith(f"timeout: {file}:{name}")
+    assert beats > 3, "the rollout's own event loop goes on"
+
+
+async def test_a_blocked_loop_is_replaced_and_serves_further_calls(file):
+    await score_all(settings(file, "blocks"))
+    _, rewards = await score_all(settings(file, "waits", timeout=5.0), count=1)
+    assert rewards == [1.0]
+
+
+async def test_an_answer_given_on_being_cancelled_is_no_reward(file):
+    sample = Sample(index=0)
+    assert await async_rm(settings(file, "swallows"), sample) is None and sample.reward_timed_out
+
+
+async def test_a_batch_that_hangs_marks_all_its_samples(file):
+    samples = [Sample(index=i) for i in range(3)]
+    assert await batched_async_rm(settings(file, "listed"), samples) == [None] * 3
+    assert all(sample.reward_timed_out for sample in samples)
+
+
+@pytest.mark.parametrize("name", ["busy", "slow"])
+async def test_waiting_for_others_does_not_count(file, name):
+    """20 calls of 0.05 s on one loop, or on two threads: all together take longer than the limit of one."""
+    _, rewards = await score_all(settings(file, name, timeout=0.4), count=20)
+    assert rewards == [1.0] * 20
+
+
+async def test_a_function_may_bring_its_own_deadline(file):
+    _, rewards = await score_all(settings(file, "patient"), count=1)
+    assert rewards == [1.0]
+
+
+async def test_reward_functions_have_a_thread_of_their_own(file):
+    _, rewards = await score_all(settings(file, "thread_of", timeout=5.0), count=1)
+    assert rewards == [{"thread": "custom-rewards"}]
+
+
+async def test_the_rollout_counts_them_and_replaces_the_group(tokenizer_dir, file):
+    args = arguments(tokenizer_dir, custom_rm_path=f"{file}:blocks", reward_timeout=0.3)
+    async with SmallEngine() as engine:
+        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 30)
+    assert output.metrics["rollout/reward_timeout_count"] == 1
+    assert output.metrics["rollout/replaced_group_count"] == 1
+    assert {sample.reward for sample in flatten(output.samples)} == {1.0}
+
+
+async def test_a_model_that_hangs_is_killed_and_made_anew(tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import os, time\n"
+        "class CustomRewardModel:\n"
+        "    def compute_reward(self, prompts, responses):\n"
+        "        if responses[0] == 'hang': time.sleep(1000)\n"
+        "        if responses[0] == 'raise': 1 / 0\n"
+        "        return [os.getpid()] * len(prompts)\n"
+    )
+    args = SimpleNamespace(custom_rm_path=str(tmp_path / "model.py"), rm_model_path=None, reward_timeout=0.5)
+    first = await async_rm(args, Sample(response="x"))
+    stuck = Sample(response="hang")
+    assert await async_rm(args, stuck) is None and stuck.reward_timed_out
+    assert await async_rm(args, Sample(response="x")) not in (None, first)
+    with pytest.raises(RuntimeError, match=r"ZeroDivisionError.*model.py:5"):
+        await async_rm(args, Sample(response="raise"))
+    assert len(await batched_async_rm(args, [Sample(response="x"), Sample(response="y")])) == 2
