@@ -83,6 +83,9 @@ class TrainBackend(Protocol):
     def load(self, path: Path) -> None:
         """Read what :meth:`save` wrote, also by another number of ranks."""
 
+    def clear_memory(self) -> None:
+        """Free gradients and the accelerator memory that the allocator keeps for the next step."""
+
     def sleep(self) -> None:
         """Give accelerator memory back (copies to pinned CPU memory); a no-op on the CPU."""
 

@@ -71,6 +71,8 @@ class TrainActor:
         if values_ref is not None:
             batch["values"] = ray.get(values_ref[0])
         metrics, timings = train_on_rollout(self.backend, self.args, batch)
+        if self.args.offload_train:  # engines on the same accelerator get their weights next
+            self.backend.clear_memory()
         values = [ray.put(batch["values"])] if self.role == "critic" else None
         return {"metrics": metrics, "timings": timings, "values": values}
 
@@ -140,6 +142,12 @@ class TrainActor:
 
     def wake(self) -> None:
         self.backend.wake()
+
+    def memory(self) -> dict[str, float]:
+        """GiB in use by this process and on its accelerator."""
+        from slime.observability.memory import memory_in_use
+
+        return memory_in_use()
 
     def close(self) -> None:
         """Leave the groups and the shared memory of weight updates."""
@@ -219,6 +227,12 @@ class TrainGroup:
 
     def wake(self) -> None:
         self._all("wake")
+
+    def memory(self) -> dict[str, float]:
+        """GiB in use, see :func:`slime.observability.memory.memory_in_use`; the largest of any rank."""
+        refs = [rank.memory.remote() for rank in self.ranks]
+        each = self._call(refs, "to say what memory it uses", self.args.phase_timeout)
+        return {name: max(used[name] for used in each) for name in each[0]}
 
     def close(self) -> None:
         """Let go of what outlives a process. A rank that hangs is not waited for."""

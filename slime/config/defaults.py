@@ -89,6 +89,8 @@ def _model(args: Args, machine: Machine) -> None:
         args.train_dtype = "bfloat16"
     if args.train_dtype is None:
         args.train_dtype = "bfloat16" if machine.cuda else "float32"
+    if args.compile_layers is None:
+        args.compile_layers = machine.cuda and installed("triton")
     if args.rollout_dtype is None:
         args.rollout_dtype = args.train_dtype
     if args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity"):

@@ -43,6 +43,12 @@ class ModelConfig:
         help="recompute activations in the backward pass; --recompute-activations means the same",
         reader="slime/backends/fsdp",
     )
+    compile_layers: bool = flag(
+        None,
+        kind="toggle",
+        help="compile each decoder layer and the passes over logits (torch.compile); default: on CUDA",
+        reader="slime/backends/fsdp/model.py",
+    )
     log_probs_chunk_size: int = flag(
         -1, help="tokens per chunk of logits -> log-prob; -1: chosen for you", reader="slime/backends"
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.data.packing import build_pack
-from slime.models.segments import PackSegments
+from slime.models.segments import PackSegments, to_device
 
 Multimodal = dict[str, Any] | None
 
@@ -174,4 +174,4 @@ class InputBuilder:
         return function(**{k: v for k, v in given.items() if k in known})[0][:, 0]
 
     def _move(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return to_device(array, self.device)

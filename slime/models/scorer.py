@@ -29,6 +29,7 @@ class PolicyScorer(nn.Module):
         super().__init__()
         self.hf = model
         self.chunk_size = chunk_size
+        self.fused = False  # set once the layers are compiled too
         self.logit_scale = _logit_scale(model.config)
         self.anchored: list[nn.Parameter] = []
 
@@ -57,6 +58,7 @@ class PolicyScorer(nn.Module):
             chunk_size=self.chunk_size,
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
+            fused=self.fused,
         )
         if self.anchored and torch.is_grad_enabled():
             scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))
@@ -74,16 +76,19 @@ class ValueScorer(nn.Module):
         hidden_size = model.get_output_embeddings().weight.shape[1]
         parameter = next(model.parameters())
         self.value_head = nn.Linear(hidden_size, 1, bias=True, device=parameter.device, dtype=parameter.dtype)
-        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            weight = torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
-            self.value_head.weight.copy_(weight)
+            self.value_head.weight.copy_(value_head_weight(hidden_size, seed))
             self.value_head.bias.zero_()
 
     def forward(self, inputs: ModelInputs) -> Tensor:
         """Values before each response token is sampled, float32 ``[R]``."""
         values = self.value_head(_response_rows(self.backbone, inputs)).squeeze(-1).float()
         return values + _anchor(self.anchored) if self.anchored and torch.is_grad_enabled() else values
+
+
+def value_head_weight(hidden_size: int, seed: int) -> Tensor:
+    """Initial weight of a critic's head, float32 ``[1, hidden]``; the same on every backend and rank."""
+    return torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1)
 
 
 def _response_rows(backbone: nn.Module, inputs: ModelInputs) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,8 +12,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slime.data.packing import PackLayout
 
+BOUND_MULTIPLE = 128
 MAX_PADDING_SHARE = 0.25
 """A bucket may spend at most this share of its rows on padding."""
+
+
+def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
+    """A copy there that no kernel under way is waited for."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class PackSegments:
     """What the attention of every layer needs to know about a pack; built once per pack.
 
     The ``cu_seqlens_*``, ``kv_index``, ``max_*`` are PackLayout's. ``own`` and ``prefixes`` say the same
-    for the CPU: queries of siblings are taken together against the prompt they share.
+    for the CPU: queries of siblings are taken together against the prompt they share. With a ``group``
+    (context parallelism) ``kv_index`` points into the rows of all its ranks.
     """
 
     cu_seqlens_q: Tensor
@@ -56,22 +66,27 @@ class PackSegments:
     num_tokens: int
     own: list[OwnBlock] = field(default_factory=list)
     prefixes: list[PrefixBlock] = field(default_factory=list)
+    group: Any = None
 
     @classmethod
-    def from_layout(cls, layout: PackLayout, device: torch.device | str) -> PackSegments:
-        def move(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+    def from_layout(cls, layout: PackLayout, device: torch.device | str, group: Any = None) -> PackSegments:
+        on_cpu = torch.device(device).type == "cpu" and group is None
+        # Kernels take these as bounds; round ones spare compiled code a variant per length.
+        largest = [x if on_cpu else -(-x // BOUND_MULTIPLE) * BOUND_MULTIPLE for x in (layout.max_q, layout.max_k)]
 
-        on_cpu = torch.device(device).type == "cpu"
+        def move(array: np.ndarray) -> Tensor:
+            return to_device(array, device)
+
         return cls(
             cu_seqlens_q=move(layout.cu_seqlens_q),
             cu_seqlens_k=move(layout.cu_seqlens_k),
             kv_index=None if layout.kv_index is None else move(layout.kv_index),
-            max_q=layout.max_q,
-            max_k=layout.max_k,
+            max_q=largest[0],
+            max_k=largest[1],
             num_tokens=len(layout.tokens),
             own=_own_blocks(layout.q_starts, layout.q_lens) if on_cpu else [],
             prefixes=_prefix_blocks(layout) if on_cpu else [],
+            group=group,
         )
 
 

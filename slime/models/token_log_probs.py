@@ -12,20 +12,27 @@ Without an entropy gradient, backward never forms dz: with c = grad / temperatur
 
     d hidden = c · (W[t] − p W)        d W[t] += c · hidden,   d W −= pᵀ (c · hidden)
 
-On the CPU a chunk is gone over in blocks of rows that stay in the cache.
+On the CPU a chunk is gone over in blocks of rows that stay in the cache. On an accelerator the passes over a
+chunk are fused by torch.compile (``fused``): its logits stay in the model's dtype, are read once or twice and
+written never.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slime.models.cpu_linear import matmul_nt
 
 CHUNK_BYTES = 256 * 1024 * 1024
+FUSED_CHUNK_BYTES = 1024 * 1024 * 1024
 CACHE_BYTES = 4 * 1024 * 1024
+TILE_ROWS = 128
 
 
 class TokenScores(NamedTuple):
@@ -40,6 +47,12 @@ def default_chunk_size(vocab_size: int) -> int:
     return max(CHUNK_BYTES // (4 * vocab_size), 64)
 
 
+def fused_chunk_size(vocab_size: int, element_size: int) -> int:
+    """Rows per chunk so that its logits take about 1 GiB: whole tiles of a matrix product, large enough for it."""
+    rows = FUSED_CHUNK_BYTES // (element_size * vocab_size)
+    return max(rows // TILE_ROWS, 1) * TILE_ROWS
+
+
 def token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -50,6 +63,7 @@ def token_log_probs(
     chunk_size: int = -1,
     with_entropy: bool = False,
     entropy_grad: bool = False,
+    fused: bool = False,
 ) -> TokenScores:
     """Score ``targets`` under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
@@ -57,11 +71,15 @@ def token_log_probs(
         hidden: ``[R, H]``, only the rows that score a token.
         weight: ``[V, H]``, the output embedding; bias: ``[V]`` or None.
         targets: int64 ``[R]``.
-        chunk_size: rows of logits at a time; -1 for about 256 MiB of them.
+        chunk_size: rows of logits at a time; -1 for about 256 MiB of them (fused: 1 GiB).
         with_entropy: also the entropy; with ``entropy_grad`` it carries a gradient.
+        fused: compile what is done to a chunk of logits; for accelerators.
     """
-    size = chunk_size if chunk_size > 0 else default_chunk_size(weight.shape[0])
-    log_probs, entropy = _TokenScores.apply(
+    vocab = weight.shape[0]
+    default = fused_chunk_size(vocab, weight.element_size()) if fused else default_chunk_size(vocab)
+    size = chunk_size if chunk_size > 0 else default
+    function: Any = _FusedTokenScores if fused else _TokenScores
+    log_probs, entropy = function.apply(
         hidden, weight, bias, targets, 1.0 / temperature, size, with_entropy, entropy_grad
     )
     if not with_entropy:
@@ -124,6 +142,90 @@ class _TokenScores(torch.autograd.Function):
             else:
                 chunks.add(part, z, targets[part], grads[0][part, None] * inverse_temperature)
         return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 5
+
+
+class _FusedTokenScores(torch.autograd.Function):
+    """The same, with the passes over a chunk compiled into one kernel forward and one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        inverse_temperature: float,
+        chunk_size: int,
+        with_entropy: bool,
+        entropy_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        log_sums, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        kept: Tensor | None = None
+        for start in range(0, hidden.shape[0], chunk_size):
+            part = slice(start, start + chunk_size)
+            kept = F.linear(hidden[part], weight, bias)
+            scores = _compiled(fused_scores)(kept, targets[part], inverse_temperature, with_entropy)
+            log_probs[part], log_sums[part] = scores[:2]
+            if scores[2] is not None:
+                entropy[part] = scores[2]
+        kept = kept if any(ctx.needs_input_grad[:3]) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, kept)
+        ctx.settings = inverse_temperature, chunk_size, entropy_grad
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
+        inverse_temperature, chunk_size, entropy_grad = ctx.settings
+        chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        last = (max(hidden.shape[0] - 1, 0) // chunk_size) * chunk_size
+        for start in range(last, -1, -chunk_size):
+            part = slice(start, start + chunk_size)
+            logits, kept = kept, None  # the last chunk comes first
+            if logits is None:
+                logits = F.linear(hidden[part], weight, bias)
+            of_entropy = (grads[1][part], entropy[part]) if entropy_grad else None
+            dz = _compiled(fused_gradient)(
+                logits, targets[part], log_sums[part], grads[0][part], inverse_temperature, of_entropy
+            )
+            chunks.add_logit_gradient(part, dz)
+        return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 5
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def fused_scores(
+    logits: Tensor, targets: Tensor, inverse_temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log_prob, logsumexp and entropy of rows, float32."""
+    z = logits.float() * inverse_temperature
+    log_sum = z.logsumexp(-1)
+    log_prob = z.gather(-1, targets[:, None]).squeeze(-1) - log_sum
+    if not with_entropy:
+        return log_prob, log_sum, None
+    return log_prob, log_sum, log_sum - ((z - log_sum[:, None]).exp() * z).sum(-1)
+
+
+def fused_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_sums: Tensor,
+    grad: Tensor,
+    inverse_temperature: float,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Gradient with respect to the logits, in their dtype. ``of_entropy``: gradient of the entropy, and it."""
+    log_p = logits.float() * inverse_temperature - log_sums[:, None]
+    p = log_p.exp()
+    dz = -grad[:, None] * p
+    if of_entropy is not None:
+        dz = dz - of_entropy[0][:, None] * p * (log_p + of_entropy[1][:, None])
+    hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    return (torch.where(hit, dz + grad[:, None], dz) * inverse_temperature).to(logits.dtype)
 
 
 class _ChunkGradients:

@@ -18,7 +18,10 @@ from slime.observability.evaluations import DETAIL
 from slime.observability.metrics import MetricsError, read_metrics
 from slime.observability.run_dir import RunDir
 
-PHASES = ("rollout", "train", "update_weights", "audit_weights", "offload", "eval", "save_model")
+PHASES = (
+    *("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload"),
+    *("audit_weights", "eval", "save_model"),
+)
 REWARD_KEYS = ("rollout/raw_reward", "rollout/rewards")
 
 Summary = dict[str, Any]

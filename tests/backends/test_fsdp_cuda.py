@@ -17,7 +17,7 @@ from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.fsdp.optimizer import local
 from slime.backends.train_loop import train_on_rollout
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
 
 @pytest.fixture(scope="module")

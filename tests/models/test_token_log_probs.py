@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.models.token_log_probs import default_chunk_size, token_log_probs
+from slime.models import token_log_probs as module
+from slime.models.token_log_probs import default_chunk_size, fused_chunk_size, token_log_probs
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas of the fused path; that they compile is tested with the layers."""
+    monkeypatch.setattr(module, "_compiled", lambda function: function)
 
 
 @settings(max_examples=40, deadline=None)
@@ -17,8 +24,11 @@ from slime.models.token_log_probs import default_chunk_size, token_log_probs
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
     entropy_grad=st.booleans(),
     use_bias=st.booleans(),
+    fused=st.booleans(),
 )
-def test_equals_float64(rows: int, chunk: int, temperature: float, entropy_grad: bool, use_bias: bool) -> None:
+def test_equals_float64(
+    rows: int, chunk: int, temperature: float, entropy_grad: bool, use_bias: bool, fused: bool
+) -> None:
     g = torch.Generator().manual_seed(rows)
     hidden, weight = torch.randn(rows, 8, generator=g), torch.randn(33, 8, generator=g)
     bias = torch.randn(33, generator=g) if use_bias else None
@@ -34,6 +44,7 @@ def test_equals_float64(rows: int, chunk: int, temperature: float, entropy_grad:
         chunk_size=chunk,
         with_entropy=True,
         entropy_grad=entropy_grad,
+        fused=fused,
     )
     assert got.entropy is not None
     assert got.entropy.requires_grad == entropy_grad
@@ -57,12 +68,13 @@ def test_no_entropy_unless_asked_and_no_graph_without_grad() -> None:
     assert not scores.log_probs.requires_grad
 
 
-def test_bfloat16_scores_are_float32() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_bfloat16_scores_are_float32(fused: bool) -> None:
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, 16, generator=g).bfloat16().requires_grad_()
     weight = torch.randn(50, 16, generator=g).bfloat16().requires_grad_()
     targets = torch.randint(50, (9,), generator=g)
-    scores = token_log_probs(hidden, weight, targets, chunk_size=4)
+    scores = token_log_probs(hidden, weight, targets, chunk_size=4, fused=fused)
     assert scores.log_probs.dtype == torch.float32
     scores.log_probs.sum().backward()
     assert hidden.grad is not None and hidden.grad.dtype == torch.bfloat16
@@ -86,3 +98,8 @@ def test_default_chunk_is_bounded(vocab: int) -> None:
     size = default_chunk_size(vocab)
     assert size >= 64
     assert size == 64 or size * vocab * 4 <= 256 * 1024 * 1024
+
+
+def test_fused_chunks_are_whole_tiles() -> None:
+    assert fused_chunk_size(151936, 2) == 3456
+    assert fused_chunk_size(10**9, 2) == 128

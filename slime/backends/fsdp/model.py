@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slime.models.scorer import PolicyScorer, ValueScorer, check_packable, check
 
 Scorer = PolicyScorer | ValueScorer
 VARLEN = "varlen"
+COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sliding windows, ...
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -43,6 +45,9 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
     select_trainable(checkpoint_names(scorer), args)
     if args.gradient_checkpointing:
         _checkpoint_layers(model)
+    if args.compile_layers:
+        compile_layers(model)
+        policy.fused = True
     shard(scorer, model, device, world_size, DTYPES[args.train_dtype])
     return scorer, _builder(args, model, device, packed)
 
@@ -81,6 +86,23 @@ def _checkpoint_layers(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True  # not .train(), which would reach the layer's dropout
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile the forward of each decoder layer; FSDP's hooks run around it, so shard afterwards.
+
+    Layers of one class share the compiled code. Shapes are symbolic from the start: packs, and the number of
+    samples in them, differ from one micro-batch to the next.
+    """
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
+    compiled: dict[type, Any] = {}
+    for layer in decoder_layers(model):
+        kind = type(layer)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, dynamic=True)
+        layer.forward = types.MethodType(compiled[kind], layer)  # type: ignore[method-assign]
 
 
 def _initial_weights(args: Any) -> str:

@@ -1,0 +1,46 @@
+"""Trainer and engine take turns with the memory of one place."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from slime.cluster.rollout_manager import until_idle
+from slime.engines.handle import EngineError
+
+PHASES = ("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload")
+
+
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_a_later_iteration_uses_no_more_memory_than_the_first(runner, flags) -> None:
+    result = runner.run(*flags, "--colocate", "--num-rollout", 4)
+    assert result.code == 0, result.output
+    steps = result.metrics()
+    for row in steps:
+        assert {f"memory/{phase}/process" for phase in PHASES} <= row.keys()
+        assert {f"perf/{phase}_time" for phase in PHASES} <= row.keys()
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-4  # weights survive each turn
+    for phase in PHASES:  # a model of 1 MB: anything kept per step beyond rounding would show
+        used = [row[f"memory/{phase}/process"] for row in steps]
+        assert used[3] <= used[1] * 1.02, (phase, used)
+    assert runner.wait_gone() == []
+
+
+class Busy:
+    url = "http://engine"
+
+    def __init__(self, loads: list[int]) -> None:
+        self.loads = loads
+
+    async def load(self) -> dict[str, int]:
+        return {"running": self.loads.pop(0) if self.loads else 1, "waiting": 0, "tokens": 0}
+
+
+def test_an_engine_is_idle_before_it_gives_memory_back() -> None:
+    engine = Busy([2, 1, 0])
+    asyncio.run(until_idle(engine))  # type: ignore[arg-type]
+    assert engine.loads == []
+    with pytest.raises(EngineError, match="must be idle"):
+        asyncio.run(until_idle(Busy([]), deadline=0.05))  # type: ignore[arg-type]
