@@ -114,6 +114,10 @@ class EngineHandle(Protocol):
 
     async def load_from_disk(self, path: str, weight_version: str) -> None: ...
 
+    async def call_loader(self, loader: str, request: str) -> None:
+        """Let the engine call ``loader(model, [(request, empty tensor)])``, an import path that it was started
+        with as ``--custom-weight-loader``; within an update. The version keeps its name until the update ends."""
+
     async def release(self, tags: Sequence[MemoryTag] = ()) -> None:
         """Give accelerator memory back; no tags means all."""
 

@@ -158,6 +158,17 @@ class HttpEngineHandle:
         body = {"model_path": path, "weight_version": weight_version, "flush_cache": False}
         await self._post("/update_weights_from_disk", body, self.update_seconds)
 
+    async def call_loader(self, loader: str, request: str) -> None:
+        import base64
+        import pickle
+
+        import torch
+
+        await self.connect()
+        entry = base64.b64encode(pickle.dumps([(request, torch.empty(0))])).decode()
+        body = {"serialized_named_tensors": [entry] * self._ranks, "load_format": loader, "flush_cache": False}
+        await self._post("/update_weights_from_tensor", body, self.update_seconds)
+
     async def checksum(self) -> dict[str, str]:
         answer = await self._post("/weights_checker", {"action": "checksum"}, self.update_seconds)
         ranks = answer["ranks"]

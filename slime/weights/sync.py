@@ -153,7 +153,7 @@ class _Sender:
 
     def _engines_are_ours(self, plan: _Plan) -> bool:
         """Every engine holds a version that this run sent, so it has the frozen tensors already."""
-        if self.transport.name == "disk" or self.check_equal:
+        if self.transport.name in ("disk", "delta") or self.check_equal:
             return False
         attempt = parse_version(self.version).attempt
         return all(info.weight_version.startswith(f"{attempt}.") for info in plan.infos.values())
@@ -176,15 +176,14 @@ class _Sender:
     async def _send(self, plan: _Plan, handoff: Handoff) -> None:
         """Raises :class:`WeightSyncError` when any engine was not reached; the rest is in order by then."""
         try:
-            result = await self.transport.send(
-                WeightUpdate(self.version, handoff), plan.reached, lambda: self._open_window(plan.reached)
-            )
+            update = WeightUpdate(self.version, handoff, "full" if self.check_equal else "delta")
+            result = await self.transport.send(update, plan.reached, lambda: self._open_window(plan.reached))
         except BaseException:  # the update itself could not be read: nobody has the whole of it
             await self._mark_torn(self.window.entered)
             raise
         if not self.window.opened:
             raise ValueError(f"weights {self.version}: there was no tensor to send")
-        self.report.nbytes, self.report.tensors = result.nbytes, result.tensors
+        self.report.nbytes, self.report.tensors, self.report.density = result.nbytes, result.tensors, result.density
         self.window.failed.update(result.failed)
         torn = [engine for engine in self.window.entered if engine.url in result.torn]
         whole = [e for e in self.window.entered if e not in torn and e.url not in self.window.failed]

@@ -41,14 +41,13 @@ class Bucket:
 class WeightUpdate:
     """One version of the weights.
 
-    ``version`` is ``attempt.step`` (decisions 15). ``base_version`` is None for a full update;
-    a delta names the version that it changes.
+    ``version`` is ``attempt.step`` (decisions 15). The buckets always hold all tensors; ``kind`` says
+    whether a transport that can compare them with the version before may send only what changed.
     """
 
     version: str
     buckets: Iterable[Bucket]
-    kind: Literal["full", "delta", "adapter"] = "full"
-    base_version: str | None = None
+    kind: Literal["full", "delta"] = "full"
 
 
 @dataclass

@@ -63,6 +63,10 @@ def sync_args(**changes: Any) -> Any:
     settings: dict[str, Any] = dict(
         update_weight_buffer_size=4096,
         update_weight_transport="nccl",
+        update_weight_mode="full",
+        update_weight_delta_encoding="xor",
+        update_weight_delta_checksum="xxh3-128",
+        custom_update_weight_post_write_path=None,
         update_weight_disk_dir=None,
         update_weight_disk_keep_files=False,
         hf_checkpoint="",

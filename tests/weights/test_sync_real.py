@@ -27,7 +27,7 @@ from slime.weights.transports.shared_memory import SHARED_MEMORY
 from slime.weights.update import UpdateReport
 
 pytestmark = pytest.mark.real
-TRANSPORTS = ["ipc", "distributed", "disk"]
+TRANSPORTS = ["ipc", "distributed", "disk", "delta"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,8 @@ def closed_transports() -> Iterator[None]:
 def make_transport(name: str, folder: Path, model: Path, args: Any) -> Transport:
     args.hf_checkpoint = str(model)
     args.update_weight_disk_dir = str(folder / "published")
-    args.update_weight_transport = "disk" if name == "disk" else "nccl"
+    args.update_weight_transport = "disk" if name in ("disk", "delta") else "nccl"
+    args.update_weight_mode = "delta" if name == "delta" else "full"
     _made.append(create_transport(args, colocated_host=name == "ipc"))
     return _made[-1]
 
@@ -95,11 +96,12 @@ def test_two_engines_get_the_trainers_weights(
         trained = new_model(seed)
         report = sync(args, trained, pair, transport, f"0.{step}", probe=probe_of(trained))
         assert report.tensors == len(named_weights(trained)) == len(report.digests)
-        assert report.nbytes == sum(t.numel() * t.element_size() for _, t in named_weights(trained))
+        whole = sum(t.numel() * t.element_size() for _, t in named_weights(trained))
+        assert report.nbytes == whole if name != "delta" or step == 0 else report.nbytes < whole
         assert 0 < report.pause_seconds <= report.seconds and report.audit_seconds > 0
         assert [version_of(engine) for engine in pair] == [f"0.{step}"] * 2
-    published = list((tmp_path / "published").glob("*")) if name == "disk" else []
-    assert [path.name for path in published] == ["weight_v0.1"] * (name == "disk")
+    published = [path.name for path in (tmp_path / "published").glob("[!.]*")]
+    assert published == {"disk": ["weight_v0.1"], "delta": ["delta_v0.1"]}.get(name, [])
     run(transport.close())
     gc.collect()
     assert shared_segments() == before

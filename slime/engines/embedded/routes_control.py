@@ -17,6 +17,7 @@ from slime.engines.embedded.protocol import API_VERSION, BadRequest
 from slime.engines.embedded.tensor_wire import read_named_tensors
 from slime.engines.embedded.web import LOADED, body_of, field, json_answer, outcome
 from slime.engines.embedded.weights import WeightError, overall_checksum
+from slime.weights.delta_loader import LOADER, load
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 FLUSHED = "Cache flushed.\n"
@@ -82,8 +83,12 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     await _abort_if_asked(request, body)
     engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
 
-    def write() -> int:
-        return weights.load(read_named_tensors(entries[0], body.get("load_format")))
+    def write() -> None:
+        if body.get("load_format") == LOADER:
+            ((text, place),) = read_named_tensors(entries[0], None)
+            load(weights, [(text, place.to(engine.runner.device))])
+        else:
+            weights.load(read_named_tensors(entries[0], body.get("load_format")))
 
     await engine.call(engine.change_weights, write, body.get("weight_version"))
     return outcome(True, "Success")

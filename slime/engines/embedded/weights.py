@@ -68,6 +68,8 @@ class Weights:
             view.copy_(tensor)
         return len(pairs)
 
+    load_weights = load  # the name under which custom weight loaders know it
+
     def load_folder(self, folder: Path) -> int:
         """All tensors of the safetensors files in a Hugging Face folder.
 

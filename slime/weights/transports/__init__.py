@@ -28,7 +28,7 @@ def create_transport(args: Any, colocated_host: bool) -> Transport:
     """
     deadline = sync_deadline(args)
     if args.update_weight_transport == "disk":
-        return _disk(args, deadline)
+        return _through_folder(args, deadline)
     if colocated_host and (args.colocate or not _on_cuda()):
         from slime.weights.transports.ipc import IpcTransport
 
@@ -44,9 +44,7 @@ def _on_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _disk(args: Any, deadline: float) -> Transport:
-    from slime.weights.transports.disk import DiskTransport
-
+def _through_folder(args: Any, deadline: float) -> Transport:
     if not args.update_weight_disk_dir:
         raise ValueError(
             "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines see"
@@ -56,4 +54,24 @@ def _disk(args: Any, deadline: float) -> Transport:
         from huggingface_hub import snapshot_download
 
         model = Path(snapshot_download(args.hf_checkpoint, local_files_only=True))
-    return DiskTransport(Path(args.update_weight_disk_dir), model, deadline, args.update_weight_disk_keep_files)
+    folder, keep = Path(args.update_weight_disk_dir), args.update_weight_disk_keep_files
+    written = _post_write_hook(args)
+    if args.update_weight_mode == "delta":
+        from slime.weights.transports.delta import DeltaTransport
+
+        encoding, checksum = args.update_weight_delta_encoding, args.update_weight_delta_checksum
+        return DeltaTransport(folder, model, deadline, encoding, checksum, keep, written)
+    from slime.weights.transports.disk import DiskTransport
+
+    return DiskTransport(folder, model, deadline, keep, written)
+
+
+def _post_write_hook(args: Any) -> Any:
+    """``--custom-update-weight-post-write-path``: ``fn(args, version_dir, rollout_engines)``."""
+    from slime.config.hooks import load_function
+
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+    hook = load_function(path)
+    return lambda folder, engines: hook(args, str(folder), engines)

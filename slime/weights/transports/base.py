@@ -20,6 +20,7 @@ class SendResult:
     """What was sent, and to whom it did not get. Bytes and tensors count once, not per engine."""
 
     nbytes: int = 0
+    density: float = 1.0  # changed bytes over all bytes
     tensors: int = 0
     failed: Failures = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)  # alive, but without the whole update

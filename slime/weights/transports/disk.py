@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime.engines.handle import EngineHandle
 from slime.weights.fleet import Failures, on_each
+from slime.weights.published import publishing
 from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.update import Bucket, WeightUpdate
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
-_TEMPORARY = ".tmp-"
+
+Written = Callable[[Path, Sequence[EngineHandle]], object]
 
 
 class DiskTransport:
@@ -29,13 +29,18 @@ class DiskTransport:
         model: Hugging Face folder whose configuration and tokenizer files go along.
         deadline: seconds that an engine has to load a version.
         keep_files: leave every version there; otherwise a version goes when the next one is loaded.
+        written: called with each version's folder and the engines, before they load it
+            (``--custom-update-weight-post-write-path``).
     """
 
     name = "disk"
     bracketed = False
 
-    def __init__(self, folder: Path, model: Path, deadline: float, keep_files: bool = False) -> None:
+    def __init__(
+        self, folder: Path, model: Path, deadline: float, keep_files: bool = False, written: Written | None = None
+    ) -> None:
         self.folder, self.model, self.deadline, self.keep_files = folder, model, deadline, keep_files
+        self.written = written
         self._published: Path | None = None
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
@@ -46,6 +51,8 @@ class DiskTransport:
     ) -> SendResult:
         result = SendResult()
         path = await self._write(update, result)
+        if self.written is not None:
+            await asyncio.to_thread(self.written, path, engines)
         ready = await open_window() if open_window is not None else engines
         what = f"load {path}"
         _, result.failed = await on_each(
@@ -63,31 +70,25 @@ class DiskTransport:
         self._published = None
 
     async def _write(self, update: WeightUpdate, result: SendResult) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        final = self.folder / f"weight_v{update.version}"
-        aside = self.folder / f".{final.name}{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"
-        await asyncio.to_thread(_copy_model_files, self.model, aside)
-        try:
+        name = f"weight_v{update.version}"
+        async with publishing(self.folder, name) as aside:
+            await asyncio.to_thread(copy_model_files, self.model, aside)
             files: dict[str, str] = {}
             async for bucket in stream(update.buckets):
                 result.count(bucket)
-                files.update(await asyncio.to_thread(_write_shard, aside, bucket))
-            await asyncio.to_thread(_publish, aside, final, files, result.nbytes)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
-        return final
+                files.update(await asyncio.to_thread(write_shard, aside, bucket))
+            write_index(aside, files, result.nbytes)
+        return self.folder / name
 
 
-def _copy_model_files(model: Path, folder: Path) -> None:
+def copy_model_files(model: Path, folder: Path) -> None:
     """Everything but weights: configuration, tokenizer, chat template, remote code."""
-    folder.mkdir()
     for path in model.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copy2(path, folder / path.name)
 
 
-def _write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
+def write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
     """One safetensors file per bucket; returns tensor name to file name."""
     from safetensors.torch import save_file
 
@@ -100,16 +101,7 @@ def _write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
     return dict.fromkeys(tensors, name)
 
 
-def _publish(aside: Path, final: Path, files: dict[str, str], nbytes: int) -> None:
-    """Index, sync, rename: a reader sees a whole model or none."""
+def write_index(folder: Path, files: dict[str, str], nbytes: int) -> None:
+    """Which file holds which tensor."""
     index = {"metadata": {"total_size": nbytes}, "weight_map": files}
-    (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for path in [*aside.iterdir(), aside]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    if final.exists():  # the same version again, after a sync that failed
-        shutil.rmtree(final)
-    os.replace(aside, final)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

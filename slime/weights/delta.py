@@ -1,0 +1,240 @@
+"""The bytes of a model's weights in host memory, what changed in them between two versions, and how that is packed.
+
+Trainer and engines each keep a :class:`HostCopy`. The trainer's :meth:`HostCopy.advance` takes the next
+version in and says what changed; the engines' :meth:`HostCopy.patch` applies that. A digest per tensor tells
+whether both arrived at the same bytes.
+
+Packed, changed bytes are a stream of gaps and the bytes themselves. A gap is the number of unchanged bytes
+before a changed one, in one byte; 255 stands for 255 unchanged bytes and says that the gap goes on. Where a
+quarter of the bytes changed, gaps cost more than they save and all bytes are sent. Both go through zstd.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime.weights.update import Bucket, NamedTensor
+
+if TYPE_CHECKING:
+    import torch
+
+Encoding = Literal["xor", "overwrite"]
+"""Whether a changed byte travels as old xor new, or as it is now."""
+
+_ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
+_DENSE = 0.25  # share of changed bytes from which on all are sent
+_CHUNK = 1 << 26  # bytes that are compared at a time; bounds the memory for positions
+_SKIP = 255
+_LEVEL = 1  # of zstd: gaps and changed bytes are close to random
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in the flat buffer of its bucket."""
+
+    name: str
+    dtype: str  # "bfloat16"
+    shape: tuple[int, ...]
+    offset: int  # bytes
+    nbytes: int
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return flat[self.offset : self.offset + self.nbytes].view(dtype).view(self.shape)
+
+
+@dataclass
+class Changes:
+    """What changed in one bucket.
+
+    ``gaps`` is None when ``values`` are all bytes of the bucket. Both are uint8, on any device.
+    """
+
+    gaps: torch.Tensor | None
+    values: torch.Tensor
+    changed: int  # bytes
+
+    def pack(self) -> bytes:
+        """One zstd frame: the gaps, then the values."""
+        import zstandard
+
+        parts = [self.values] if self.gaps is None else [self.gaps, self.values]
+        raw = b"".join(part.cpu().numpy().data for part in parts)
+        return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)
+
+
+def unpack(packed: bytes, changed: int, dense: bool) -> Changes:
+    """The inverse of :meth:`Changes.pack`. Raises ``zstandard.ZstdError`` for bytes that were damaged."""
+    import torch
+    import zstandard
+
+    raw = torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=torch.uint8)
+    if dense:
+        return Changes(None, raw, changed)
+    split = raw.numel() - changed
+    return Changes(raw[:split], raw[split:], changed)
+
+
+@dataclass
+class HostBucket:
+    """Some tensors end to end in one buffer; pinned where there is a GPU, so that copies run at full speed."""
+
+    entries: list[Entry]
+    flat: torch.Tensor  # uint8, on the host
+    digests: dict[str, str] = field(default_factory=dict)  # of the tensors as they are
+
+    def tensors(self, flat: torch.Tensor | None = None) -> list[NamedTensor]:
+        """Views into the buffer, or into a copy of it on another device."""
+        return [(entry.name, entry.view(self.flat if flat is None else flat)) for entry in self.entries]
+
+
+@dataclass
+class HostCopy:
+    """All weights of one version. ``version`` is None while it is changed, or after that failed."""
+
+    version: str | None = None
+    buckets: list[HostBucket] = field(default_factory=list)
+
+    def advance(self, bucket: Bucket, encoding: Encoding) -> Changes | None:
+        """Take in the next version of one bucket.
+
+        Returns what changed, or None when there was no such bucket, or another one, before.
+        """
+        entries, size = layout(bucket.tensors)
+        device = bucket.tensors[0][1].device
+        new = flatten(bucket.tensors, entries, size)
+        known = bucket.index < len(self.buckets) and self.buckets[bucket.index].entries == entries
+        if not known:
+            self.buckets[bucket.index :] = [HostBucket(entries, _host_buffer(size, device))]
+            changes = None
+        else:
+            old = self.buckets[bucket.index].flat.to(device, non_blocking=True)
+            changes = compare(old, new, encoding)
+        self.buckets[bucket.index].flat.copy_(new)
+        return changes
+
+    def patch(self, index: int, changes: Changes, encoding: Encoding, device: torch.device) -> None:
+        """Apply changes to one bucket, on ``device``."""
+        flat = self.buckets[index].flat
+        work = flat.to(device, non_blocking=True)
+        flat.copy_(apply(work, changes, encoding))
+
+    def allocate(self, index: int, entries: Sequence[Entry], size: int, device: torch.device) -> HostBucket:
+        """Room for one bucket; later ones are dropped."""
+        self.buckets[index:] = [HostBucket(list(entries), _host_buffer(size, device))]
+        return self.buckets[index]
+
+
+def layout(tensors: Sequence[NamedTensor]) -> tuple[list[Entry], int]:
+    """Where each tensor lies in a flat buffer, and the buffer's size in bytes."""
+    entries, end = [], 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return entries, end
+
+
+def flatten(
+    tensors: Sequence[NamedTensor], entries: Sequence[Entry], size: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Copy tensors into one flat uint8 buffer on their device (``out``, or a new one)."""
+    import torch
+
+    flat = torch.zeros(size, dtype=torch.uint8, device=tensors[0][1].device) if out is None else out[:size]
+    views = [entry.view(flat) for entry in entries]
+    torch._foreach_copy_(views, [tensor.detach() for _, tensor in tensors])
+    return flat
+
+
+def _host_buffer(size: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+# --- changed bytes -------------------------------------------------------------------------------
+
+
+def compare(old: torch.Tensor, new: torch.Tensor, encoding: Encoding) -> Changes:
+    """What changed between two flat uint8 buffers of one size and device."""
+    import torch
+
+    changed = sum(int(torch.count_nonzero(a ^ b)) for a, b in zip(old.split(_CHUNK), new.split(_CHUNK), strict=True))
+    if changed >= _DENSE * new.numel() and changed:
+        return Changes(None, old ^ new if encoding == "xor" else new, changed)
+    gaps: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    last = -1
+    for start in range(0, new.numel(), _CHUNK):
+        part = new[start : start + _CHUNK]
+        difference = old[start : start + _CHUNK] ^ part
+        positions = difference.nonzero().view(-1)
+        if positions.numel():
+            values.append((difference if encoding == "xor" else part)[positions])
+            positions += start
+            gaps.append(_gap_stream(positions, last))
+            last = int(positions[-1])
+    empty = new.new_empty(0)
+    return Changes(torch.cat([empty, *gaps]), torch.cat([empty, *values]), changed)
+
+
+def _gap_stream(positions: torch.Tensor, last: int) -> torch.Tensor:
+    """Gaps before sorted ``positions``, of which the one before them was ``last``; see the module."""
+    import torch
+
+    gaps = torch.diff(positions, prepend=positions.new_tensor([last])) - 1
+    skips = gaps // _SKIP
+    ends = skips.cumsum(0)
+    stream = torch.full((gaps.numel() + int(ends[-1]),), _SKIP, dtype=torch.uint8, device=gaps.device)
+    stream[ends + torch.arange(gaps.numel(), device=gaps.device)] = (gaps % _SKIP).to(torch.uint8)
+    return stream
+
+
+def _positions(gaps: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    stops = gaps != _SKIP
+    return (gaps.to(torch.int64) + stops).cumsum(0)[stops] - 1
+
+
+def apply(flat: torch.Tensor, changes: Changes, encoding: Encoding) -> torch.Tensor:
+    """The new bytes; ``flat`` may be written to.
+
+    Raises:
+        ValueError: the changes do not fit the buffer.
+    """
+    values = changes.values.to(flat.device, non_blocking=True)
+    if changes.gaps is None:
+        if values.numel() != flat.numel():
+            raise ValueError(f"{values.numel()} bytes for a buffer of {flat.numel()}")
+        return flat ^ values if encoding == "xor" else values
+    positions = _positions(changes.gaps.to(flat.device, non_blocking=True))
+    if positions.numel() != values.numel() or (positions.numel() and int(positions[-1]) >= flat.numel()):
+        raise ValueError(f"{positions.numel()} positions and {values.numel()} bytes for a buffer of {flat.numel()}")
+    flat[positions] = flat[positions] ^ values if encoding == "xor" else values
+    return flat
+
+
+# --- digests -------------------------------------------------------------------------------------
+
+
+def digests(bucket: HostBucket, checksum: str) -> dict[str, str]:
+    """Digest of each tensor's bytes, by name."""
+    digest = digest_function(checksum)
+    raw = bucket.flat.numpy().data
+    return {entry.name: digest(raw[entry.offset : entry.offset + entry.nbytes]) for entry in bucket.entries}
+
+
+def digest_function(checksum: str) -> Callable[[Any], str]:
+    """``--update-weight-delta-checksum`` as a function of bytes."""
+    if checksum == "adler32":
+        return lambda raw: f"{zlib.adler32(raw):08x}"
+    import xxhash
+
+    return xxhash.xxh3_128_hexdigest

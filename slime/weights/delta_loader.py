@@ -1,0 +1,124 @@
+"""Engine side of the delta transport; runs in the engine's own process.
+
+SGLang calls :func:`load` through ``--custom-weight-loader`` (it takes any import path) when a tensor update names
+it as its format; the embedded engine does the same. An exception there would end SGLang's scheduler, so what
+happened is written to a file instead, which the sender reads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from slime.weights.delta import Changes, HostBucket, HostCopy, digests, unpack
+from slime.weights.published import Manifest, PublishedBucket, Status, read_request
+
+if TYPE_CHECKING:
+    import torch
+
+LOADER = "slime.weights.delta_loader.load"
+_READERS = 8
+_Touched = dict[int, set[str]]
+"""Index of a bucket to the names of its tensors that change."""
+_held: WeakKeyDictionary[Any, HostCopy] = WeakKeyDictionary()
+
+
+class DamagedFiles(ValueError):
+    """The bytes that came out are not those that were sent."""
+
+
+def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Bring ``model`` to a published version.
+
+    Args:
+        model: has ``load_weights(iterable of (name, tensor))`` under checkpoint names.
+        named_tensors: one pair: a request (see :mod:`slime.weights.published`) and an empty tensor on the
+            model's device.
+    """
+    ((text, place),) = named_tensors
+    request = read_request(text)
+    start = time.perf_counter()
+    try:
+        status = _load(model, Path(request["folder"]), place.device)
+    except Exception as error:
+        _held.pop(model, None)  # neither the copy nor the model can be trusted: only a full version helps
+        status = Status("failed", f"{type(error).__name__}: {error}")
+    status.seconds = time.perf_counter() - start
+    status.write(request["status"])
+
+
+def _load(model: Any, folder: Path, device: torch.device) -> Status:
+    manifest = Manifest.read(folder)
+    copy = _held.get(model)
+    if manifest.base_version is None:
+        _held[model] = copy = HostCopy()
+        touched = _take_full(copy, manifest, folder, device)
+    else:
+        held = None if copy is None else copy.version
+        if copy is None or held != manifest.base_version:
+            return Status("wrong_base", f"holds {held or 'no version'}, the delta is against {manifest.base_version}")
+        copy.version = None
+        touched = _take_delta(copy, manifest, folder, device)
+    tensors = _write(model, copy, touched, device)
+    copy.version = manifest.version
+    return Status("loaded", manifest.version, tensors)
+
+
+def _take_full(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.device) -> _Touched:
+    from safetensors import safe_open
+
+    touched = {}
+    for index, bucket in enumerate(manifest.buckets):
+        ours = copy.allocate(index, bucket.entries, bucket.size, device)
+        assert bucket.file is not None
+        with safe_open(folder / bucket.file, framework="pt") as file:
+            for name, view in ours.tensors():
+                view.copy_(file.get_tensor(name))
+        touched[index] = _verify(ours, bucket, manifest.checksum)
+    return touched
+
+
+def _take_delta(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.device) -> _Touched:
+    """All buckets are patched and verified before the model is touched."""
+    touched = {}
+    changed = [(index, bucket) for index, bucket in enumerate(manifest.buckets) if bucket.file is not None]
+    for index, bucket in enumerate(manifest.buckets):
+        if index >= len(copy.buckets) or copy.buckets[index].entries != bucket.entries:
+            raise DamagedFiles(f"bucket {index} holds other tensors than that of {manifest.base_version}")
+
+    def read(bucket: PublishedBucket) -> Changes:
+        assert bucket.file is not None
+        return unpack((folder / bucket.file).read_bytes(), bucket.changed, bucket.dense)
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        reading = [pool.submit(read, bucket) for _, bucket in changed]
+        for position, (index, bucket) in enumerate(changed):
+            copy.patch(index, reading[position].result(), manifest.encoding, device)
+            touched[index] = _verify(copy.buckets[index], bucket, manifest.checksum)
+    return touched
+
+
+def _verify(ours: HostBucket, sent: PublishedBucket, checksum: str) -> set[str]:
+    """Returns the names of tensors that are not what they were."""
+    held = digests(ours, checksum)
+    wrong = [name for name, digest in held.items() if sent.digests.get(name) != digest]
+    if wrong:
+        raise DamagedFiles(f"{len(wrong)} tensors have other bytes than were sent, e.g. {wrong[0]}")
+    touched = {name for name, digest in held.items() if ours.digests.get(name) != digest}
+    ours.digests = held
+    return touched
+
+
+def _write(model: Any, copy: HostCopy, touched: _Touched, device: torch.device) -> int:
+    count = 0
+    for index, names in touched.items():
+        bucket = copy.buckets[index]
+        moved = bucket.tensors(bucket.flat.to(device, non_blocking=True))
+        tensors = [(name, tensor) for name, tensor in moved if name in names]
+        model.load_weights(tensors)
+        count += len(tensors)
+    return count

@@ -1,0 +1,200 @@
+"""Changed bytes only, through a folder that trainer and engines see.
+
+The trainer keeps the last version in host memory and compares; each engine keeps it, too, and patches it
+(:mod:`slime.weights.delta_loader`). An engine that does not hold the version before (it is new, or missed a sync,
+or its files were damaged) refuses the delta, and gets the whole version within the same pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from slime.engines.handle import EngineError, EngineHandle, EngineInfo
+from slime.weights.delta import Changes, Encoding, HostCopy, digests
+from slime.weights.delta_loader import LOADER
+from slime.weights.fleet import Failures, on_each
+from slime.weights.published import Manifest, PublishedBucket, Status, publishing, request
+from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.transports.disk import Written, copy_model_files, write_index, write_shard
+from slime.weights.update import Bucket, WeightUpdate
+
+_PACKERS = min(8, os.cpu_count() or 1)
+
+
+class DeltaTransport:
+    """Publishes ``delta_v<version>`` for engines that hold the version before, ``weight_v<version>`` for others.
+
+    Args:
+        folder, model, deadline, keep_files, written: as for :class:`~slime.weights.transports.disk.DiskTransport`.
+        encoding, checksum: ``--update-weight-delta-encoding`` and ``-checksum``.
+    """
+
+    name = "delta"
+    bracketed = True
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        deadline: float,
+        encoding: Encoding = "xor",
+        checksum: str = "xxh3-128",
+        keep_files: bool = False,
+        written: Written | None = None,
+    ) -> None:
+        self.folder, self.model, self.deadline, self.keep_files = folder, model, deadline, keep_files
+        self.encoding, self.checksum, self.written = encoding, checksum, written
+        self.copy = HostCopy()
+        self._infos: dict[str, EngineInfo] = {}
+        self._published: list[Path] = []
+
+    async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
+        infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", self.deadline)
+        for url, info in infos.items():
+            if info.kind == "sglang" and LOADER not in (info.extra.get("custom_weight_loader") or []):
+                failed[url] = EngineError(f"{url} runs without --custom-weight-loader {LOADER}, which deltas need")
+        self._infos = infos
+        return failed
+
+    async def send(
+        self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
+    ) -> SendResult:
+        result = SendResult()
+        base = self.copy.version if update.kind == "delta" else None
+        current = {e.url for e in engines if base is not None and self._infos[e.url].weight_version == base}
+        old, self._published = self._published, []
+        delta = await self._take_in(update, base if current else None, result)
+        if delta is None:
+            current = set()
+        if len(current) < len(engines):
+            await self._publish_full(update.version, result)
+        if self.written is not None:
+            for folder in self._published:
+                await asyncio.to_thread(self.written, folder, engines)
+        ready = await open_window() if open_window is not None else engines
+        behind = [engine for engine in ready if engine.url not in current]
+        if delta is not None:
+            failed = await self._load(delta, [engine for engine in ready if engine.url in current])
+            refused = {url for url, error in failed.items() if isinstance(error, DeltaRefused)}
+            behind += [engine for engine in ready if engine.url in refused]
+            result.failed = {url: error for url, error in failed.items() if url not in refused}
+        if behind:
+            if self._published[-1] == delta:
+                await self._publish_full(update.version, result)
+            result.failed.update(await self._load(self._published[-1], behind))
+        if not self.keep_files:
+            await asyncio.to_thread(_remove, [path for path in old if path not in self._published])
+        return result
+
+    async def close(self) -> None:
+        """Remove what was published, unless files are kept. The copy in memory stays."""
+        published, self._published = self._published, []
+        if not self.keep_files:
+            await asyncio.to_thread(_remove, published)
+
+    # --- on the trainer's side -----------------------------------------------------------------
+
+    async def _take_in(self, update: WeightUpdate, base: str | None, result: SendResult) -> Path | None:
+        """Advance the copy to this version, and publish the delta on the way. None when there can be none."""
+        manifest = Manifest(update.version, base, self.encoding, self.checksum)
+        path = self.folder / f"delta_v{update.version}"
+        comparable = base is not None
+        self.copy.version = None
+        with ThreadPoolExecutor(_PACKERS, thread_name_prefix="weights-pack") as pool:
+            async with publishing(self.folder, path.name) as aside:
+                packing: list[Future[tuple[PublishedBucket, int]]] = []
+                async for bucket in stream(update.buckets):
+                    changes = await asyncio.to_thread(self.copy.advance, bucket, self.encoding)
+                    comparable = comparable and changes is not None
+                    packing.append(pool.submit(self._pack, aside, bucket.index, changes if comparable else None))
+                    result.tensors += len(bucket.tensors)
+                del self.copy.buckets[len(packing) :]
+                packed = [await asyncio.wrap_future(future) for future in packing]
+                manifest.buckets = [bucket for bucket, _ in packed]
+                manifest.write(aside)
+        self.copy.version = update.version
+        for held, described in zip(self.copy.buckets, manifest.buckets, strict=True):
+            held.digests = described.digests
+        if not comparable:
+            await asyncio.to_thread(shutil.rmtree, path)
+            return None
+        self._published.append(path)
+        total = sum(entry.nbytes for bucket in manifest.buckets for entry in bucket.entries)
+        result.density = sum(bucket.changed for bucket in manifest.buckets) / max(total, 1)
+        result.nbytes += sum(nbytes for _, nbytes in packed)
+        return path
+
+    def _pack(self, aside: Path, index: int, changes: Changes | None) -> tuple[PublishedBucket, int]:
+        """Describe one bucket, and write what changed in it; returns the file's size, too."""
+        ours = self.copy.buckets[index]
+        described = PublishedBucket(None, ours.flat.numel(), ours.entries, digests(ours, self.checksum))
+        if changes is None or not changes.changed:
+            return described, 0
+        described.changed, described.dense = changes.changed, changes.gaps is None
+        described.file = f"bucket-{index:05d}.zst"
+        data = changes.pack()
+        (aside / described.file).write_bytes(data)
+        return described, len(data)
+
+    async def _publish_full(self, version: str, result: SendResult) -> None:
+        """The whole version, from the copy: a Hugging Face folder with a manifest."""
+        manifest = Manifest(version, None, self.encoding, self.checksum)
+        nbytes = sum(entry.nbytes for held in self.copy.buckets for entry in held.entries)
+        files: dict[str, str] = {}
+        async with publishing(self.folder, f"weight_v{version}") as aside:
+            await asyncio.to_thread(copy_model_files, self.model, aside)
+            for index, held in enumerate(self.copy.buckets):
+                shard = await asyncio.to_thread(write_shard, aside, Bucket(index, held.tensors()))
+                files.update(shard)
+                file = next(iter(shard.values()))
+                manifest.buckets.append(PublishedBucket(file, held.flat.numel(), held.entries, held.digests))
+            write_index(aside, files, nbytes)
+            manifest.write(aside)
+        self._published.append(self.folder / f"weight_v{version}")
+        result.nbytes += nbytes
+
+    # --- on the engines' side ------------------------------------------------------------------
+
+    async def _load(self, folder: Path, engines: Sequence[EngineHandle]) -> Failures:
+        """Let engines load a published version; returns those that did not, with their own words."""
+        reports = self.folder / f".reports-{secrets.token_hex(4)}"
+        await asyncio.to_thread(reports.mkdir)
+        prefixes = {engine.url: str(reports / str(i)) for i, engine in enumerate(engines)}
+
+        async def load(engine: EngineHandle) -> None:
+            prefix = prefixes[engine.url]
+            await engine.call_loader(LOADER, request(folder, prefix))
+            reported = await asyncio.to_thread(Status.read, prefix)
+            _judge(engine.url, reported, self._infos[engine.url].tensor_parallel_size)
+
+        try:
+            _, failed = await on_each(engines, load, f"load {folder}", self.deadline)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, reports, True)
+        return failed
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class DeltaRefused(EngineError):
+    """The engine did not take a version, but it lives: a full version helps."""
+
+
+def _judge(url: str, reports: Sequence[Status], ranks: int) -> None:
+    """Raises :class:`DeltaRefused` unless every rank has loaded."""
+    wrong = [report for report in reports if report.outcome != "loaded"]
+    if wrong:
+        raise DeltaRefused(f"{url} refused the weights ({wrong[0].outcome}): {wrong[0].message}")
+    if len(reports) < ranks:
+        raise EngineError(
+            f"{url}: {len(reports)} of {ranks} ranks reported: do they see the folder of --update-weight-disk-dir?"
+        )
