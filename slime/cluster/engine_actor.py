@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from slime.cluster.engine_fleet import EngineHost
     from slime.cluster.placement import Placement
     from slime.config.args import Args
+    from slime.engines.plan import EngineSpec
 
 ENGINE_START_DEADLINE_SECONDS = 600.0
 ACTOR_MARGIN_SECONDS = 120.0  # for the actor itself to start, and its placement
@@ -18,14 +20,27 @@ ASK_SECONDS = 30.0
 
 
 class EngineActor:
-    """Starts the server, answers for its health, and stops it; the server dies with this process."""
+    """Starts the server, answers for its health, and stops it; the server dies with this process.
 
-    def __init__(self, args: Args, index: int, log_dir: str) -> None:
+    Args:
+        gpu_ids: GPUs of this node that the server sees; None: those that Ray gave this actor.
+        node: rank, number of nodes and rendezvous of a server that spans nodes.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        spec: EngineSpec,
+        log_dir: str,
+        gpu_ids: Sequence[int] | None = None,
+        node: tuple[int, int, str | None] = (0, 1, None),
+    ) -> None:
         from slime.cluster.logs import redirect_output
-        from slime.engines.process import start_embedded_engine
+        from slime.engines.launch import start_engine
 
-        redirect_output(Path(log_dir), f"engine-actor-{index}")
-        self.process = start_embedded_engine(args, index, host=_host(), log_path=Path(log_dir) / f"engine-{index}.log")
+        name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
+        redirect_output(Path(log_dir), f"engine-actor-{name}")
+        self.process = start_engine(args, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
 
     def wait_ready(self) -> str:
         """Block until the server answers; returns its URL. Raises with the server's last log lines."""
@@ -34,7 +49,8 @@ class EngineActor:
 
     def describe(self) -> dict[str, object]:
         """URL, process id and whether it lives."""
-        return {"url": self.process.url, "pid": self.process.pid, "alive": self.process.alive()}
+        process = self.process
+        return {"url": process.url, "pid": process.pid, "alive": process.alive(), "bootstrap": process.bootstrap_port}
 
     def log_tail(self) -> str:
         return self.process.log_tail()
@@ -47,19 +63,24 @@ class EngineActor:
 
 
 class RayEngineHost:
-    """The :class:`~slime.cluster.engine_fleet.EngineHost` of an :class:`EngineActor`; every call has a deadline."""
+    """The :class:`~slime.cluster.engine_fleet.EngineHost` of one engine; every call has a deadline.
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    Args:
+        actors: one per node of the engine; the first one's server answers.
+    """
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self.actors = list(actors)
 
     def wait_ready(self) -> str:
-        return str(self._get("wait_ready", ENGINE_START_DEADLINE_SECONDS + ACTOR_MARGIN_SECONDS))
+        return str(self._get("wait_ready", ENGINE_START_DEADLINE_SECONDS + ACTOR_MARGIN_SECONDS)[0])
 
     def describe(self) -> dict[str, Any]:
-        return dict(self._get("describe"))
+        said = self._get("describe")
+        return {**said[0], "alive": all(part["alive"] for part in said)}
 
     def log_tail(self) -> str:
-        return str(self._get("log_tail"))
+        return "\n".join(self._get("log_tail"))
 
     def kill(self) -> None:
         """The server first, then its actor; a node that is gone has neither."""
@@ -67,7 +88,8 @@ class RayEngineHost:
 
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             self._get("kill")
-        ray.kill(self.actor)
+        for actor in self.actors:
+            ray.kill(actor)
 
     def stop(self) -> None:
         import ray
@@ -75,26 +97,30 @@ class RayEngineHost:
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             self._get("stop", ACTOR_MARGIN_SECONDS)
 
-    def _get(self, method: str, seconds: float = ASK_SECONDS) -> Any:
+    def _get(self, method: str, seconds: float = ASK_SECONDS) -> list[Any]:
         import ray
 
-        return ray.get(getattr(self.actor, method).remote(), timeout=seconds)
+        return list(ray.get([getattr(actor, method).remote() for actor in self.actors], timeout=seconds))
 
 
 def launcher(
-    args: Args, placement: Placement, log_dir: Path, environment: dict[str, str]
+    args: Args, specs: Sequence[EngineSpec], placement: Placement, log_dir: Path, environment: dict[str, str]
 ) -> Callable[[int], EngineHost]:
-    """Starts the engine of one slot in an actor on its place."""
+    """Starts the engine of one number in actors on its places."""
     import ray
 
     def launch(index: int) -> EngineHost:
-        options = placement.engine_options(index * args.rollout_num_gpus_per_engine)
-        actor = (
+        spec = specs[index]
+        nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
+        # Not known to be free on that node; a clash ends this start with SGLang's words, the next takes another.
+        meeting = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
+        actors = [
             ray.remote(EngineActor)
-            .options(**options, runtime_env={"env_vars": environment}, max_concurrency=3)
-            .remote(args, index, str(log_dir))
-        )
-        return RayEngineHost(actor)
+            .options(**placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3)
+            .remote(args, spec, str(log_dir), gpus, (rank, len(nodes), meeting))
+            for rank, (slot, _, gpus) in enumerate(nodes)
+        ]
+        return RayEngineHost(actors)
 
     return launch
 

@@ -54,13 +54,13 @@ class Placement:
                 f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; "
                 f"{cluster_report()}"
             )
-        self.order = _sorted_bundles(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
+        self.places = _sorted_places(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
         """Ray actor options for one slot."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        index = self.order[slot] if self.order else slot
+        index = self.places[slot].bundle if self.places else slot
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=index)
         if self.on_gpu:
             return {"num_gpus": share, "num_cpus": share, "scheduling_strategy": strategy}
@@ -72,22 +72,42 @@ class Placement:
     def engine_options(self, slot: int) -> dict[str, Any]:
         return self.options(self.slots.rollout_offset + slot, ENGINE_SHARE)
 
+    def engine_nodes(self, slot: int, count: int) -> list[tuple[int, str, list[int] | None]]:
+        """The nodes of an engine of ``count`` slots: its first slot there, the address, and its GPUs.
+
+        The GPUs are None where Ray's own ``CUDA_VISIBLE_DEVICES`` says it: for one GPU, and on the CPU.
+        """
+        if self.places is None or count == 1:
+            return [(slot, "", None)]
+        places = self.places[self.slots.rollout_offset + slot :][:count]
+        nodes = list(dict.fromkeys(place.node for place in places))
+        mine = [[i for i, place in enumerate(places) if place.node == node] for node in nodes]
+        return [(slot + own[0], places[own[0]].address, [places[i].gpu for i in own]) for own in mine]
+
     def remove(self) -> None:
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self.group)
 
 
-def _sorted_bundles(group: Any, count: int) -> list[int]:
-    """Bundle indices by (node address, GPU id), so that neighbouring ranks share a node."""
+@dataclass(frozen=True, order=True)
+class Place:
+    """One GPU bundle; sorted by node, then GPU."""
+
+    node: tuple[int, ...]
+    gpu: int
+    bundle: int
+    address: str
+
+
+def _sorted_places(group: Any, count: int) -> list[Place]:
+    """Bundles by (node address, GPU id), so that neighbouring ranks share a node."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     @ray.remote(num_gpus=1, num_cpus=1)
-    def where() -> tuple[tuple[int, ...], int]:
-        address = ray.util.get_node_ip_address()
-        parts = tuple(int(part) for part in address.split(".")) if address.count(".") == 3 else (0,)
-        return parts, int(ray.get_gpu_ids()[0])
+    def where() -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
 
     refs = [
         where.options(
@@ -95,5 +115,8 @@ def _sorted_bundles(group: Any, count: int) -> list[int]:
         ).remote()
         for i in range(count)
     ]
-    places = ray.get(refs, timeout=PLACEMENT_DEADLINE_SECONDS)
-    return sorted(range(count), key=lambda i: places[i])
+    places = []
+    for bundle, (address, gpu) in enumerate(ray.get(refs, timeout=PLACEMENT_DEADLINE_SECONDS)):
+        node = tuple(int(part) for part in address.split(".")) if address.count(".") == 3 else (0,)
+        places.append(Place(node, gpu, bundle, address))
+    return sorted(places)

@@ -22,8 +22,7 @@ class RunConfig:
         None,
         help="what generates; default: sglang on CUDA where installed, else embedded (our own server)",
         choices=("embedded", "sglang"),
-        limits={"sglang": ("planned", "use --rollout-backend embedded")},
-        reader="slime/config/passthrough.py",
+        reader="slime/engines/launch.py",
     )
     deterministic: bool = flag(
         None,

@@ -109,7 +109,13 @@ class ServerProcess:
 
 
 class EngineProcess(ServerProcess):
-    """An inference server."""
+    """An inference server.
+
+    Attributes:
+        bootstrap_port: where a prefill server hands over its KV; None for other servers.
+    """
+
+    bootstrap_port: int | None = None
 
 
 def start_embedded_engine(

@@ -1,0 +1,68 @@
+"""Start one engine of a run: the embedded one or SGLang, as ``--rollout-backend`` says."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.engines.process import EngineProcess, free_port, start_embedded_engine
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.engines.plan import EngineSpec
+
+
+Node = tuple[int, int, str | None]
+"""Rank, number of nodes and rendezvous (host:port) of a server that spans nodes."""
+
+
+def start_engine(
+    args: Args,
+    spec: EngineSpec,
+    host: str = "127.0.0.1",
+    log_path: str | Path | None = None,
+    gpu_ids: Sequence[int] | None = None,
+    node: Node = (0, 1, None),
+) -> EngineProcess:
+    """Start the server of ``spec``, or one node's part of it; returns at once, see :meth:`EngineProcess.wait_ready`.
+
+    Args:
+        gpu_ids: the GPUs it may see; None leaves ``CUDA_VISIBLE_DEVICES`` as it is.
+    """
+    if args.rollout_backend == "sglang":
+        return start_sglang_engine(args, spec, host, log_path, gpu_ids, node)
+    return start_embedded_engine(args, spec.index, host, log_path=log_path)
+
+
+def start_sglang_engine(
+    args: Args,
+    spec: EngineSpec,
+    host: str = "127.0.0.1",
+    log_path: str | Path | None = None,
+    gpu_ids: Sequence[int] | None = None,
+    node: Node = (0, 1, None),
+) -> EngineProcess:
+    """:func:`start_engine` for SGLang.
+
+    The server ends when the calling process does, also when that is killed: a guard watches the caller, and
+    SGLang's own processes die with the one that started them. ``pid`` is the guard's.
+    """
+    from slime.engines.sglang.options import ServerPlace, server_environment, server_words
+
+    port = free_port(host)
+    bootstrap = free_port(host) if spec.worker_type == "prefill" else None
+    rank, num_nodes, meeting = node
+    place = ServerPlace(host, port, rank, num_nodes, meeting, bootstrap)
+    command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
+    command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(args, spec, place)]
+    env = server_environment(args, spec)
+    if gpu_ids is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+    part = f" node {rank}" if num_nodes > 1 else ""
+    what = f"SGLang engine {spec.index}{part}" + (f" ({spec.model})" if spec.model != "default" else "")
+    engine = EngineProcess(what, command, f"http://{host}:{port}", log_path, env)
+    engine.bootstrap_port = bootstrap
+    return engine

@@ -1,0 +1,127 @@
+"""Lets stock SGLang serve on a CPU where Triton, ``sgl_kernel`` and a matching torchvision do not exist.
+
+SGLang imports all three whatever the device, although its torch-native path for the CPU calls none of them. They
+are stood in for in the server's process alone: nothing is installed or edited, and a real package always wins,
+because the finder stands last on ``sys.meta_path``. With all three present :func:`install` changes nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+_TORCHVISION_OPERATORS = ("nms", "qnms")  # torchvision declares their shapes at import
+
+
+def install() -> list[str]:
+    """Stand in for what is absent, in this process; returns the names. Call it before SGLang is imported."""
+    absent = [name for name in ("triton", "sgl_kernel") if importlib.util.find_spec(name) is None]
+    if absent and not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
+        sys.meta_path.append(_StandIns(absent))
+    return absent + _declare_torchvision_operators()
+
+
+class _StandIns:
+    """Finder and loader of the absent packages."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self.packages = tuple(packages)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package = name.partition(".")[0]
+        if package not in self.packages or (package == "sgl_kernel" and name != package):
+            return None  # SGLang goes on without parts of sgl_kernel
+        return importlib.machinery.ModuleSpec(name, self, is_package=package == "triton")  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _KernelModule(spec.name) if spec.name == "sgl_kernel" else _triton_module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module is complete as created."""
+
+
+class _KernelModule(ModuleType):
+    """``sgl_kernel``: SGLang names a few of its CPU kernels at import and calls them for speculation only."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        if not name.endswith("_cpu"):
+            raise AttributeError(name)
+
+        def missing(*_: Any, **__: Any) -> NoReturn:
+            raise NotImplementedError(f"sgl_kernel.{name}: this machine has no CPU build of sgl_kernel")
+
+        return missing
+
+
+def _triton_module(name: str) -> ModuleType:
+    """A module of SGLang's own Triton stand-ins (it has them for Apple's GPUs), with what torch asks for besides."""
+    stubs = _sglang_stubs()
+    module: ModuleType = stubs._MockModule(name)
+    extra: dict[str, dict[str, Any]] = {
+        "triton": {
+            "__version__": "3.0.0",
+            "cdiv": stubs._cdiv,
+            "next_power_of_2": stubs._next_power_of_2,
+            "Config": stubs._Config,
+        },
+        "triton.language": {"constexpr": type("constexpr", (), {"__init__": _keep_value})},
+        "triton.runtime.autotuner": {
+            "OutOfResources": type("OutOfResources", (Exception,), {}),
+            "PTXASError": type("PTXASError", (Exception,), {}),
+        },
+        "triton.runtime.cache": {"triton_key": stubs._triton_key},
+        "triton.compiler.compiler": {"triton_key": stubs._triton_key},
+    }
+    for key, value in extra.get(name, {}).items():
+        setattr(module, key, value)
+    return module
+
+
+def _keep_value(self: Any, value: Any = None) -> None:
+    self.value = value
+
+
+def _sglang_stubs() -> Any:
+    """``sglang/_platform_stubs.py``, loaded on its own: importing the package would import Triton first."""
+    name = "_slime_sglang_platform_stubs"
+    if name not in sys.modules:
+        package = importlib.util.find_spec("sglang")
+        assert package is not None and package.submodule_search_locations
+        file = Path(package.submodule_search_locations[0]) / "_platform_stubs.py"
+        if not file.is_file():
+            raise ImportError(
+                "without Triton this SGLang needs a GPU: use the one of requirements/cpu-sglang.txt"
+            )
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # its dataclasses look themselves up
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _declare_torchvision_operators() -> list[str]:
+    """PyPI's torchvision is built for CUDA: beside a CPU build of torch its library does not load, and its import
+    ends at the first operator that is not there. Declared by name, the import goes through."""
+    package = importlib.util.find_spec("torchvision")
+    if package is None or not package.submodule_search_locations:
+        return []
+    import torch
+
+    library = next(Path(package.submodule_search_locations[0]).glob("_C*.so"), None)
+    if library is None or "torchvision" in sys.modules:
+        return []
+    try:
+        torch.ops.load_library(str(library))
+    except OSError:
+        for operator in _TORCHVISION_OPERATORS:
+            torch.library.define(
+                f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+        return ["torchvision"]
+    return []
