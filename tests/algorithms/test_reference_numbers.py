@@ -3,39 +3,66 @@
 from __future__ import annotations
 
 import inspect
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
-from slime.algorithms.rloo import leave_one_out
-from slime.algorithms.value_loss import compute_value_loss
-from slime.backends.megatron_utils import loss as off_policy_paths
+from slime.algorithms import baselines, dapo, distillation, mis, rloo, sft, value_loss, whitening
+from slime.algorithms.advantages import compute_advantages
+from slime.algorithms.kl import KL_TYPES
+from slime.algorithms.reduce import Identity
+from slime.algorithms.registry import ALGORITHMS
+from slime.backends.loss import LOSSES, TokenBatch, compute_loss
+from slime.backends.megatron_utils import loss as corrections
+from slime.config.args import Args
+from slime.data.rewards import BASELINES, post_process_rewards
+from slime.data.sample import Sample
 from slime.utils import ppo_utils
 
 DATA = yaml.safe_load((Path(__file__).parent / "reference_numbers.yaml").read_text())
 FUNCTIONS: dict[str, Any] = {
-    **{name: getattr(ppo_utils, name) for name in ppo_utils.__all__},
-    **{name: getattr(off_policy_paths, name) for name in off_policy_paths.__all__},
-    "leave_one_out": leave_one_out,
-    "compute_value_loss": compute_value_loss,
+    name: getattr(module, name) for module in (ppo_utils, corrections) for name in module.__all__
+} | {
+    function.__name__: function
+    for function in (
+        baselines.centred,
+        baselines.standardized,
+        rloo.leave_one_out,
+        dapo.overlong_penalty,
+        distillation.reverse_kl,
+        distillation.distilled_advantages,
+        sft.compute_sft_loss,
+        value_loss.compute_value_loss,
+        whitening.normalize_advantages,
+    )
 }
-PLAIN_LISTS = ("rewards", "groups", "total_lengths", "response_lengths")
+PLAIN_LISTS = ("rewards", "total_lengths", "response_lengths")
+MASKS = ("loss_masks", "mask", "loss_mask")
+
+
+def by_name(section: str) -> Any:
+    return pytest.mark.parametrize(
+        "case", DATA[section], ids=lambda case: case.get("name") or f"{case['estimator']}: {case['formula']}"
+    )
 
 
 def to_tensors(name: str, value: Any) -> Any:
     if name in PLAIN_LISTS or not isinstance(value, list):
         return value
-    if value and isinstance(value[0], list):
+    if name != "logits" and value and isinstance(value[0], list):
         return [to_tensors(name, x) for x in value]
-    return torch.tensor(value, dtype=torch.int32 if name == "loss_masks" else torch.float64)
+    whole = name in MASKS or name == "targets"
+    return torch.tensor(value, dtype=torch.int64 if whole else torch.float64)
 
 
 def to_lists(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
+    if isinstance(x, Tensor):
         return x.tolist()
     return [to_lists(y) for y in x] if isinstance(x, list | tuple) else x
 
@@ -46,25 +73,104 @@ def close(actual: Any, expected: Any) -> bool:
     return bool(actual == pytest.approx(expected, abs=DATA["tolerance"]))
 
 
-@pytest.mark.parametrize("case", DATA["cases"], ids=lambda case: case["name"])
-def test_case(case: dict[str, Any]) -> None:
+def run_args(changes: dict[str, Any] | None) -> Args:
+    """The run's own defaults, and what the case changes; also names of ``--custom-config-path``."""
+    args = Args()
+    for name, value in ({"eps_clip_high": args.eps_clip} | (changes or {})).items():
+        setattr(args, name, value)
+    return args
+
+
+@by_name("functions")
+def test_function(case: dict[str, Any]) -> None:
     function = FUNCTIONS[case["function"]]
     inputs = {name: to_tensors(name, value) for name, value in case["inputs"].items()}
     wanted = case.get("gradient")
     if wanted:
         inputs[wanted["of"]].requires_grad_()
-    if "args" in inspect.signature(function).parameters:
+    parameters = inspect.signature(function).parameters
+    if "args" in parameters:
         inputs["args"] = SimpleNamespace(**case["args"])
+    if "reduce" in parameters:
+        inputs["reduce"] = Identity()
     result = function(**inputs)
-    actual = to_lists(result)
-    if case["function"] in off_policy_paths.__all__:  # (loss, masks, metrics): the loss is what the case gives
-        actual = actual[0]
-    assert close(actual, case["expected"]), actual
+    if "masks" in case:  # a correction: (loss, masks, metrics)
+        result, masks, _ = result
+        assert close(to_lists(masks), case["masks"]), masks
+    assert close(to_lists(result), case["expected"]), result
     if wanted:
-        first = result if isinstance(result, torch.Tensor) else result[0]
+        first = result if isinstance(result, Tensor) else result[0]
         first.sum().backward()
         assert close(inputs[wanted["of"]].grad.tolist(), wanted["is"]), inputs[wanted["of"]].grad
 
 
-def test_every_documented_function_has_a_case() -> None:
-    assert {case["function"] for case in DATA["cases"]} == set(FUNCTIONS)
+@by_name("estimators")
+def test_estimator(case: dict[str, Any]) -> None:
+    args = run_args({"advantage_estimator": case["estimator"]} | case.get("args", {}))
+    masks = [torch.tensor(mask) for mask in case["loss_masks"]]
+    samples = [
+        Sample(index=i, group_index=group, reward=reward, response_length=len(mask))
+        for i, (group, reward, mask) in enumerate(zip(case["groups"], case["rewards"], masks, strict=True))
+    ]
+    raw, rewards = post_process_rewards(args, samples, case["groups"])
+    assert raw == case["rewards"]
+    lengths = [len(mask) for mask in masks]
+    batch: dict[str, Any] = {
+        "rewards": rewards,
+        "loss_masks": masks,
+        "response_lengths": lengths,
+        "total_lengths": [n + 2 for n in lengths],
+    }
+    for name in ("log_probs", "ref_log_probs", "teacher_log_probs", "values"):
+        if name in case:
+            batch[name] = to_tensors(name, case[name])
+    compute_advantages(args, batch, Identity())
+    assert close(to_lists(batch["advantages"]), case["advantages"]), batch["advantages"]
+    if "returns" in case:
+        assert close(to_lists(batch["returns"]), case["returns"]), batch["returns"]
+
+
+def cross_entropy(args: Any, batch: dict[str, Any], logits: Tensor, mean: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return mean(torch.nn.functional.cross_entropy(logits, batch["targets"], reduction="none")), {}
+
+
+@by_name("losses")
+def test_loss(case: dict[str, Any]) -> None:
+    kind, given = case["loss"], {name: to_tensors(name, value) for name, value in case["tokens"].items()}
+    args = run_args({"loss_type": "policy_loss" if kind == "value_loss" else kind} | case.get("args", {}))
+    args.advantage_estimator = case.get("estimator", "grpo")
+    args.custom_loss_function_path = f"{__file__}:cross_entropy"
+    leaf = given[{"value_loss": "values", "custom_loss": "logits"}.get(kind, "log_probs")].requires_grad_()
+    lengths, siblings = given["response_lengths"], case.get("siblings", 1)
+    sums = torch.stack([part.sum() for part in given["loss_mask"].split(lengths)]).float()
+    tokens = TokenBatch(
+        total_lengths=[n + 2 for n in lengths],
+        rollout_mask_sums=torch.cat([part.sum().repeat(len(part)) for part in sums.split(siblings)]),
+        **given,
+    )
+    loss, _ = compute_loss(args, tokens, num_rollouts=len(lengths) / siblings, num_tokens=float(sums.sum()))
+    assert close(loss.item(), case["expected"]), loss
+    loss.backward()
+    assert leaf.grad is not None and close(leaf.grad.tolist(), case["gradient"]), leaf.grad
+
+
+def test_nothing_is_missing_from_the_file() -> None:
+    functions, estimators, losses = DATA["functions"], DATA["estimators"], DATA["losses"]
+    assert {case["function"] for case in functions} == set(FUNCTIONS)
+    assert {case["estimator"] for case in estimators} == set(ALGORITHMS) >= set(BASELINES)
+    assert {case["loss"] for case in losses} == set(LOSSES)
+    assert {case["inputs"].get("kl_loss_type") for case in functions} >= set(KL_TYPES)
+    with_own_loss = {name for name, one in ALGORITHMS.items() if one != ALGORITHMS["grpo"] and not one.kl_in_reward}
+    assert {case.get("estimator") for case in losses} >= with_own_loss
+    settings = [case["args"] for case in functions if case["function"] == "compute_mis_weights"]
+    assert {(a["tis_level"], a["tis_mode"]) for a in settings if "tis_mode" in a} == set(
+        product(get_args(mis.Level), get_args(mis.Mode))
+    )
+    for case in [*functions, *estimators, *losses]:
+        assert case["formula"] and str(case["worked"]), case
+
+
+def test_every_estimator_is_a_choice_of_the_flag() -> None:
+    from slime.config.args import FLAGS
+
+    assert set(FLAGS["advantage_estimator"].choices) == set(ALGORITHMS)
