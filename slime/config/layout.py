@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions; ``vpp`` is the number of model chunks per pipeline rank (1: not interleaved)."""
+    """Sizes of the parallel dimensions; ``vpp`` is the number of model chunks per pipeline rank."""
 
     world_size: int = 1
     tp: int = 1

@@ -42,6 +42,8 @@ class PackLayout:
     targets          int64 [R]     the response tokens themselves
     response_lengths list, n       as given
     num_padding      int           padding tokens at the end, a segment of their own
+    response_index   list, n       with context parallelism (``context_pack.py``): which of a sample's
+                                   response tokens this rank scores; else None, for all
     ================ ============= ==========================================================
     """
 
@@ -60,6 +62,7 @@ class PackLayout:
     response_lengths: list[int]
     num_padding: int
     sample_ranges: list[list[Range]]
+    response_index: list[np.ndarray] | None = None
 
     def rows_of(self, sample: int) -> np.ndarray:
         """int64 [total_length]: the rows of the pack that hold the tokens of one sample, in order."""

@@ -6,7 +6,7 @@ transformers hands down to the attention of each layer. Since the name is not am
 functions, no mask of any kind is made.
 
 CUDA in bf16/fp16 uses torch's varlen attention, the CPU ``cpu_attention.py``. What neither can do
-(sliding windows, float32 on CUDA, value heads of another size) goes through padded SDPA with one mask
+(sliding windows, float32 on CUDA, value heads of another size on the CPU) goes through padded SDPA with one mask
 per bucket of segments. Attention that would be silently wrong here is refused.
 """
 
@@ -18,13 +18,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from slime.models.context_parallel import gather_rows
 from slime.models.cpu_attention import packed_attention_cpu
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments
 
 NAME = "slime_packed"
+_NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no word for it
 UNSUPPORTED = {
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
@@ -56,13 +59,22 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     windowed = sliding_window is not None and sliding_window < slime_pack.max_k
     window = int(sliding_window) - 1 if windowed and sliding_window is not None else -1
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and k.shape[-1] == v.shape[-1]:
-        out = _varlen(q, k, v, slime_pack, scale, window)
-    elif q.device.type == "cpu" and not windowed and k.shape[-1] == v.shape[-1]:
-        out = packed_attention_cpu(q, k, v, slime_pack, scale)
-    else:
-        out = padded_attention(q, k, v, slime_pack, scale, window)
+    out = attend(q, k, v, slime_pack, scale, window)
     return out.unsqueeze(0), None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int = -1) -> Tensor:
+    """Attention over a pack by the fastest exact way: q ``[T, H, d]``, k ``[T, H_kv, d]``, v ``[T, H_kv, d_v]`` ->
+    ``[T, H, d_v]``. With context parallelism all are this rank's rows."""
+    if pack.group is not None:
+        k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
+    size = v.shape[-1]
+    if _has_varlen_kernel(q) and size <= k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - size))  # one head size for all three (MLA has 192 and 128)
+        return _varlen(q, k, v, pack, scale, window)[..., :size]
+    if q.device.type == "cpu" and window < 0 and k.shape[-1] == size and pack.group is None:
+        return packed_attention_cpu(q, k, v, pack, scale)
+    return padded_attention(q, k, v, pack, scale, window)
 
 
 def _check(
@@ -90,14 +102,14 @@ def _check(
         raise ModelError(f"{name} got {shape} batch and tokens for a pack of (1, {pack.num_tokens})")
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+def _has_varlen_kernel(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
 
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int) -> Tensor:
     if pack.kv_index is not None:
         k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
-    extra: dict[str, Any] = {}
-    if k.shape[1] != q.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        extra["enable_gqa"] = True
+    extra: dict[str, Any] = {"enable_gqa": True} if _NAMES_GQA and k.shape[1] != q.shape[1] else {}
     out = varlen_attn(
         q.contiguous(),
         k.contiguous(),

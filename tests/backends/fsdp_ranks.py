@@ -12,7 +12,8 @@ import torch.distributed as dist
 from fsdp_helpers import make_args, make_batch, make_samples, weights_of
 
 from slime.backends.create import create_backend
-from slime.backends.fsdp.backend import FsdpBackend, NonFiniteError
+from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.steps import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
 
 Result = dict[str, Any]

@@ -20,8 +20,9 @@ from fsdp_helpers import (
 from transformers import AutoModelForCausalLM
 
 from slime.algorithms.reduce import Identity
-from slime.backends.fsdp.backend import FsdpBackend, NonFiniteError
+from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.loss import TokenBatch, compute_loss
+from slime.backends.steps import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
 
 

@@ -12,37 +12,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from slime.backends import micro_batches as mb
+from slime.backends.bank import WeightBank
 from slime.backends.base import Metrics, ModelTag, RankBatch
-from slime.backends.fsdp import micro_batches as mb
-from slime.backends.fsdp.bank import WeightBank
+from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.checkpoint import load_training_state, save_training_state
-from slime.backends.fsdp.collectives import DataParallelReduce
 from slime.backends.fsdp.hf_weights import iter_hf_weights, save_hf_checkpoint
 from slime.backends.fsdp.model import DTYPES, build_scorer, checkpoint_names, load_full_model
 from slime.backends.fsdp.offload import Offloader
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.fsdp.schedule import LrSchedule
 from slime.backends.loss import (
     TokenBatch,
     compute_loss,
     entropy_needs_gradient,
-    is_max_metric,
     needs_entropy,
     needs_logits,
     needs_ref_log_probs,
     needs_teacher_log_probs,
-    rescale_diagnostics,
-    zero_advantage_groups_skippable,
 )
+from slime.backends.lr_schedule import LrSchedule
+from slime.backends.steps import StepAccounting, complete
 from slime.models.inputs import ModelInputs
 from slime.models.scorer import PolicyScorer, ValueScorer
 
 
-class NonFiniteError(FloatingPointError):
-    """The loss or the gradient norm is nan or infinite; the weights were not changed."""
-
-
-class FsdpBackend:
+class FsdpBackend(StepAccounting):
     """Actor or critic. Every method is called on all ranks together."""
 
     def __init__(self, args: Any, role: str, rank: int, world_size: int, device: torch.device) -> None:
@@ -94,7 +88,7 @@ class FsdpBackend:
             out["entropy"] = [None] * len(batch["tokens"])
         parts = []
         with self.bank.using(model):
-            for indices in self._aligned(batch["micro_batch_indices"]):
+            for indices in self.aligned(batch["micro_batch_indices"]):
                 inputs = self._inputs(batch, indices)
                 scores, _ = scorer(inputs, temperature, with_entropy)
                 parts.append((indices, inputs.response_lengths, scores))
@@ -104,20 +98,20 @@ class FsdpBackend:
                 mb.scatter_to_samples(scores.log_probs, lengths, indices, out["log_probs"])
                 if scores.entropy is not None:
                     mb.scatter_to_samples(scores.entropy, lengths, indices, out["entropy"])
-        return {key: _complete(key, values) for key, values in out.items()}
+        return {key: complete(key, values) for key, values in out.items()}
 
     @torch.no_grad()
     def values(self, batch: RankBatch) -> list[Tensor]:
         """The critic's values of every sample's response."""
         assert isinstance(self.scorer, ValueScorer), "only a critic has values"
         out: list[Tensor | None] = [None] * len(batch["tokens"])
-        for indices in self._aligned(batch["micro_batch_indices"]):
+        for indices in self.aligned(batch["micro_batch_indices"]):
             inputs = self._inputs(batch, indices)
             values = self.scorer(inputs)
             if indices:
                 mb.scatter_to_samples(values, inputs.response_lengths, indices, out)
         self._reshard()
-        return _complete("values", out)
+        return complete("values", out)
 
     # --- training -------------------------------------------------------------------------------
 
@@ -127,18 +121,15 @@ class FsdpBackend:
         Raises:
             NonFiniteError: before the weights change.
         """
-        scheduled = mb.of_step(batch, step)
-        skipping = self.role == "actor" and batch.get("advantages") is not None
-        skipping = skipping and zero_advantage_groups_skippable(self.args)
-        trained = mb.without_zero_advantages(batch, scheduled) if skipping else scheduled
+        scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
-        for part in [self._backward(batch, indices, step) for indices in self._aligned(trained)]:
-            self._add_shares(shares, part)  # waits for the accelerator: once all its work is queued
-        self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
+        for part in [self._backward(batch, indices, step) for indices in self.aligned(trained)]:
+            self.add_shares(shares, part)  # waits for the accelerator: once all its work is queued
+        self.require_finite(shares.get("loss", 0.0), "loss", batch, step, self.optimizer.steps)
         grad_norm = math.sqrt(self.reduce.total([float(self.optimizer.local_square_norm())])[0])
-        self._require_finite(grad_norm, "gradient norm", batch, step)
-        metrics = self._step_metrics(shares, batch, scheduled, trained)
+        self.require_finite(grad_norm, "gradient norm", batch, step, self.optimizer.steps)
+        metrics = self.step_metrics(shares, batch, scheduled, trained)
         metrics["grad_norm"] = grad_norm
         metrics["lr-pg_0"] = self.optimizer.step(grad_norm, self.args.clip_grad)
         metrics["global_batch_size"] = float(batch["global_batch_sizes"][step])
@@ -173,53 +164,7 @@ class FsdpBackend:
         loss.backward()
         return metrics
 
-    def _step_metrics(
-        self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
-    ) -> Metrics:
-        metrics = self.reduce.metrics(shares, same_names=not self._uneven)
-        counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
-        weights = [mb.weight(self.args, batch, part) for part in (scheduled, trained)]
-        all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
-        if count < all_count:
-            metrics = {"loss": 0.0, "pg_loss": 0.0, "pg_clipfrac": 0.0} | metrics
-            metrics = rescale_diagnostics(metrics, weight / all_weight if all_weight else 0.0)
-        if self.role == "actor":
-            metrics["skipped_sample_ratio"] = 1.0 - count / all_count if all_count else 0.0
-        return metrics
-
-    def _add_shares(self, total: dict[str, float], shares: dict[str, Tensor]) -> None:
-        if not shares:
-            return
-        values = torch.stack([x.detach().double().reshape(()) for x in shares.values()]).tolist()
-        for name, value in zip(shares, values, strict=True):
-            before = total.get(name)
-            if before is None:
-                total[name] = value
-            else:
-                total[name] = max(before, value) if is_max_metric(name) else before + value
-
-    def _require_finite(self, value: float, what: str, batch: RankBatch, step: int) -> None:
-        """The same verdict on every rank, so that none waits for one that raised."""
-        everyones = self.reduce.each(value)
-        bad = [rank for rank, x in enumerate(everyones) if not math.isfinite(x)]
-        if bad:
-            raise NonFiniteError(
-                f"{self.role}: {what} is {everyones[bad[0]]} on rank {', '.join(map(str, bad))} in optimizer step "
-                f"{self.optimizer.steps} (step {step} of rollout {batch.get('rollout_id')}); weights are unchanged. "
-                "Lower --lr or --clip-grad, or look at the samples of that rollout (--save-debug-rollout-data)"
-            )
-
     # --- ranks in step --------------------------------------------------------------------------
-
-    _uneven = False
-    """Whether some rank had fewer micro-batches than another in the last pass."""
-
-    def _aligned(self, micro_batches: mb.MicroBatches) -> mb.MicroBatches:
-        """As many micro-batches as the rank with the most has: forward and backward are collectives."""
-        count = len(micro_batches)
-        most, least = self.reduce.maximum([float(count), float(-count)])
-        self._uneven = most != -least
-        return [*micro_batches, *([[]] * (int(most) - count))]
 
     def _inputs(self, batch: RankBatch, indices: list[int]) -> ModelInputs:
         if indices:
@@ -282,10 +227,3 @@ class FsdpBackend:
 def _persistent_buffers(scorer: nn.Module) -> list[tuple[str, Tensor]]:
     names = set(scorer.state_dict())
     return [(name.removeprefix("hf."), b) for name, b in scorer.named_buffers() if name in names]
-
-
-def _complete(key: str, values: list[Tensor | None]) -> list[Tensor]:
-    missing = [i for i, value in enumerate(values) if value is None]
-    if missing:
-        raise ValueError(f"{key}: samples {missing[:8]} of the rank batch are in no micro-batch")
-    return [value for value in values if value is not None]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slime.backends.fsdp.schedule import LrSchedule
+from slime.backends.lr_schedule import LrSchedule
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 

@@ -9,7 +9,7 @@ from fsdp_helpers import make_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.backends.fsdp.schedule import LrSchedule, planned_steps
+from slime.backends.lr_schedule import LrSchedule, planned_steps
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime.backends.loss import is_max_metric
+from slime.models.context_parallel import sum_over
 
 
 class DataParallelReduce:
-    """``slime.algorithms.reduce.Reduce`` where every rank holds whole samples."""
+    """``slime.algorithms.reduce.Reduce`` where every data-parallel rank holds whole samples.
 
-    def __init__(self, world_size: int, device: torch.device) -> None:
+    Args:
+        world_size: ranks of ``group``.
+        group: ranks that hold other samples; None for all.
+        sequence_group: ranks that hold other tokens of the same samples; None when there are none.
+    """
+
+    def __init__(self, world_size: int, device: torch.device, group: Any = None, sequence_group: Any = None) -> None:
         self.world_size, self.device = world_size, device
+        self.group, self.sequence_group = group, sequence_group
 
     def over_data(self, x: Tensor) -> Tensor:
         if self.world_size == 1:
             return x
         total = x.detach().to(self.device, copy=True)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return total.to(x.device)
 
     def over_sequence(self, x: Tensor) -> Tensor:
-        return x
+        return x if self.sequence_group is None else sum_over(x, self.sequence_group)
 
     def maximum(self, values: list[float]) -> list[float]:
         """Element-wise over ranks."""
         if self.world_size == 1:
             return values
         packed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
         return packed.tolist()
 
     def total(self, values: list[float]) -> list[float]:
@@ -38,7 +48,7 @@ class DataParallelReduce:
         if self.world_size == 1:
             return values
         packed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(packed)
+        dist.all_reduce(packed, group=self.group)
         return packed.tolist()
 
     def each(self, value: float) -> list[float]:
@@ -46,11 +56,11 @@ class DataParallelReduce:
         if self.world_size == 1:
             return [value]
         row = [0.0] * self.world_size
-        row[dist.get_rank()] = value
+        row[dist.get_rank(self.group)] = value
         # A sum with one non-zero entry per place would turn a neighbour's inf into nan: gather instead.
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in row]
-        dist.all_gather(gathered, mine)
+        dist.all_gather(gathered, mine, group=self.group)
         return [float(x) for x in gathered]
 
     def metrics(self, shares: dict[str, float], same_names: bool) -> dict[str, float]:
@@ -65,7 +75,7 @@ class DataParallelReduce:
         names = sorted(shares)
         if not same_names:
             everyones: list[list[str] | None] = [None] * self.world_size
-            dist.all_gather_object(everyones, names)
+            dist.all_gather_object(everyones, names, group=self.group)
             names = sorted({name for theirs in everyones for name in theirs or []})
         sums = [name for name in names if not is_max_metric(name)]
         maxima = [name for name in names if is_max_metric(name)]

@@ -1,0 +1,1 @@
+"""Training with megatron-core as it comes from PyPI: no Transformer Engine, no Apex, no patched source."""

@@ -1,0 +1,50 @@
+"""Megatron's process groups, and the sums over ranks that algorithms and metrics need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+
+from slime.config.layout import ParallelLayout
+from slime.config.seeds import derive_seed
+
+
+def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
+    """Make all groups of a layout; those of an earlier layout of this process are dropped."""
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_minutes,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(derive_seed(seed, "megatron") % 2**31)
+
+
+def data_group() -> Any:
+    """Ranks that hold other samples."""
+    return mpu.get_data_parallel_group()
+
+
+def context_group() -> Any:
+    """Ranks that hold other tokens of the same samples; None when there is one only."""
+    group = mpu.get_context_parallel_group()
+    return group if group.size() > 1 else None
+
+
+def broadcast_from_last_stage(tensors: list[torch.Tensor]) -> None:
+    """Give every pipeline stage what the last one has; all have tensors of these shapes."""
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() == 1 or not tensors:
+        return
+    flat = torch.cat([x.flatten() for x in tensors])
+    torch.distributed.broadcast(flat, src=mpu.get_pipeline_model_parallel_last_rank(), group=group)
+    for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
+        x.copy_(part.view_as(x))

@@ -1,0 +1,171 @@
+"""Megatron's GPT model as RL needs it: from a pack to per-token log-probs (actor) or values (critic)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.modules import PackedRotary, device_of
+from slime.backends.megatron.spec import block_spec
+from slime.models.scorer import value_head_weight
+from slime.models.token_log_probs import token_log_probs
+from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
+from slime.weights.maps.family import Settings, padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What the last pipeline stage computes of a pack, beside the hidden states."""
+
+    logit_index: Tensor
+    """int64 ``[R]``: rows of this rank's ``[T]`` that score a response token."""
+    targets: Tensor
+    """int64 ``[R]``"""
+    temperature: float = 1.0
+    with_entropy: bool = False
+    entropy_grad: bool = False
+    with_logits: bool = False
+    chunk_size: int = -1
+
+
+class Scores(NamedTuple):
+    """float32, per response token ``[R]``; logits ``[R, vocab]`` on every tensor parallel rank."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+    values: Tensor | None = None
+
+
+class PolicyModel(GPTModel):
+    """Its last stage returns :class:`Scores`; logits are made of scored rows only, in chunks."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        if not self.post_process:
+            return hidden_states
+        scoring: Scoring = labels
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, scoring, weight)
+
+
+class PolicyHead(nn.Module):
+    """The output embedding, shared out over tensor parallel ranks; made of Megatron's own output layer."""
+
+    weight: nn.Parameter | None
+    """None: it is the input embedding's, on the same stage."""
+
+    def __init__(self, layer: Any, vocab_size: int) -> None:
+        super().__init__()
+        self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
+        self.vocab_size = vocab_size
+        rows = layer.output_size_per_partition
+        self.start = rows * self.tp_group.rank()
+        self.rows = min(rows, vocab_size - self.start)
+        if self.rows < 1:
+            raise MegatronError(
+                f"tensor parallel rank {self.tp_group.rank()} would hold padding only: lower "
+                f"--make-vocab-size-divisible-by (vocabulary {vocab_size})"
+            )
+        self.register_parameter("weight", layer.weight)
+
+    def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
+        padded = self.weight if weight is None else weight
+        assert padded is not None
+        weight = padded[: self.rows]
+        rows = self._rows(hidden, scoring)
+        options: dict[str, Any] = dict(
+            chunk_size=scoring.chunk_size, with_entropy=scoring.with_entropy, entropy_grad=scoring.entropy_grad
+        )
+        if self.tp_group.size() == 1:
+            scores = token_log_probs(rows, weight, scoring.targets, scoring.temperature, **options)
+        else:
+            shard = VocabShard(self.start, self.tp_group)
+            scores = vocab_parallel_log_probs(rows, weight, scoring.targets, shard, scoring.temperature, **options)
+        logits = self._logits(rows, padded) / scoring.temperature if scoring.with_logits else None
+        return Scores(scores.log_probs, scores.entropy, logits)
+
+    def _rows(self, hidden: Tensor, scoring: Scoring) -> Tensor:
+        """``[R, H]`` with gradients summed over tensor parallel ranks, since each has those of its rows only."""
+        if self.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return whole.flatten(0, 1).index_select(0, scoring.logit_index)
+
+    def _logits(self, rows: Tensor, padded: Tensor) -> Tensor:
+        local = rows @ padded.t()
+        return gather_from_tensor_model_parallel_region(local, group=self.tp_group)[:, : self.vocab_size].float()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """As the layer that it stands for."""
+        tensors = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(tensors, prefix, {"weight": 0}, sharded_offsets, **groups)
+
+
+class ValueHead(nn.Module):
+    """A critic's ``hidden -> 1``; every tensor parallel rank computes it whole."""
+
+    def __init__(self, config: Any, seed: int, layer: Any) -> None:
+        super().__init__()
+        self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
+        make = {"dtype": config.params_dtype, "device": device_of(config)}
+        self.weight = nn.Parameter(value_head_weight(config.hidden_size, seed).to(**make))
+        self.bias = nn.Parameter(torch.zeros(1, **make))
+
+    def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        rows = hidden.flatten(0, 1).index_select(0, scoring.logit_index)
+        return Scores(values=nn.functional.linear(rows, self.weight, self.bias).squeeze(-1).float())
+
+
+def build_chunk(config: Any, settings: Settings, role: str, vp_stage: int | None, seed: int) -> PolicyModel:
+    """The part of the model that one pipeline rank (one of its model chunks) holds; weights are not set, but for the
+    head of a critic, which comes from ``seed``."""
+    stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    model = PolicyModel(
+        config,
+        block_spec(config, settings, vp_stage),
+        vocab_size=padded_vocab_size(settings),
+        max_sequence_length=settings.get("max_position_embeddings") or 1,
+        pre_process=mpu.is_pipeline_first_stage(**stage),
+        post_process=mpu.is_pipeline_last_stage(**stage),
+        position_embedding_type="none" if config.multi_latent_attention else "rope",
+        rotary_percent=settings.get("rotary_percent") or 1.0,
+        rotary_base=settings.get("rotary_base") or 10000,
+        rope_scaling=bool(settings.get("use_rope_scaling")),
+        rope_scaling_factor=settings.get("rope_scaling_factor") or 8.0,
+        share_embeddings_and_output_weights=role == "actor" and not settings["untie_embeddings_and_output_weights"],
+        vp_stage=vp_stage,
+    )
+    _packed_positions(model)
+    if model.post_process:
+        critic = role == "critic"
+        layer = model.output_layer
+        model.output_layer = ValueHead(config, seed, layer) if critic else PolicyHead(layer, settings["vocab_size"])
+    return model
+
+
+def _packed_positions(model: PolicyModel) -> None:
+    if hasattr(model, "rotary_pos_emb"):
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
+    for layer in model.decoder.layers:
+        if hasattr(layer.self_attention, "rotary_pos_emb"):
+            layer.self_attention.rotary_pos_emb = PackedRotary(layer.self_attention.rotary_pos_emb, mla=True)

@@ -1,0 +1,89 @@
+"""A pack cut over context-parallel ranks, so that each computes about as many attention scores.
+
+Every sample is padded to a multiple of 2·cp tokens and cut into 2·cp chunks; rank r holds chunks r and 2·cp−1−r.
+A chunk attends to the sample's tokens up to its own end: causal and aligned at the bottom right, as every segment of
+:mod:`slime.data.packing`, with keys and values gathered from all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slime.data.packing import PackLayout
+
+
+def build_context_pack(
+    tokens: Sequence[Sequence[int]],
+    response_lengths: Sequence[int],
+    size: int,
+    rank: int,
+    pad_to_multiple: int = 1,
+) -> PackLayout:
+    """Rank ``rank``'s part of a pack of n samples over ``size`` ranks.
+
+    Labels are shifted before the cut: a response token belongs to the rank that holds the token before it.
+    ``kv_index`` points into the rows of all ranks, ``[size · T]``; ``response_lengths`` counts this rank's share, and
+    ``response_index`` says which of each sample's response tokens they are.
+
+    Args:
+        pad_to_multiple: of the tokens of one rank.
+    """
+    arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
+    halves = [-(-len(array) // (2 * size)) for array in arrays]
+    count = 2 * sum(halves)
+    num_padding = -count % pad_to_multiple
+    rows = count + num_padding
+    starts = np.concatenate([[0], np.cumsum([2 * half for half in halves])])
+    ids, positions, q_lens, keys = [], [], [], []
+    logit_index, targets, response_index = [], [], []
+    for array, half, start, response in zip(arrays, halves, starts, response_lengths, strict=False):
+        padded = np.concatenate([array, np.zeros(2 * size * half - len(array), np.int64)])
+        whole = _rows_of_all(np.arange(len(padded)), half, int(start), size, rows)
+        mine = []
+        for chunk in (rank, 2 * size - 1 - rank):
+            mine.append(np.arange(chunk * half, (chunk + 1) * half))
+            q_lens.append(half)
+            keys.append(whole[: (chunk + 1) * half])
+        own = np.concatenate(mine)
+        ids.append(padded[own])
+        positions.append(own)
+        first = len(array) - response - 1  # the row that scores the first response token
+        scored = np.flatnonzero((own >= first) & (own < len(array) - 1))
+        logit_index.append(scored + start)
+        targets.append(array[own[scored] + 1])
+        response_index.append(own[scored] - first)
+    if num_padding:
+        ids.append(np.zeros(num_padding, np.int64))
+        positions.append(np.arange(num_padding))
+        q_lens.append(num_padding)
+        keys.append(rank * rows + count + np.arange(num_padding))
+    lens, k_lens = np.asarray(q_lens, np.int64), np.asarray([len(k) for k in keys], np.int64)
+    cu_q, cu_k = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lens, k_lens))
+    return PackLayout(
+        tokens=np.concatenate(ids),
+        positions=np.concatenate(positions),
+        q_starts=cu_q[:-1].astype(np.int64),
+        q_lens=lens,
+        kv_ranges=[],
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        kv_index=np.concatenate(keys),
+        max_q=int(lens.max()),
+        max_k=int(k_lens.max()),
+        logit_index=np.concatenate(logit_index),
+        targets=np.concatenate(targets),
+        response_lengths=[len(x) for x in response_index],
+        num_padding=num_padding,
+        sample_ranges=[],
+        response_index=response_index,
+    )
+
+
+def _rows_of_all(positions: np.ndarray, half: int, start: int, size: int, rows: int) -> np.ndarray:
+    """Where the tokens of one sample lie once every rank's rows are behind each other."""
+    chunk = positions // half
+    second = chunk >= size
+    owner = np.where(second, 2 * size - 1 - chunk, chunk)
+    return owner * rows + start + np.where(second, half, 0) + positions % half

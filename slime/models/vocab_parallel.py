@@ -1,0 +1,121 @@
+"""Log-probability and entropy of given tokens where each rank has part of the vocabulary.
+
+With z the logits over the temperature, and per rank m = max z, s = Σ exp(z − m), w = Σ exp(z − m)·z:
+
+    M = max m,   S = Σ s·exp(m − M),   logsumexp = M + log S,   entropy = logsumexp − Σ w·exp(m − M) / S
+
+two small sums over ranks per chunk of rows, and none backward. Formulas of the gradient: ``token_log_probs.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from slime.models.token_log_probs import TokenScores, default_chunk_size
+
+
+class VocabShard(NamedTuple):
+    """Rows ``start ... start + len(weight)`` of the output embedding are this rank's."""
+
+    start: int
+    group: Any
+
+
+def vocab_parallel_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    *,
+    chunk_size: int = -1,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+) -> TokenScores:
+    """Scores ``[R]``, equal on all ranks of the group.
+
+    The gradient of ``hidden`` is this rank's share only: sum it over the group.
+
+    Args:
+        hidden: ``[R, H]``, equal on all ranks.
+        weight: ``[V_rank, H]``: at least one row, none of padding.
+        targets: int64 ``[R]``, ids of the whole vocabulary.
+        chunk_size: rows of logits at a time, the same on all ranks; -1 for about 256 MiB of them.
+    """
+    size = chunk_size if chunk_size > 0 else default_chunk_size(weight.shape[0])
+    sizes = torch.tensor([size], device=hidden.device)
+    if chunk_size <= 0:  # the last rank may have fewer rows
+        dist.all_reduce(sizes, op=dist.ReduceOp.MIN, group=shard.group)
+    log_probs, entropy = _VocabParallelScores.apply(
+        hidden, weight, targets - shard.start, shard.group, 1.0 / temperature, int(sizes), entropy_grad
+    )
+    if not with_entropy:
+        return TokenScores(log_probs, None)
+    return TokenScores(log_probs, entropy if entropy_grad else entropy.detach())
+
+
+class _VocabParallelScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: Any,
+        inverse_temperature: float,
+        chunk_size: int,
+        entropy_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
+        log_sums, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        for start in range(0, hidden.shape[0], chunk_size):
+            part = slice(start, start + chunk_size)
+            z = _scaled(hidden[part], weight, inverse_temperature, dtype)
+            largest = z.amax(-1)
+            shared = largest.clone()
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+            e = (z - shared[:, None]).exp_()
+            mine = (targets[part] >= 0) & (targets[part] < z.shape[1])
+            picked = z.gather(-1, targets[part].clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
+            sums = torch.stack([e.sum(-1), torch.linalg.vecdot(e, z), torch.where(mine, picked, 0.0)])
+            dist.all_reduce(sums, group=group)
+            log_sum = shared + sums[0].log()
+            log_probs[part], log_sums[part] = sums[2] - log_sum, log_sum
+            entropy[part] = log_sum - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
+        ctx.settings = inverse_temperature, chunk_size, entropy_grad
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
+        inverse_temperature, chunk_size, entropy_grad = ctx.settings
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
+        for start in range(0, hidden.shape[0], chunk_size):
+            part = slice(start, start + chunk_size)
+            log_p = _scaled(hidden[part], weight, inverse_temperature, log_sums.dtype).sub_(log_sums[part, None])
+            p = log_p.exp()
+            coefficient = -grads[0][part, None]
+            if entropy_grad:
+                coefficient = coefficient - grads[1][part, None] * (log_p + entropy[part, None])
+            dz = p.mul_(coefficient)
+            mine = (targets[part] >= 0) & (targets[part] < dz.shape[1])
+            index = targets[part].clamp(0, dz.shape[1] - 1)[:, None]
+            dz.scatter_add_(-1, index, torch.where(mine, grads[0][part], 0.0)[:, None])
+            dz = dz.mul_(inverse_temperature).to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = dz @ weight
+            if d_weight is not None:
+                d_weight += dz.t() @ hidden[part]
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 5
+
+
+def _scaled(hidden: Tensor, weight: Tensor, inverse_temperature: float, dtype: torch.dtype) -> Tensor:
+    return F.linear(hidden, weight).to(dtype).mul_(inverse_temperature)
