@@ -51,22 +51,15 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
     memory, which must not happen to a trainer's parameters."""
     import torch
 
-    if bucket.flat is not None:
-        return bucket.flat, bucket.tensors
-    align = 16
-    sizes = [-(-tensor.numel() * tensor.element_size() // align) * align for _, tensor in bucket.tensors]
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=bucket.tensors[0][1].device)
-    views, start = [], 0
-    for (name, tensor), size in zip(bucket.tensors, sizes, strict=True):
-        part = buffer[start : start + tensor.numel() * tensor.element_size()]
-        view = part.view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor.detach())
-        views.append((name, view))
-        start += size
-    if buffer.is_cuda:
-        torch.cuda.current_stream(buffer.device).synchronize()
-    bucket.flat, bucket.tensors = buffer, views
-    return buffer, views
+    from slime.weights.flat import flatten, layout
+
+    if bucket.flat is None:
+        entries, size = layout(bucket.tensors)
+        bucket.flat = flatten(bucket.tensors, entries, size)
+        bucket.tensors = [(entry.name, entry.view(bucket.flat)) for entry in entries]
+        if bucket.flat.is_cuda:
+            torch.cuda.current_stream(bucket.flat.device).synchronize()
+    return bucket.flat, bucket.tensors
 
 
 class _Pickler(ForkingPickler):

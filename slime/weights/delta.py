@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from slime.weights.flat import Entry, flatten, layout
 from slime.weights.update import Bucket, NamedTensor
 
 if TYPE_CHECKING:
@@ -24,28 +25,10 @@ if TYPE_CHECKING:
 Encoding = Literal["xor", "overwrite"]
 """Whether a changed byte travels as old xor new, or as it is now."""
 
-_ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
 _DENSE = 0.25  # share of changed bytes from which on all are sent
 _CHUNK = 1 << 26  # bytes that are compared at a time; bounds the memory for positions
 _SKIP = 255
 _LEVEL = 1  # of zstd: gaps and changed bytes are close to random
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor in the flat buffer of its bucket."""
-
-    name: str
-    dtype: str  # "bfloat16"
-    shape: tuple[int, ...]
-    offset: int  # bytes
-    nbytes: int
-
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return flat[self.offset : self.offset + self.nbytes].view(dtype).view(self.shape)
 
 
 @dataclass
@@ -128,28 +111,6 @@ class HostCopy:
         """Room for one bucket; later ones are dropped."""
         self.buckets[index:] = [HostBucket(list(entries), _host_buffer(size, device))]
         return self.buckets[index]
-
-
-def layout(tensors: Sequence[NamedTensor]) -> tuple[list[Entry], int]:
-    """Where each tensor lies in a flat buffer, and the buffer's size in bytes."""
-    entries, end = [], 0
-    for name, tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return entries, end
-
-
-def flatten(
-    tensors: Sequence[NamedTensor], entries: Sequence[Entry], size: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Copy tensors into one flat uint8 buffer on their device (``out``, or a new one)."""
-    import torch
-
-    flat = torch.zeros(size, dtype=torch.uint8, device=tensors[0][1].device) if out is None else out[:size]
-    views = [entry.view(flat) for entry in entries]
-    torch._foreach_copy_(views, [tensor.detach() for _, tensor in tensors])
-    return flat
 
 
 def _host_buffer(size: int, device: torch.device) -> torch.Tensor:

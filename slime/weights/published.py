@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slime.weights.delta import Encoding, Entry
+from slime.weights.delta import Encoding
+from slime.weights.flat import Entry
 
 MANIFEST = "slime_weights.json"
 

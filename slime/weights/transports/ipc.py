@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.engines.handle import EngineHandle
+from slime.weights.flat import flatten, layout
 from slime.weights.fleet import Failures, on_each
 from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.transports.shared_memory import Buffer, FileList, Leftover, allocate, sweep_shared_memory
@@ -22,8 +23,6 @@ from slime.weights.update import Bucket, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
-
-_ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
 
 
 @dataclass
@@ -84,6 +83,8 @@ class IpcTransport:
         finally:
             if loading is not None:
                 _without(alive, await loading, result)
+            # On CUDA the trainer, or the engine's cache, has better use for it until the next sync.
+            self._spare = [buffer for buffer in self._spare if buffer.path is not None]
         return result
 
     async def close(self) -> None:
@@ -111,7 +112,7 @@ class IpcTransport:
             buffer = staged.drop()
             if failed:
                 self._left.append(Leftover(buffer))
-            elif buffer.path is not None:
+            else:  # the engine has closed its handle: it lets go of its tensors before it answers
                 self._spare.append(buffer)
         return failed
 
@@ -130,42 +131,27 @@ def stage(bucket: Bucket, spare: list[Buffer], files: FileList) -> Staged:
     """
     import torch
 
-    offsets, size = _layout(bucket)
+    entries, size = layout(bucket.tensors)
     device = bucket.tensors[0][1].device
     buffer = _buffer(max(size, 1), device, spare, files)
-    flat = buffer.flat[: max(size, 1)]
-    views = []
-    for (name, tensor), offset in zip(bucket.tensors, offsets, strict=True):
-        nbytes = tensor.numel() * tensor.element_size()
-        view = flat[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
-        view.copy_(tensor.detach())
-        views.append((name, view))
+    flat = flatten(bucket.tensors, entries, max(size, 1), buffer.flat)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-    return Staged(Bucket(bucket.index, views, bucket.last, flat), buffer)
+    return Staged(Bucket(bucket.index, [(e.name, e.view(flat)) for e in entries], bucket.last, flat), buffer)
 
 
 def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileList) -> Buffer:
     """At least ``size`` bytes. At most one spare buffer that is too small is kept."""
     import torch
 
-    if device.type != "cpu":
-        with _plain_allocator():
-            return Buffer(torch.empty(size, dtype=torch.uint8, device=device))
     large_enough = [i for i, buffer in enumerate(spare) if buffer.flat.numel() >= size]
     if large_enough:
         return spare.pop(min(large_enough, key=lambda i: spare[i].flat.numel()))
     del spare[1:]
-    return allocate(size, files)
-
-
-def _layout(bucket: Bucket) -> tuple[list[int], int]:
-    """Where each tensor begins in the flat buffer, and the buffer's size; both in bytes."""
-    offsets, end = [], 0
-    for _, tensor in bucket.tensors:
-        offsets.append(end)
-        end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-    return offsets, end
+    if device.type == "cpu":
+        return allocate(size, files)
+    with _plain_allocator():
+        return Buffer(torch.empty(size, dtype=torch.uint8, device=device))
 
 
 @contextmanager
