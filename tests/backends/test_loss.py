@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.reduce import Identity
+from slime.algorithms.registry import ALGORITHMS
 from slime.backends.loss import TokenBatch, compute_loss, is_max_metric, rescale_diagnostics
 
 quick = settings(deadline=None, max_examples=40)
@@ -26,7 +27,7 @@ DEFAULTS: dict[str, Any] = dict(
     use_kl_loss=False, kl_loss_coef=0.0, kl_loss_type="k3", use_unbiased_kl=False,
     use_rollout_logprobs=False, use_tis=False, tis_clip=2.0, tis_clip_low=0.0, get_mismatch_metrics=False,
     custom_tis_function_path=None, custom_pg_loss_reducer_function_path=None, custom_loss_function_path=None,
-    use_opsm=False, opsm_delta=1e-4,
+    use_opsm=False, opsm_delta=1e-4, rollout_max_response_len=7,
 )  # fmt: skip
 PER_TOKEN = (
     "log_probs", "entropy", "old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages", "returns",
@@ -138,6 +139,8 @@ def reference_policy_loss(a: SimpleNamespace, t: TokenBatch, siblings: int) -> d
                 "tis_clipfrac": float(kept != weight), "train_rollout_logprob_abs_diff": abs(gap),
                 "opd_reverse_kl": t.opd_reverse_kl[j],
             }  # fmt: skip
+            if a.advantage_estimator == "dr_grpo":  # its own divisor, for the policy loss alone
+                terms["pg_loss"] = pg = pg * (divisor / a.rollout_max_response_len)
             terms["loss"] = pg - a.entropy_coef * t.entropy[j] + (a.kl_loss_coef * ref_kl if a.use_kl_loss else 0)
             for name, x in terms.items():
                 sums[name] = sums[name] + x / divisor
@@ -148,7 +151,7 @@ def reference_policy_loss(a: SimpleNamespace, t: TokenBatch, siblings: int) -> d
 
 flags = st.fixed_dictionaries(
     {
-        "advantage_estimator": st.sampled_from(["grpo", "gspo", "cispo", "ppo"]),
+        "advantage_estimator": st.sampled_from(sorted(ALGORITHMS)),
         "calculate_per_token_loss": st.booleans(),
         "eps_clip_high": st.sampled_from([None, 0.28]),
         "eps_clip_c": st.sampled_from([None, 3.0]),
@@ -326,44 +329,54 @@ class ThreadSum:
         return Sum.apply(x)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gspo"])
-def test_a_context_parallel_group_agrees_with_one_rank(estimator: str, tmp_path: Any) -> None:
-    """Two ranks hold alternate tokens of every response; one of them holds none of the shortest."""
+@settings(deadline=None, max_examples=25)
+@given(
+    estimator=st.sampled_from(sorted(ALGORITHMS)),
+    level=st.sampled_from(["token", "sequence", "geometric"]),
+    mode=st.sampled_from(["truncate", "clip", "mask"]),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    ranks=st.integers(2, 3),
+    seed=st.integers(0, 99),
+)
+def test_a_context_parallel_group_agrees_with_one_rank(
+    estimator: str, level: str, mode: str, lengths: list[int], ranks: int, seed: int
+) -> None:
+    """Every token on a rank of its own choice; a rank may hold none of a response, or nothing at all."""
     args = make_args(
-        advantage_estimator=estimator, use_opsm=True, opsm_delta=0.0, use_tis=True, tis_level="sequence",
-        tis_mode="mask", rs_veto_threshold=0.4, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights",
+        advantage_estimator=estimator, use_opsm=True, opsm_delta=0.0, use_tis=True, tis_level=level, tis_mode=mode,
+        rs_veto_threshold=0.4, custom_tis_function_path="slime.algorithms.mis.compute_mis_weights",
     )  # fmt: skip
-    tokens = make_tokens([5, 1, 4, 6], seed=3)
+    tokens = make_tokens(lengths, seed)
     count = counts(tokens)
     assert tokens.log_probs is not None
     whole, whole_metrics = compute_loss(args, tokens, **count)
     (expected,) = torch.autograd.grad(whole, tokens.log_probs)
-    reduce = ThreadSum(2)
-    results: list[Any] = [None, None]
+    owner = torch.randint(ranks, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    reduce = ThreadSum(ranks)
+    results: list[Any] = [None] * ranks
 
     def run(rank: int) -> None:
         reduce.local.rank = rank
-        offsets = torch.cat([torch.arange(n) for n in tokens.response_lengths])
-        mine = offsets % 2 == rank
+        mine = owner == rank
         changes = {name: getattr(tokens, name).detach()[mine] for name in ("loss_mask", *PER_TOKEN)}
         changes["log_probs"].requires_grad_()
-        shares = [(n + 1 - rank) // 2 for n in tokens.response_lengths]
+        shares = [int(part.sum()) for part in mine.split(lengths)]
         part = dataclasses.replace(tokens, response_lengths=shares, **changes)
         loss, metrics = compute_loss(args, part, **count, reduce=reduce)
         loss.backward()
         results[rank] = (loss.detach(), metrics, mine, part.log_probs.grad)  # type: ignore[union-attr]
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
     assert all(results)
-    torch.testing.assert_close(results[0][0] + results[1][0], whole)
+    torch.testing.assert_close(torch.stack([loss for loss, *_ in results]).sum(), whole.detach())
     for _, _, mine, grad in results:
         torch.testing.assert_close(grad, expected[mine])
     for name in ("pg_clipfrac", "opsm_clipfrac", "mis_rejected_frac", "mis_train_ppl", "ppo_kl"):
-        torch.testing.assert_close(results[0][1][name] + results[1][1][name], whole_metrics[name])
+        torch.testing.assert_close(torch.stack([m[name] for _, m, *_ in results]).sum(), whole_metrics[name])
 
 
 # --- what must not matter ----------------------------------------------------------------------
