@@ -88,6 +88,7 @@ class Prefetcher:
             if self.error is not None:
                 raise self.error
             self.run.stop.check()
+            self.run.faults.tend()
             if waited > self.run.args.phase_timeout:
                 raise WaitExpired(f"waited {waited:.0f} s for {what}")
             self.changed.wait(POLL_SECONDS)

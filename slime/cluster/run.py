@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from slime.cluster.faults import Faults
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
 
 if TYPE_CHECKING:
@@ -43,10 +45,13 @@ class Run:
         self.actor: Any = None
         self.critic: Any = None
         self.engine_urls: list[str] = []
+        self.faults = Faults(self)
         self.first_rollout = 0
         self.num_rollout = 0
         self.attempt = 0
         self.updates = 0
+        self.version = ""  # of the weights that the engines hold
+        self.updated_after: int | None = None  # what ``trained`` was when they got them
         self.trained: int | None = None  # last rollout whose training is complete
         self.saved: int | None = None
         self._progress: Any = None
@@ -82,18 +87,24 @@ class Run:
                 .remote(self.args, str(self.dir.path), max(slots.train, 1))
             )
             starting = None if self.args.debug_train_only else self.manager.start_engines.remote(self.placement)
+            in_turn = self.args.offload_rollout and self.placement.on_gpu and starting is not None
+            if in_turn:  # an engine takes its share of the memory that it finds free
+                self._engines_started(starting, release=slots.train > 0)
             if slots.train:
                 self._start_training()
-            if starting is not None:
-                self.engine_urls = self.manager_call([starting], "the engines to start", ENGINES_DEADLINE_SECONDS)
+            if starting is not None and not in_turn:
+                self._engines_started(starting, release=self.args.offload_rollout and slots.train > 0)
             for group in self.groups:
                 group.wait_started()
-            if self.args.offload_rollout and self.engine_urls and self.groups:
-                self.manager_call([self.manager.offload.remote()], "the engines to release memory")
             self._restore()
             self.num_rollout = self._resolve_num_rollout()
             self._open_metrics()
         self.display.pop_times()  # a step's own times begin with the step
+
+    def _engines_started(self, starting: Any, release: bool) -> None:
+        self.engine_urls = self.manager_call([starting], "the engines to start", ENGINES_DEADLINE_SECONDS)
+        if release and self.engine_urls:
+            self.manager_call([self.manager.offload.remote()], "the engines to release memory")
 
     def _threads(self) -> int:
         """CPU threads per process: phases of a synchronous run take turns, so each may use all cores."""
@@ -206,27 +217,30 @@ class Run:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show a phase while it runs and time it."""
+        outer = self._progress
         with self.display.phase(name) as self._progress:
             try:
                 yield
             finally:
-                self._progress = None
+                self._progress = outer
 
     def _show(self, status: dict[str, Any]) -> None:
         if self._progress is not None:
             self._progress.update(status)
 
-    def manager_call(self, refs: list[Any], what: str, deadline: float | None = None) -> Any:
+    def manager_call(
+        self, refs: list[Any], what: str, deadline: float | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> Any:
         """Wait for one answer of the rollout manager."""
         named = {"rollout manager": self.manager}
-        return self.waiter.get(refs, what, deadline or self.args.phase_timeout, actors=named)[0]
+        limit = deadline or self.args.phase_timeout
+        return self.waiter.get(refs, what, limit, actors=named, meanwhile=meanwhile)[0]
 
     def generate(self, rollout_id: int) -> dict[str, Any]:
         """Prompts to rewarded samples, split over the data-parallel ranks."""
         with self.phase("rollout"):
-            batch = self.manager_call(
-                [self.manager.generate.remote(rollout_id)], f"rollout {rollout_id} to be generated"
-            )
+            made = [self.manager.generate.remote(rollout_id)]
+            batch = self.manager_call(made, f"rollout {rollout_id} to be generated", meanwhile=self.faults.tend)
         self.take_rollout(batch)
         return dict(batch)
 
@@ -251,6 +265,7 @@ class Run:
                 self.pending.update({f"perf/{name}_time": s for name, s in result["timings"].items()})
             self._refresh_reference(rollout_id)
         self.trained = rollout_id
+        self._log_memory("train")
 
     def _refresh_reference(self, rollout_id: int) -> None:
         interval = self.args.ref_update_interval
@@ -265,33 +280,67 @@ class Run:
         if self.actor is None or not self.engine_urls:
             return
         with self.phase("update_weights"):
+            urls = self.faults.targets()
             self._onload(("weights",))
-            version = f"{self.attempt}.{self.updates}"
-            report = self.actor.update_weights(self.engine_urls, version, self._same_host())
-            if self.args.offload_train:
+            self.version = f"{self.attempt}.{self.updates}"
+            self.updates += 1
+            report, urls = self.faults.survive(self._send, urls, replace=True)
+            assert report is not None
+            self.updated_after = self.trained
+        self._log_memory("update_weights")
+        if self.args.offload_train:
+            with self.display.timers("sleep"):
                 for group in self.groups:
                     group.sleep()
-            self._onload(("kv_cache", "cuda_graph"))
+            self._log_memory("sleep")
+        if self.args.offload_rollout:
+            with self.display.timers("onload"):
+                self._onload(("kv_cache", "cuda_graph"))
+            self._log_memory("onload")
         if self.args.audit_weights:
             with self.phase("audit_weights"):
-                self.pending["perf/audit_logprob_diff"] = self.actor.check_probe(self.engine_urls)
-        self.updates += 1
+                worst, urls = self.faults.survive(self.actor.check_probe, urls)
+                self.pending["perf/audit_logprob_diff"] = worst if worst is not None else math.nan
+        if not urls:  # the last engine was lost just now: once more, with new ones
+            self.offload_engines()
+            self.update_weights()
+            return
+        self.faults.served(urls)
         self.pending["perf/update_weights_pause_time"] = report["pause_seconds"]
         self.pending["perf/update_weights_wire_bytes"] = float(report["nbytes"])
         self.pending["perf/update_weights_density"] = report["density"]
         self.pending["perf/update_weights_audit_time"] = report["audit_seconds"]
 
-    def _same_host(self) -> bool:
-        return all(urlsplit(url).hostname == self.actor.host for url in self.engine_urls)
+    def _send(self, urls: list[str]) -> dict[str, Any]:
+        same_host = all(urlsplit(url).hostname == self.actor.host for url in urls)
+        return dict(self.actor.update_weights(urls, self.version, same_host))
+
+    def heal(self, urls: list[str]) -> None:
+        """Bring the version that the other engines hold to these, which were started again."""
+        _, urls = self.faults.survive(self._send, urls)
+        if self.args.audit_weights:
+            _, urls = self.faults.survive(self.actor.check_probe, urls)
+        self.faults.served(urls)
 
     def offload_engines(self) -> None:
         """Colocated: the engines' memory goes to the trainer."""
         if self.args.offload_rollout and self.engine_urls:
+            self._log_memory("rollout")
             with self.phase("offload"):
                 self.manager_call([self.manager.offload.remote()], "the engines to release memory")
+            self._log_memory("offload")
         if self.args.offload_train:
+            with self.display.timers("wake_up"):
+                for group in self.groups:
+                    group.wake()
+            self._log_memory("wake_up")
+
+    def _log_memory(self, phase: str) -> None:
+        """``memory/<phase>/…``: GiB in use once a phase is over, where trainer and engines take turns."""
+        if self.groups and (self.args.offload_train or self.args.offload_rollout):
             for group in self.groups:
-                group.wake()
+                role = "" if group is self.actor else f"{group.role}_"
+                self.pending.update({f"memory/{phase}/{role}{name}": gib for name, gib in group.memory().items()})
 
     def _onload(self, tags: tuple[str, ...]) -> None:
         if self.args.offload_rollout and self.engine_urls:
@@ -300,7 +349,7 @@ class Run:
     def evaluate(self, step: int) -> None:
         """All evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
         with self.phase("eval"):
-            metrics = self.manager_call([self.manager.eval.remote(step)], "the evaluation")
+            metrics = self.manager_call([self.manager.eval.remote(step)], "the evaluation", meanwhile=self.faults.tend)
         self.metrics_log.log(metrics, step, "eval/step")
         self.display.eval_line(step, metrics)
 

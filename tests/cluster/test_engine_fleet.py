@@ -1,0 +1,372 @@
+"""Engines that die, hang or are cut off: noticed, replaced, and never asked before they hold the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.cluster.engine_fleet import MOST_LOSSES, EngineFleet
+from slime.cluster.health import HealthMonitor, answers
+from slime.engines.http import close_session, post
+from slime.engines.process import EngineProcess, ServerFailed, start_embedded_engine
+from slime.utils.async_utils import run
+
+
+class FakeHost:
+    """A host without a process."""
+
+    def __init__(self, url: str, starts: bool = True) -> None:
+        self.url, self.starts, self.running, self.killed, self.stopped = url, starts, True, 0, 0
+
+    def wait_ready(self) -> str:
+        if not self.starts:
+            raise ServerFailed("out of memory")
+        return self.url
+
+    def describe(self) -> dict[str, Any]:
+        return {"url": self.url, "pid": 1, "alive": self.running}
+
+    def log_tail(self) -> str:
+        return "last line"
+
+    def kill(self) -> None:
+        self.running = False
+        self.killed += 1
+
+    def stop(self) -> None:
+        self.stopped += 1
+
+
+class FakeRouter:
+    """Knows its workers."""
+
+    url, pid = "http://127.0.0.1:1", 1
+
+    def __init__(self) -> None:
+        self.known: list[str] = []
+
+    def alive(self) -> bool:
+        return True
+
+    def add_worker(self, url: str) -> None:
+        self.known.append(url)
+
+    def remove_worker(self, url: str) -> None:
+        self.known.remove(url)
+
+    def stop(self) -> None: ...
+
+
+def fleet_args(tolerant: bool = True, **more: Any) -> Any:
+    names = {"use_fault_tolerance": tolerant, "sglang_router_ip": "127.0.0.1", "sglang_router_port": 1}
+    return SimpleNamespace(**names, use_router=False, debug_rollout_only=False, router={}, **more)
+
+
+class Started:
+    """A fleet of fake hosts that serves."""
+
+    def __init__(self, tmp_path: Path, tolerant: bool = True, count: int = 2, external: tuple[str, ...] = ()) -> None:
+        self.hosts: list[FakeHost] = []
+        self.fails = False
+        self.fleet = EngineFleet(fleet_args(tolerant), tmp_path, self.launch, count, external)
+        self.fleet.router = FakeRouter()
+        self.fleet.start(lambda done, total: None)
+        self.fleet.router.known = self.fleet.urls()
+
+    def launch(self, index: int) -> FakeHost:
+        self.hosts.append(FakeHost(f"http://127.0.0.1:{5000 + len(self.hosts)}", not self.fails))
+        return self.hosts[-1]
+
+
+def test_a_lost_engine_serves_again_only_after_it_was_synced(tmp_path: Path) -> None:
+    started = Started(tmp_path)
+    fleet, (first, second) = started.fleet, started.hosts
+    fleet.lose(first.url, "struck")
+    fleet.lose(first.url, "struck again")  # nothing more happens
+    assert first.killed == 1 and fleet.router.known == [second.url] and fleet.urls() == [second.url]
+    fleet.restart_lost()
+    assert sorted(fleet.settled(10)) == [second.url, started.hosts[2].url]
+    assert fleet.status() == {"fatal": None, "serving": [second.url], "unsynced": [started.hosts[2].url]}
+    assert fleet.router.known == [second.url], "not before it holds the weights"
+    fleet.synced([second.url, started.hosts[2].url])
+    assert fleet.router.known == [second.url, started.hosts[2].url]
+    counts = {"rollout/engine_lost_count": 1, "rollout/engine_restart_count": 1, "rollout/router_restart_count": 0}
+    assert fleet.counts() == counts and not any(fleet.counts().values())
+    fleet.stop()
+    assert second.stopped == started.hosts[2].stopped == 1
+
+
+def test_without_fault_tolerance_a_loss_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    started = Started(tmp_path, tolerant=False)
+    started.fleet.lose(started.hosts[0].url, "its process 1 ended")
+    fatal = started.fleet.status()["fatal"]
+    assert "engine 0 (http://127.0.0.1:5000) was lost: its process 1 ended" in fatal
+    assert "--use-fault-tolerance" in fatal
+    started.fleet.restart_lost()
+    assert len(started.hosts) == 2
+    assert "DEAD" in started.fleet.report() and "last line" in started.fleet.report()
+
+
+def test_an_engine_that_never_comes_back_is_given_up(tmp_path: Path) -> None:
+    started = Started(tmp_path, count=1)
+    started.fails = True
+    started.fleet.lose(started.hosts[0].url, "struck")
+    until = time.monotonic() + 20
+    while started.fleet.fatal is None:
+        started.fleet.restart_lost()
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    assert len(started.hosts) == MOST_LOSSES
+    assert "no engine is left" in started.fleet.fatal and "out of memory" in started.fleet.fatal
+
+
+def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
+    url = "http://127.0.0.1:9"
+    started = Started(tmp_path, count=1, external=(url,))
+    fleet = started.fleet
+    fleet.lose(url, "cannot be reached")
+    fleet.restart_lost()
+    assert len(started.hosts) == 1 and fleet.fatal is None
+    assert "start it again by hand" in fleet.report()
+    fleet.readmit(url)
+    assert fleet.urls("unsynced") == [url] and url not in fleet.router.known
+    fleet.synced([url])
+    assert url in fleet.router.known
+    fleet.lose(url, "cannot be reached")
+    fleet.lose(started.hosts[0].url, "struck")
+    assert fleet.fatal is None  # ours comes back
+
+
+def test_nobody_is_looked_at_while_paused(tmp_path: Path) -> None:
+    started = Started(tmp_path, count=1)
+    monitor = HealthMonitor(started.fleet, interval=0.01, timeout=0.2, first_wait=60.0)
+    looks: list[float] = []
+    monitor.look = lambda: looks.append(time.monotonic())  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime.cluster.health.LOOK_SECONDS", 0.005)
+        monitor.pause("update")
+        monitor.pause("offloaded")
+        monitor.start()
+        time.sleep(0.05)
+        monitor.resume("update")
+        time.sleep(0.05)
+        assert not looks
+        monitor.resume("offloaded")
+        until = time.monotonic() + 5
+        while not looks:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        monitor.stop()
+    assert monitor._next > time.monotonic() + 30, "grace after a pause"
+
+
+def test_without_fault_tolerance_one_late_answer_is_forgiven(tmp_path: Path) -> None:
+    started = Started(tmp_path, tolerant=False, count=1)
+    (url,) = started.fleet.urls()
+    monitor = HealthMonitor(started.fleet, interval=1.0, timeout=0.2, first_wait=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        said: list[dict[str, str]] = [{url: "late"}, {}, {url: "late"}, {url: "late"}]
+        patch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: said.pop(0))
+        for _ in range(4):
+            monitor.check([url])
+        assert started.fleet.fatal is None
+        said.append({url: "late"})
+        monitor.check([url])
+    assert started.fleet.fatal is not None
+
+
+def test_a_port_that_accepts_and_says_nothing_is_a_hang() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert "no token within 0.2 s" in (answers(url, 0.2) or "")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime.cluster.health.AGAIN_SECONDS", 0.01)
+        assert "cannot be reached" in (answers(url, 0.2) or "")
+
+
+# --- real engines and a real router ----------------------------------------------------------
+
+
+class LocalHost:
+    """An engine process on this machine, if wanted behind a proxy that can cut it off."""
+
+    def __init__(self, process: EngineProcess, proxy: Proxy | None) -> None:
+        self.process, self.proxy = process, proxy
+
+    def wait_ready(self) -> str:
+        self.process.wait_ready(120)
+        return self.proxy.url if self.proxy else self.process.url
+
+    def describe(self) -> dict[str, Any]:
+        return {"url": self.process.url, "pid": self.process.pid, "alive": self.process.alive()}
+
+    def log_tail(self) -> str:
+        return self.process.log_tail()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def stop(self) -> None:
+        self.process.stop()
+
+
+class Proxy:
+    """Passes TCP on to a port until it is cut; then every connection is reset and none is accepted."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                here, _ = self.listener.accept()
+                there = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                return
+            self.open += [here, there]
+            for source, sink in ((here, there), (there, here)):
+                threading.Thread(target=self._pump, args=(source, sink), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def cut(self) -> None:
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        for end in self.open:
+            try:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of one layer; requests are token ids, so it needs no real tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("tiny")
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    LlamaForCausalLM(LlamaConfig(**shape, max_position_embeddings=2048, eos_token_id=1)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[EngineFleet, HealthMonitor]]]:
+    started: list[tuple[EngineFleet, HealthMonitor]] = []
+    processes: list[EngineProcess] = []
+
+    def start(count: int, behind_proxy: bool = False, interval: float = 0.5) -> tuple[EngineFleet, HealthMonitor]:
+        args = fleet_args(
+            hf_checkpoint=str(tiny), rollout_dtype=None, train_dtype="float32", embedded_device="cpu",
+            embedded_max_running_requests=16, embedded_max_total_tokens=16384, deterministic=True,
+            threads_per_process=1, sglang_router_request_timeout_secs=120,
+        )  # fmt: skip
+        args.sglang_router_ip = args.sglang_router_port = None
+        args.router = {"policy": "round_robin"}
+
+        def launch(index: int) -> LocalHost:
+            log = tmp_path / f"engine-{len(processes)}.log"
+            processes.append(start_embedded_engine(args, index, log_path=log))
+            port = int(processes[-1].url.rsplit(":", 1)[1])
+            return LocalHost(processes[-1], Proxy(port) if behind_proxy else None)
+
+        fleet = EngineFleet(args, tmp_path, launch, count)
+        fleet.start(lambda done, total: None)
+        monitor = HealthMonitor(fleet, interval, timeout=2.0, first_wait=0.0)
+        monitor.start()
+        started.append((fleet, monitor))
+        return fleet, monitor
+
+    yield start
+    for fleet, monitor in started:
+        monitor.stop()
+        fleet.stop()
+    for process in processes:
+        process.kill()
+    run(close_session())
+
+
+def body(seed: int, new: int) -> dict[str, Any]:
+    sampling = {"max_new_tokens": new, "ignore_eos": True, "sampling_seed": seed, "temperature": 1.0}
+    return {"input_ids": [5 + seed % 50, 6], "sampling_params": sampling, "return_logprob": True}
+
+
+async def ask_and_strike(url: str, strike: Callable[[], None], count: int = 12, new: int = 700) -> list[list[int]]:
+    """Token ids of ``count`` requests, while which ``strike`` is called."""
+    tasks = [asyncio.ensure_future(post(f"{url}/generate", body(i, new), max_retries=200)) for i in range(count)]
+    await asyncio.sleep(0.5)
+    assert sum(task.done() for task in tasks) < count
+    await asyncio.to_thread(strike)
+    answers = await asyncio.wait_for(asyncio.gather(*tasks), 200)
+    return [[entry[1] for entry in answer["meta_info"]["output_token_logprobs"]] for answer in answers]
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 90.0) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", ["killed", "stopped", "cut off"])
+def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(real_fleet: Any, blow: str) -> None:
+    fleet, monitor = real_fleet(2, behind_proxy=blow == "cut off")
+    victim = fleet.engines[0]
+    url, process = victim.url, victim.host.process
+    quiet = run(ask_and_strike(fleet.router.url, lambda: None))
+
+    def strike() -> None:
+        if blow == "cut off":
+            victim.host.proxy.cut()
+        else:
+            os.kill(process.pid, signal.SIGKILL if blow == "killed" else signal.SIGSTOP)
+
+    assert run(ask_and_strike(fleet.router.url, strike)) == quiet
+    assert not process.alive(), "also one that is stopped or cut off is ended"
+    wait_until(lambda: bool(fleet.urls("unsynced")))
+    assert [worker["url"] for worker in fleet.router.workers()] == [fleet.engines[1].url]
+    (fresh,) = fleet.urls("unsynced")
+    assert fresh != url
+    fleet.synced([fresh])
+    assert {worker["url"] for worker in fleet.router.workers()} == {fresh, fleet.engines[1].url}
+    assert fleet.counts()["rollout/engine_lost_count"] == 1
+    assert monitor.missed == {}
+
+
+@pytest.mark.real
+@pytest.mark.slow
+def test_a_router_that_is_killed_is_started_again_on_its_port(real_fleet: Any) -> None:
+    fleet, _ = real_fleet(1)
+    url = fleet.router.url
+    quiet = run(ask_and_strike(url, lambda: None, count=4))
+    again = run(ask_and_strike(url, lambda: os.kill(fleet.router.pid, signal.SIGKILL), count=4))
+    assert again == quiet and fleet.router.url == url
+    assert fleet.counts()["rollout/router_restart_count"] == 1

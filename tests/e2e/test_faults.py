@@ -1,0 +1,209 @@
+"""Engines that are killed or hang in every phase of a real run: it goes on, to the same numbers bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+SABOTAGE = '''
+"""A reward function, and a hook of the trainer, that each strike one engine once."""
+import os
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).parent
+
+
+def engines():
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SLIME_TEST_RUN") == os.environ["SLIME_TEST_RUN"]:
+                if "slime.engines.embedded.server" in process.cmdline():
+                    found.append(process)
+        except psutil.Error:
+            continue
+    return sorted(found, key=lambda process: process.pid)
+
+
+def strike(url=None):
+    """Once per run: the first engine, or that at ``url``."""
+    mark = HERE / ("struck-" + os.environ["SLIME_TEST_RUN"])
+    blow = (HERE / "blow").read_text().split()
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    victims = [p for p in engines() if url is None or p.cmdline()[p.cmdline().index("--port") + 1] == url.split(":")[-1]]
+    mark.write_text(str(victims[0].pid))
+    os.kill(victims[0].pid, int(blow[1]))
+
+
+async def reward(args, sample, **kwargs):
+    if (HERE / "blow").exists() and (HERE / "blow").read_text().startswith("generate") and sample.group_index >= 5:
+        strike()
+    return sum(c == sample.label for c in sample.response) + 0.01 * (len(sample.response) % 7)
+
+
+def in_trainer(args, rollout_id, rollout_data):
+    """Called in the trainer in each step: arm the next weight update."""
+    from slime.engines import http_handle
+
+    if rollout_id < 1 or not (HERE / "blow").exists() or not (HERE / "blow").read_text().startswith("sync"):
+        return
+    push, pushed = http_handle.HttpEngineHandle.push, []
+
+    async def deadly(self, bucket, weight_version):
+        pushed.append(bucket.index)
+        if bucket.index == 3:
+            strike(self.url)
+        await push(self, bucket, weight_version)
+
+    http_handle.HttpEngineHandle.push = deadly
+'''
+
+QUICK = [
+    "--use-fault-tolerance", "--rollout-health-check-interval", 1, "--rollout-health-check-timeout", 4,
+    "--num-rollout", 4, "--deterministic", "--update-weight-buffer-size", 20000, "--phase-timeout", 120,
+]  # fmt: skip
+
+
+@pytest.fixture
+def sabotage(tmp_path: Path, tiny_model: Path, prompts: Path) -> Callable[..., list[object]]:
+    """Flags of a run in which one engine is struck: ``sabotage("generate", signal.SIGKILL)``."""
+    file = tmp_path / "sabotage.py"
+    file.write_text(SABOTAGE)
+
+    def flags(phase: str, blow: int) -> list[object]:
+        (tmp_path / "blow").write_text(f"{phase} {int(blow)}")
+        return [
+            "--hf-checkpoint", tiny_model, "--prompt-data", prompts, "--apply-chat-template",
+            "--custom-rm-path", f"{file}:reward", "--rollout-data-postprocess-path", f"{file}:in_trainer",
+            "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 8, "--lr", "1e-3",
+            "--train-backend", "fsdp", "--rollout-backend", "embedded", "--rollout-shuffle",
+        ]  # fmt: skip
+
+    return flags
+
+
+def trained_groups(folder: Path) -> list[list[int]]:
+    """Prompt groups of each step, from the samples that the run wrote."""
+    steps = []
+    for file in sorted((folder / "samples").glob("rollout*.jsonl")):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        steps.append(sorted({row["group_index"] for row in rows}))
+    return steps
+
+
+def numbers(rows: list[dict]) -> list[dict]:
+    """What training did: rewards, losses, gaps; not the clock, nor what the faults were."""
+    leave = ("perf/", "time", "memory/", "rollout/engine_", "rollout/http_", "rollout/router_")
+    return [{k: v for k, v in row.items() if not k.startswith(leave) and "cache" not in k} for row in rows]
+
+
+def struck(runner) -> int:
+    return int((runner.tmp / f"struck-{runner.marker}").read_text())
+
+
+def assert_went_on(runner, result) -> list[dict]:
+    assert result.code == 0, result.output
+    rows = result.metrics()
+    assert [row["rollout/step"] for row in rows] == [0, 1, 2, 3]
+    assert sum(row["rollout/engine_lost_count"] for row in rows) == 1, [r["rollout/engine_lost_count"] for r in rows]
+    assert trained_groups(result.folder) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    pid = struck(runner)
+    assert runner.wait_gone() == []
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return rows
+
+
+def test_the_only_engine_is_killed_while_it_generates(runner, sabotage) -> None:
+    """It is started again, gets the trainer's weights, and the requests wait for it."""
+    result = runner.run(*sabotage("generate", signal.SIGKILL), *QUICK)
+    rows = assert_went_on(runner, result)
+    assert sum(row["rollout/engine_restart_count"] for row in rows) == 1
+    assert sum(row["rollout/http_retry_count"] for row in rows) > 0
+    log = (result.folder / "logs" / "rollout-manager.log").read_text()
+    for words in ("is lost: its process", "is up again", "and waits for weights", "serves"):
+        assert words in log, log
+    assert "started again, with the current weights" in result.output
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("phase", ["generate", "sync"])
+def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, phase, blow, engines) -> None:
+    more = [*QUICK, "--rollout-num-gpus", engines, "--distributed-timeout-minutes", 1]
+    if "rows" not in undisturbed:
+        whole = runner.run(*sabotage("never", 0), *QUICK, name="whole")
+        assert whole.code == 0, whole.output
+        undisturbed["rows"] = numbers(whole.metrics())
+    result = runner.run(*sabotage(phase, blow), *more)
+    rows = assert_went_on(runner, result)
+    assert numbers(rows) == undisturbed["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_idle_engine_is_lost_while_the_trainer_works(runner, sabotage, blow) -> None:
+    """From outside, at a random moment; asynchronous, so that the trainer is often busy when it is needed."""
+    flags = [*sabotage("never", 0), *QUICK, "--rollout-num-gpus", 2, "--num-rollout", 8]
+    process = runner.start("--run-name", "run", *flags, "--async-buffer-size", 2, script="train_async.py")
+    metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+    victim = next(p for p in runner.alive() if "slime.engines.embedded.server" in p.cmdline())
+    os.kill(victim.pid, blow)
+    result = runner.finish(process, "run", 200)
+    assert result.code == 0, result.output
+    assert [row["rollout/step"] for row in result.metrics()] == list(range(8))
+    assert runner.wait_gone() == []
+
+
+@pytest.mark.slow
+def test_without_fault_tolerance_the_run_ends_at_once_and_says_why(runner, sabotage) -> None:
+    start = time.monotonic()
+    flags = [flag for flag in QUICK if flag != "--use-fault-tolerance"]
+    result = runner.run(*sabotage("generate", signal.SIGKILL), *flags, "--rollout-num-gpus", 2)
+    assert result.code not in (0, None)
+    for words in ("was lost: its process", "ended", "--use-fault-tolerance goes on without it"):
+        assert words in result.output, result.output
+    assert time.monotonic() - start < 200
+    assert runner.wait_gone() == []
+
+
+@pytest.mark.slow
+def test_the_router_is_started_again(runner, sabotage) -> None:
+    flags = [*sabotage("never", 0), *QUICK, "--rollout-num-gpus", 2, "--num-rollout", 6]
+    process = runner.start("--run-name", "run", *flags)
+    metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+    router = next(p for p in runner.alive() if "sglang_router.launch_router" in p.cmdline()[2:3])
+    os.kill(router.pid, signal.SIGKILL)
+    result = runner.finish(process, "run", 200)
+    assert result.code == 0, result.output
+    rows = result.metrics()
+    assert [row["rollout/step"] for row in rows] == list(range(6))
+    assert sum(row["rollout/router_restart_count"] for row in rows) == 1
+    assert runner.wait_gone() == []
