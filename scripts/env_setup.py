@@ -23,6 +23,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH_MEGABYTES = 195
 CUDA_MEGABYTES = 3500
+EXTRA_LOCKS = {"sglang-cpu": "cpu-sglang.txt"}
 STAMP = "slime-stamp"
 LOCK_DEADLINE_SECONDS = 1800.0
 
@@ -34,9 +35,10 @@ class SetupError(RuntimeError):
 def main() -> int:
     start = time.monotonic()
     try:
-        device = choose_device()
-        folder = choose_folder(device)
-        python = ensure(folder, device)
+        extra = choose_extra()
+        device = "cpu" if extra else choose_device()
+        folder = choose_folder(device, extra)
+        python = ensure(folder, device, extra)
     except (SetupError, OSError) as error:
         say(f"error: {error}")
         return 1
@@ -63,14 +65,25 @@ def choose_device() -> str:
     return "cuda" if listed.returncode == 0 and "GPU" in listed.stdout else "cpu"
 
 
-def choose_folder(device: str) -> Path:
-    """``SLIME_ENV_DIR``; in CI a folder of the user's cache named by the key; else ``.venv``."""
+def choose_extra() -> str:
+    """``SLIME_EXTRA``: packages on top of the CPU environment, in an environment of their own; empty: none."""
+    asked = os.environ.get("SLIME_EXTRA", "")
+    if asked and asked not in EXTRA_LOCKS:
+        raise SetupError(f"SLIME_EXTRA={asked}: use {' or '.join(EXTRA_LOCKS)}")
+    return asked
+
+
+def choose_folder(device: str, extra: str = "") -> Path:
+    """``SLIME_ENV_DIR``; in CI a folder of the user's cache named by the key; else ``.venv``. With the extra's name
+    appended, where there is one."""
+    suffix = f"-{extra}" if extra else ""
     asked = os.environ.get("SLIME_ENV_DIR")
     if asked:
-        return Path(asked).expanduser().resolve()
+        folder = Path(asked).expanduser().resolve()
+        return folder.with_name(folder.name + suffix)
     if os.environ.get("CI"):
-        return cache_folder() / f"env-{key_of(device)[:12]}"
-    return CHECKOUT / ".venv"
+        return cache_folder() / f"env-{key_of(device, extra)[:12]}{suffix}"
+    return CHECKOUT / f".venv{suffix}"
 
 
 def cache_folder() -> Path:
@@ -81,19 +94,25 @@ def lock_file(device: str) -> Path:
     return CHECKOUT / "requirements" / ("gpu.txt" if device == "cuda" else "cpu.txt")
 
 
-def key_of(device: str) -> str:
+def extra_locks(extra: str) -> list[Path]:
+    """The lock of an extra's own packages, if there is an extra."""
+    return [CHECKOUT / "requirements" / EXTRA_LOCKS[extra]] if extra else []
+
+
+def key_of(device: str, extra: str = "") -> str:
     """What an environment is made of, as a digest."""
     digest = hashlib.sha256()
-    for file in (CHECKOUT / "requirements" / "cpu.txt", lock_file(device), CHECKOUT / "pyproject.toml"):
+    locks = (CHECKOUT / "requirements" / "cpu.txt", lock_file(device), *extra_locks(extra))
+    for file in (*locks, CHECKOUT / "pyproject.toml"):
         digest.update(file.read_bytes())
     version = ".".join(map(str, sys.version_info[:2]))
     digest.update(f"{version} {device} {sys.platform} {platform.machine()}".encode())
     return digest.hexdigest()
 
 
-def ensure(folder: Path, device: str) -> Path:
+def ensure(folder: Path, device: str, extra: str = "") -> Path:
     """Return the python of a ready environment in ``folder``, installing what is missing."""
-    key = key_of(device)
+    key = key_of(device, extra)
     python = folder / "bin" / "python"
     if stamped(folder) == [key, str(CHECKOUT)] and python.exists():
         return python
@@ -103,7 +122,7 @@ def ensure(folder: Path, device: str) -> Path:
     with exclusive(folder.parent / f"{folder.name}.lock", folder):
         found = stamped(folder)  # another call may have finished meanwhile
         if found[:1] != [key] or not python.exists():
-            install(folder, device)
+            install(folder, device, extra)
         if found != [key, str(CHECKOUT)]:
             install_slime(folder)
             write_stamp(folder, key)
@@ -146,7 +165,7 @@ def exclusive(lock: Path, folder: Path) -> Iterator[None]:
         yield
 
 
-def install(folder: Path, device: str) -> None:
+def install(folder: Path, device: str, extra: str = "") -> None:
     """Create the environment and install the locked packages; torch first, so that nothing pulls another."""
     (folder / STAMP).unlink(missing_ok=True)
     create(folder)
@@ -157,11 +176,12 @@ def install(folder: Path, device: str) -> None:
         run_pip(folder, ["-r", str(lock_file(device)), "-c", str(without_torch(folder))], "packages")
         return
     install_cpu_torch(folder)
-    text = lock_file(device).read_text(encoding="utf-8")
-    packages = [line for line in text.splitlines() if line and not line.startswith("#")]
-    size = header(text, "download-mb")
-    say(f"installing {len(packages)} packages: up to {size} MB to download where they are not in pip's cache")
-    run_pip(folder, ["--no-deps", "-r", str(lock_file(device))], "packages", total=len(packages))
+    for lock in (lock_file(device), *extra_locks(extra)):
+        text = lock.read_text(encoding="utf-8")
+        packages = [line for line in text.splitlines() if line and not line.startswith("#")]
+        size = header(text, "download-mb")
+        say(f"installing {len(packages)} packages: up to {size} MB to download where they are not in pip's cache")
+        run_pip(folder, ["--no-deps", "-r", str(lock)], "packages", total=len(packages))
 
 
 def create(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 Run it in an environment where the tests pass: ``python scripts/lock.py``. Only what slime's own
 requirements lead to is written, so a stray package in the environment does not get into the lock.
+``--extra sglang-cpu`` writes what that extra adds to it, requirements/cpu-sglang.txt.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 LOCK = CHECKOUT / "requirements" / "cpu.txt"
 BUILD = ("setuptools",)  # slime's build back end; installed with the rest so that nothing is fetched later
 LEFT_OUT = ("slime", "torch")  # torch stands apart: which build is right depends on the machine
+ALONE = {"sglang-cpu": ("sglang==0.5.23", "torchvision", "xgrammar", "apache-tvm-ffi", "compressed-tensors")}
+"""Packages of an extra whose own needs are left out: SGLang asks for gigabytes of CUDA and another torch."""
+EXTRA_HEADER = """\
+# What slime[{extra}] adds to cpu.txt, pinned; made by scripts/lock.py --extra {extra}, do not edit by hand.
+# SLIME_EXTRA={extra} bash scripts/env.sh installs both with --no-deps.
+# download-mb: {megabytes}
+"""
 HEADER = """\
 # Every package of the CPU environment, pinned; made by scripts/lock.py, do not edit by hand.
 # scripts/env.sh installs it with --no-deps, torch first. Made with Python {python} on {system}.
@@ -59,11 +67,28 @@ def closure(root: str, extras: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def lock_extra(extra: str, megabytes: int) -> int:
+    """Write the packages of ``extra`` that cpu.txt does not have."""
+    family = extra.removesuffix("-cpu")
+    target = LOCK.with_name(f"cpu-{family}.txt")
+    have = {line.partition("==")[0] for line in LOCK.read_text(encoding="utf-8").splitlines()}
+    pins = closure("slime", (extra,))
+    pins |= {canonicalize_name(name): metadata.version(name) for name in (a.partition("==")[0] for a in ALONE[extra])}
+    lines = [f"{name}=={version}" for name, version in sorted(pins.items()) if name not in {*have, *LEFT_OUT}]
+    header = EXTRA_HEADER.format(extra=extra, megabytes=megabytes)
+    target.write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{target}: {len(lines)} packages", file=sys.stderr)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=LOCK)
     parser.add_argument("--megabytes", type=int, default=330, help="download size to announce, without torch")
+    parser.add_argument("--extra", choices=sorted(ALONE), help="write the lock of this extra instead")
     args = parser.parse_args()
+    if args.extra:
+        return lock_extra(args.extra, args.megabytes)
     pins = closure("slime", ("dev",))
     torch = pins["torch"].split("+")[0]
     header = HEADER.format(

@@ -46,13 +46,14 @@ class RolloutManager:
         from slime.cluster.engine_fleet import EngineFleet
         from slime.cluster.health import HealthMonitor
         from slime.engines.http import init_http_client
+        from slime.engines.plan import plan_engines
         from slime.observability import progress
 
         args = self.args
-        launch = launcher(args, placement, self.log_dir, engine_environment(args))
+        specs = plan_engines(args)
+        launch = launcher(args, specs, placement, self.log_dir, engine_environment(args))
         external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
-        count = placement.slots.rollout // args.rollout_num_gpus_per_engine
-        self.fleet = EngineFleet(args, self.log_dir, launch, count, external)
+        self.fleet = EngineFleet(args, self.log_dir, launch, len(specs), external)
         urls = self.fleet.start(lambda done, total: progress.report("start engines", done, total))
         init_http_client(args)
         self.monitor = HealthMonitor(

@@ -199,3 +199,18 @@ def test_what_cannot_be_used_is_named(tiny: Tiny, tmp_path: Path) -> None:
     old.chmod(0o755)
     code, out, err = tiny.run(PYTHON=str(old))
     assert code == 1 and out == "" and "3.11 or newer" in err and "Python 3.8.1" in err
+
+
+def test_an_extra_gets_an_environment_of_its_own_beside_the_plain_one(tiny: Tiny, tmp_path: Path) -> None:
+    make_wheel(tiny.wheels, "second", "2.0")
+    (tiny.root / "requirements" / "cpu-sglang.txt").write_text("# download-mb: 1\nsecond==2.0\n")
+    folder = tmp_path / "env"
+    code, out, err = tiny.run(SLIME_ENV_DIR=str(folder), SLIME_EXTRA="sglang-cpu")
+    assert code == 0, err
+    python = out.splitlines()[-1]
+    assert python == str(tmp_path / "env-sglang-cpu" / "bin" / "python") and not folder.exists()
+    assert [version(python, name) for name in ("torch", "first", "second")] == ["9.9.0+cpu", "1.0", "2.0"]
+    code, out, err = tiny.run(SLIME_ENV_DIR=str(folder), SLIME_EXTRA="sglang-cpu")
+    assert code == 0 and out.splitlines() == [python] and "installing" not in err
+    code, _, err = tiny.run(SLIME_EXTRA="sglang")
+    assert code == 1 and "use sglang-cpu" in err

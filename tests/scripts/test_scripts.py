@@ -57,6 +57,22 @@ def test_the_lock_pins_everything_that_pyproject_asks_for_but_torch() -> None:
     assert "slime" not in pins and re.search(r"^# download-mb: \d+$", text, re.MULTILINE)
 
 
+def test_the_lock_of_sglang_pins_what_its_extra_asks_for_and_nothing_twice() -> None:
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    def pins(name: str) -> dict[str, str]:
+        lines = (CHECKOUT / "requirements" / name).read_text().splitlines()
+        return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+    own, plain = pins("cpu-sglang.txt"), pins("cpu.txt")
+    assert not set(own) & {*plain, "torch"} and own["sglang"] == "0.5.23"
+    extras = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for requirement in map(Requirement, extras["sglang-cpu"]):
+        assert requirement.specifier.contains({**plain, **own}[requirement.name])
+
+
 @pytest.mark.parametrize("script", sorted(CHECKOUT.glob("scripts/models/*.sh")), ids=lambda path: path.stem)
 def test_model_scripts_define_only_flags(script: Path) -> None:
     command = f'set -eu; source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
