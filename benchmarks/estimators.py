@@ -23,7 +23,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -129,27 +128,34 @@ def run_all(args: argparse.Namespace, jobs: list[Job]) -> dict[str, str]:
     for slot in range(args.parallel):
         slots.put(slot)
     failed: dict[str, str] = {}
-    say = threading.Lock()
+    running: dict[int, subprocess.Popen[Any]] = {}
 
     def one(job: Job) -> None:
         slot = slots.get()
         start = time.monotonic()
-        problem = run_one(args, job, train_flags(args, job, rows[job.seed]), slot)
+        problem = run_one(args, job, train_flags(args, job, rows[job.seed]), slot, running)
         slots.put(slot)
-        with say:
-            if problem:
-                failed[job.name] = problem
-            print(f"{job.name}: {problem or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
+        if problem:
+            failed[job.name] = problem
+        print(f"{job.name}: {problem or 'done'} ({time.monotonic() - start:.0f} s)", flush=True)
 
     waiting = [job for job in jobs if not finished(args, job)]
     print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are there; {len(waiting)} to go", flush=True)
-    with ThreadPoolExecutor(args.parallel) as pool:
+    pool = ThreadPoolExecutor(args.parallel)
+    try:
         list(pool.map(one, waiting))
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(running.values()):
+            stop(process)
+        raise
     return failed
 
 
-def run_one(args: argparse.Namespace, job: Job, flags: list[str], slot: int) -> str | None:
-    """One ``train.py``; None, or what went wrong. It is stopped with all its children at its deadline."""
+def run_one(
+    args: argparse.Namespace, job: Job, flags: list[str], slot: int, running: dict[int, subprocess.Popen[Any]]
+) -> str | None:
+    """One ``train.py``; None, or what went wrong."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(CHECKOUT), *_entries("PYTHONPATH")]))
     if args.device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = args.gpus[slot % len(args.gpus)]
@@ -161,29 +167,30 @@ def run_one(args: argparse.Namespace, job: Job, flags: list[str], slot: int) -> 
     with log.open("w") as out:
         out.write(shlex.join(command) + "\n")
         out.flush()
-        process = subprocess.Popen(
-            command, cwd=CHECKOUT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        process = running[slot] = subprocess.Popen(
+            command, cwd=CHECKOUT, env=environment, stdout=out, stderr=subprocess.STDOUT
         )
         try:
             code = process.wait(args.deadline)
         except subprocess.TimeoutExpired:
-            _stop(process)
+            stop(process)
             return f"not done after {args.deadline:.0f} s; see {log}"
-        except BaseException:
-            _stop(process)
-            raise
     if code != 0:
         return f"train.py ended with status {code}: {_last_words(log)}"
     return None if finished(args, job) else f"fewer rollouts than asked for; see {log}"
 
 
-def _stop(process: subprocess.Popen[Any]) -> None:
-    process.send_signal(signal.SIGTERM)  # train.py then ends its engines and workers
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def stop(process: subprocess.Popen[Any]) -> None:
+    """At the first SIGTERM train.py ends its engines and workers in order, at the second at once."""
+    for _ in range(2):
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+    process.wait()
 
 
 def _entries(name: str) -> list[str]:
@@ -334,6 +341,7 @@ def report(args: argparse.Namespace, jobs: list[Job], failed: dict[str, str]) ->
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     args = parse_args()
     jobs = [Job(estimator, seed) for seed in args.seeds for estimator in args.estimators]
     start = time.monotonic()
