@@ -40,6 +40,13 @@ def read_config(checkpoint: str) -> dict[str, Any] | None:
     return {**config, **text} if isinstance(text, dict) else config
 
 
+def media_token_ids(checkpoint: str | None) -> list[int]:
+    """Ids that stand for the features of an image, video or audio, in this model's input; empty for a text model."""
+    config = (read_config(checkpoint) if checkpoint else None) or {}
+    names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+    return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
+
+
 def _cached(hub_id: str) -> Path | None:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))

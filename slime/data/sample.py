@@ -146,6 +146,19 @@ class Sample:
         for name in _GENERATED_FIELDS:
             setattr(self, name, getattr(fresh, name))
 
+    def cut_response(self, length: int, text: str) -> None:
+        """Keep the first ``length`` response tokens, which read ``text``; the sample counts as truncated."""
+        self.tokens = self.tokens[: len(self.tokens) - self.response_length + length]
+        self.response, self.response_length, self.status = text, length, Status.TRUNCATED
+        for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name)[:length])
+        if self.rollout_top_p_token_ids is not None and self.rollout_top_p_token_offsets is not None:
+            self.rollout_top_p_token_offsets = self.rollout_top_p_token_offsets[: length + 1]
+            self.rollout_top_p_token_ids = self.rollout_top_p_token_ids[: self.rollout_top_p_token_offsets[-1]]
+        if self.rollout_routed_experts is not None:
+            self.rollout_routed_experts = self.rollout_routed_experts[: len(self.tokens) - 1]
+
     def append_response_tokens(
         self,
         args: Any = None,

@@ -14,6 +14,7 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.custom_generate import Generated, call_list, call_single, generate_function, takes_list
 from slime.rollout.generate import generate
 from slime.rollout.hooks import accepted, call
+from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.sampling_params import seeded
 from slime.rollout.state import GenerateState
@@ -37,10 +38,11 @@ async def generate_and_rm(
         ABORTED, when groups are scored as a whole, or when its verifier gave no answer
         (``reward_timed_out``).
     """
+    state = GenerateState(args)
     if sample.status in _FINISHED:
+        _mask_earlier_rollouts(args, state, sample)
         _check_scored(args, sample)
         return sample
-    state = GenerateState(args)
     with trace_span(sample, "generate_and_rm"):
         async with state.semaphore:
             if state.aborted and not evaluation:
@@ -137,11 +139,14 @@ def _assign_sessions(args: Any, group: Group, purpose: str) -> None:
 
 
 def _mask_earlier_rollouts(args: Any, state: GenerateState, sample: Sample) -> None:
-    """``--mask-offpolicy-in-partial-rollout``: what an earlier rollout generated is not trained on."""
+    """``--mask-offpolicy-in-partial-rollout``: what an earlier rollout generated is not trained on.
+
+    What this rollout generated before an engine was lost stays: such a sample was never handed back.
+    """
     if (
         getattr(args, "mask_offpolicy_in_partial_rollout", False)
         and sample.response_length
-        and sample.metadata.get("start_rollout_id") != state.rollout_id
+        and sample.metadata.get("start_rollout_id", state.rollout_id) != state.rollout_id
     ):
         sample.loss_mask = [0] * sample.response_length
 
@@ -154,6 +159,8 @@ def _abort_custom(state: GenerateState, fn: Any, result: Generated, evaluation: 
 
 
 async def _hooks_and_reward(args: Any, result: Generated, evaluation: bool) -> Generated:
+    for sample in flatten(result):
+        cut_at_sampled_media(GenerateState(args), sample)
     if isinstance(result, list):
         result = [await _sample_hooks(args, sample, evaluation) for sample in result]
     else:

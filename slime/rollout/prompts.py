@@ -73,6 +73,20 @@ def media_fields(sample: Sample) -> dict[str, list[str]]:
     return fields
 
 
+def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
+    """End the response before a token that stands for an image (or video, audio) and that the model itself sampled:
+    there are no features to put in its place, so no trainer can score it. Those of tools' answers stay."""
+    if not state.media_token_ids or not sample.response_length:
+        return
+    response = sample.tokens[-sample.response_length :]
+    mask = sample.loss_mask or [1] * len(response)
+    found = (i for i, (token, m) in enumerate(zip(response, mask, strict=True)) if m and token in state.media_token_ids)
+    length = next(found, None)
+    if length is not None:
+        skip = bool(state.sampling_params["skip_special_tokens"])
+        sample.cut_response(length, state.tokenizer.decode(response[:length], skip_special_tokens=skip))
+
+
 def _as_uri(item: Any, kind: str) -> str:
     if isinstance(item, str) and (item.startswith(("http://", "https://", "data:")) or kind != "image"):
         return item

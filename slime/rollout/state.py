@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from typing import Any
 
+from slime.config.hf_config import media_token_ids
 from slime.rollout.sampling_params import sampling_params
 
 _KEPT_WITHOUT_WEAKREF = 8
@@ -23,6 +24,7 @@ class GenerateState:
 
     Attributes:
         sampling_params: defaults of training requests; copy before changing.
+        media_token_ids: stand for images and the like in the model's input; none for a text model.
         aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
         rollout_id: the rollout under way.
         eval_datasets: read once, by their settings.
@@ -31,6 +33,7 @@ class GenerateState:
 
     args: Any
     sampling_params: dict[str, Any]
+    media_token_ids: frozenset[int]
     aborted: bool
     rollout_id: int | None
     eval_datasets: dict[bytes, Any]
@@ -51,7 +54,11 @@ class GenerateState:
 
     def _start(self, args: Any) -> None:
         self._args = _reference(args)
+        self.media_token_ids = frozenset(media_token_ids(getattr(args, "hf_checkpoint", None)))
         self.sampling_params = sampling_params(args)
+        if self.media_token_ids:  # the model must not write them: see prompts.cut_at_sampled_media
+            given = self.sampling_params["stop_token_ids"] or []
+            self.sampling_params["stop_token_ids"] = sorted({*given, *self.media_token_ids})
         self.eval_datasets = {}
         self.pool = None
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (

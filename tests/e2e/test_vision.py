@@ -57,20 +57,6 @@ def tiny_llava(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-CUT_AT_IMAGES = """
-def cut(args, sample, rollout_id=None, evaluation=False):
-    # A random model also samples the image token, which stands for features that no image gives.
-    start = len(sample.tokens) - sample.response_length
-    response = sample.tokens[start:]
-    if {image} in response:
-        keep = response.index({image})
-        sample.tokens = sample.tokens[:start] + (response[:keep] or [5])
-        sample.response_length = max(keep, 1)
-        sample.rollout_log_probs = sample.rollout_log_probs[: max(keep, 1)]
-        sample.loss_mask = [1] * keep or [0]
-"""
-
-
 def test_images_reach_engine_and_trainer_alike(runner, flags, tiny_llava, tmp_path) -> None:
     from PIL import Image
 
@@ -81,12 +67,9 @@ def test_images_reach_engine_and_trainer_alike(runner, flags, tiny_llava, tmp_pa
         rows.append({"prompt": f"<image>Write {i}.", "label": "a", "images": [str(tmp_path / f"{i}.png")]})
     data = tmp_path / "pictures.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = json.loads((tiny_llava / "config.json").read_text())
-    image = config.get("image_token_index", config.get("image_token_id"))
-    (tmp_path / "cut.py").write_text(CUT_AT_IMAGES.format(image=image))
     result = runner.run(
         *flags, "--hf-checkpoint", tiny_llava, "--prompt-data", data, "--multimodal-keys", '{"image": "images"}',
-        "--num-rollout", 2, "--rollout-sample-hook-path", tmp_path / "cut.py",
+        "--num-rollout", 2,
     )  # fmt: skip
     assert result.code == 0, result.output
     steps = result.metrics()

@@ -1,8 +1,10 @@
 """Users' generate functions in all their forms, over the real HTTP engine; text that is tokenised here."""
 
 import asyncio
+import copy
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
@@ -10,6 +12,7 @@ from rollout_parts import Prompts, SmallEngine, arguments, source_of
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
 from slime.rollout import custom_generate
+from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.sglang_rollout import (
     GenerateState,
     generate,
@@ -413,3 +416,29 @@ async def test_images_go_to_the_engine_as_data(tokenizer_dir):
     fields = media_fields(sample)
     assert fields["image_data"][0].startswith("data:image/png;base64,") and fields["image_data"][1] == "https://x/y.png"
     assert fields["audio_data"] == ["data:audio/unknown;base64,YWI="]
+
+
+def test_an_image_token_that_the_model_writes_ends_the_response(tmp_path):
+    """Nothing could be put in its place when the trainer scores it; one in a tool's answer has its features."""
+    (tmp_path / "config.json").write_text('{"image_token_index": 7, "text_config": {"vocab_size": 9}}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    args = SimpleNamespace(
+        hf_checkpoint=str(tmp_path), rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1, rollout_stop=None,
+        rollout_max_response_len=9, rollout_stop_token_ids=[3], rollout_skip_special_tokens=False,
+    )  # fmt: skip
+    state = GenerateState(args)
+    assert state.sampling_params["stop_token_ids"] == [3, 7]
+    state.tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(str, ids)))
+    sample = Sample(tokens=[1, 7], response="")
+    sample.append_response_tokens(tokens=[4, 5], log_probs=[-1.0, -2.0], text="45")
+    sample.append_response_tokens(tokens=[7, 2], log_probs=None, trainable=False, text="<image>2")
+    before = copy.deepcopy(sample)
+    cut_at_sampled_media(state, sample)
+    assert sample == before, "the prompt's and the tool's images stay"
+    finish = {"finish_reason": {"type": "stop", "matched": 7}}
+    sample.append_response_tokens(tokens=[6, 7], log_probs=[-3.0, -4.0], text="6<image>", meta_info=finish)
+    assert sample.status is Sample.Status.COMPLETED
+    cut_at_sampled_media(state, sample)
+    assert sample.tokens == [1, 7, 4, 5, 7, 2, 6] and sample.response_length == 5 and sample.response == "45726"
+    assert sample.loss_mask == [1, 1, 0, 0, 1] and sample.rollout_log_probs == [-1.0, -2.0, 0.0, 0.0, -3.0]
+    assert sample.status is Sample.Status.TRUNCATED
