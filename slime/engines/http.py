@@ -39,6 +39,11 @@ class HttpError(RuntimeError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def retryable(self) -> bool:
+        """Connection loss and 5xx; a 4xx is the caller's mistake."""
+        return self.status is None or self.status >= 500
+
 
 def init_http_client(args: Args) -> None:
     """Take the deadline and the retries of a request from the arguments; called once, before the first request."""
@@ -114,7 +119,7 @@ async def retrying(
         try:
             return await call()
         except HttpError as error:
-            if (error.status is not None and error.status < 500) or attempt == limit or give_up():
+            if not error.retryable or attempt == limit or give_up():
                 raise
             delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS) * random.uniform(0.75, 1.25)
             log = logger.warning if attempt >= 3 else logger.debug

@@ -13,15 +13,16 @@ from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
 AGAIN_SECONDS = 1.0  # a multi-turn function may send another request after an abort
+ANSWER_SECONDS = 10.0  # an engine that hangs must not hold up the others
 
 
 async def worker_urls(args: Any) -> list[str]:
     """Addresses of the engines: those the router lists, or the only engine, which has no ``/workers``."""
-    from slime.engines.http import HttpError, get
+    from slime.engines.http import HttpError, request, retrying
 
     base = get_model_url(args, path="").rstrip("/")
     try:
-        listed = await get(f"{base}/workers", max_retries=3)
+        listed = await retrying(lambda: request("GET", f"{base}/workers", None, ANSWER_SECONDS), 3)
     except HttpError as error:
         if error.status in (404, 405):
             return [base]
@@ -32,13 +33,18 @@ async def worker_urls(args: Any) -> list[str]:
 async def abort(args: Any) -> None:
     """Set the abort flag and tell every engine to end all requests; they answer with what they have.
 
-    An engine that cannot be reached is only logged: its requests fail by themselves.
+    An engine or router that cannot be reached is only logged: its requests fail by themselves.
     """
-    from slime.engines.http import post
+    from slime.engines.http import HttpError, request
 
     GenerateState(args).aborted = True
-    urls = await worker_urls(args)
-    calls = (post(f"{url}/abort_request", {"rid": "", "abort_all": True}, max_retries=3) for url in urls)
+    try:
+        urls = await worker_urls(args)
+    except HttpError as error:
+        logger.warning("the router did not say who its engines are: %s", error)
+        return
+    body = {"rid": "", "abort_all": True}
+    calls = (request("POST", f"{url}/abort_request", body, ANSWER_SECONDS) for url in urls)
     for url, answer in zip(urls, await asyncio.gather(*calls, return_exceptions=True), strict=True):
         if isinstance(answer, BaseException):
             logger.warning("engine %s did not take the abort: %s", url, answer)

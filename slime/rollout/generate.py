@@ -35,7 +35,10 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Sample.Status.TRUNCATED
         return sample
     with trace_span(sample, "sglang_generate") as span:
-        output = await _ask(args, sample, request(args, state, sample, params))
+        output = await _ask(args, state, sample, request(args, state, sample, params))
+        if output is None:
+            sample.status = Sample.Status.ABORTED
+            return sample
         span.set(tokens=len(output["meta_info"].get("output_token_logprobs") or []))
     append_output(args, sample, output)
     return sample
@@ -54,6 +57,9 @@ def request(args: Any, state: GenerateState, sample: Sample, params: dict[str, A
         body["input_ids"] = sample.tokens
     if getattr(args, "use_rollout_routing_replay", False):
         body["return_routed_experts"] = True
+    cut = (params.get("top_p") or 1.0) < 1 or (params.get("top_k") or -1) > 0
+    if cut and getattr(args, "rollout_backend", None) == "embedded":
+        body["return_top_p_token_ids"] = True  # training scores each token over these alone; SGLang has no such list
     return body
 
 
@@ -110,14 +116,22 @@ def remaining(args: Any, sample: Sample, params: dict[str, Any]) -> dict[str, An
     return {**params, "max_new_tokens": left} if left > 0 else None
 
 
-async def _ask(args: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
-    from slime.engines.http import post
+async def _ask(args: Any, state: GenerateState, sample: Sample, body: dict[str, Any]) -> dict[str, Any] | None:
+    """The engine's answer; None when no engine could be reached until the rollout was over."""
+    from slime.engines import http
 
-    url, limit = get_model_url(args), request_seconds(args)
+    limit, headers = request_seconds(args), routing_headers(args, sample)
     try:
-        return await asyncio.wait_for(post(url, body, headers=routing_headers(args, sample)), limit)
+        async with asyncio.timeout(limit):
+            # the address is looked up in each try: a router that was lost may come back elsewhere
+            call = lambda: http.request("POST", get_model_url(args), body, limit, headers)  # noqa: E731
+            return dict(await http.retrying(call, give_up=lambda: state.aborted))
+    except http.HttpError as error:
+        if state.aborted and error.retryable:
+            return None
+        raise
     except TimeoutError as error:
         raise TimeoutError(
-            f"sample {sample.index} (group {sample.group_index}): {url} did not answer in {limit:g} s "
+            f"sample {sample.index} (group {sample.group_index}): {get_model_url(args)} did not answer in {limit:g} s "
             "(--sglang-router-request-timeout-secs)"
         ) from error

@@ -27,7 +27,8 @@ from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
 _MOST_REPLACED = 4  # times the rollout batch size: then the verifier is broken, not slow
-_MOST_RETRIES = 10  # of a group that an engine aborted though nobody asked
+_MOST_RETRIES = 10  # in a row without a new token, of a group that an engine aborted though nobody asked
+_LONGEST_REST_SECONDS = 5.0  # before such a try
 DEFAULT_PHASE_SECONDS = 3600.0
 
 
@@ -161,7 +162,9 @@ class RolloutLoop:
         self.tickets.append(_Ticket(self._submitted, pristine, task))
         self._submitted += 1
 
-    async def _generate(self, group: Group) -> Group:
+    async def _generate(self, group: Group, rest: float = 0.0) -> Group:
+        if rest:
+            await asyncio.sleep(rest)
         return await generate_and_rm_group(self.args, group, self.state.sampling_params)
 
     async def _wait(self) -> None:
@@ -243,12 +246,12 @@ class RolloutLoop:
 
     def _retry(self, ticket: _Ticket, group: Group) -> None:
         """An engine ended a request that nobody aborted (restart, weight update): go on with the group."""
-        if ticket.retries >= _MOST_RETRIES:
-            raise RuntimeError(f"group {_index(group)} was aborted by its engines {ticket.retries + 1} times")
         group = self._continuable(group, ticket.pristine, partial=True)
-        again = _Ticket(
-            ticket.order, _snapshot(group), asyncio.ensure_future(self._generate(group)), ticket.retries + 1
-        )
+        retries = 0 if _tokens(group) > _tokens(ticket.pristine) else ticket.retries + 1
+        if retries > _MOST_RETRIES:
+            raise RuntimeError(f"group {_index(group)} was aborted by its engines {retries} times without a new token")
+        rest = min(0.1 * 2**retries, _LONGEST_REST_SECONDS) if retries else 0.0
+        again = _Ticket(ticket.order, _snapshot(group), asyncio.ensure_future(self._generate(group, rest)), retries)
         if self.deterministic:
             self.tickets.appendleft(again)
         else:
@@ -271,6 +274,8 @@ class RolloutLoop:
             group = ticket.group
             if is_finished(group):
                 self.counts.surplus += 1
+                if getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
+                    group = ticket.pristine  # all of it would be masked later: generate it anew
             else:
                 self.counts.aborted += 1
                 group = self._continuable(group, ticket.pristine, bool(getattr(self.args, "partial_rollout", False)))
@@ -353,6 +358,10 @@ class RolloutLoop:
             f"{self.target} groups{self._drop_report()}; waiting for {len(waiting)} groups, "
             f"their first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
         )
+
+
+def _tokens(group: Group) -> int:
+    return sum(sample.response_length for sample in flatten(group))
 
 
 def _index(group: Group) -> float:

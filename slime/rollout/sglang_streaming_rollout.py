@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slime.data.sample import Sample
+from slime.engines.http import HttpError, retrying, session
 from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import append_output, get_model_url, remaining, request, request_seconds, routing_headers
 from slime.rollout.prompts import prompt_ids
@@ -27,8 +28,10 @@ _LOOK_SECONDS = 0.5  # how often the abort flag is looked at while no token come
 async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Like the default generate function, over server-sent events.
 
+    When the engine is lost on the way, the tokens that came are kept, and the rollout loop goes on from there.
+
     Raises:
-        RuntimeError: the engine refused, or its stream ended without an end of the answer.
+        HttpError: the engine refused, or none could be reached.
         TimeoutError: no end within ``--sglang-router-request-timeout-secs``.
     """
     state = GenerateState(args)
@@ -42,7 +45,7 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     answer = _Answer()
     with trace_span(sample, "sglang_generate_stream"):
         async with asyncio.timeout(request_seconds(args)):
-            await _read(args, sample, body, answer, state)
+            await retrying(lambda: _read(args, sample, body, answer, state), give_up=lambda: state.aborted)
     if answer.meta is not None:
         append_output(args, sample, answer.output(aborted=not answer.ended))
     else:
@@ -78,20 +81,25 @@ class _Answer:
 
 
 async def _read(args: Any, sample: Sample, body: dict[str, Any], answer: _Answer, state: GenerateState) -> None:
-    from slime.engines.http import session
+    import aiohttp
 
     headers = {"Content-Type": "application/json", **(routing_headers(args, sample) or {})}
-    async with session().post(get_model_url(args), data=orjson.dumps(body), headers=headers) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{response.url} answered {response.status}: {(await response.text())[:500]}")
-        async for chunk in _events(response, state):
-            if "error" in chunk:
-                raise RuntimeError(f"{response.url}, sample {sample.index}: {chunk['error']}")
-            answer.add(chunk)
-            if answer.ended:
-                return
-    if not state.aborted:
-        raise RuntimeError(f"the stream of sample {sample.index} ended in the middle of the answer")
+    url = get_model_url(args)
+    try:
+        async with session().post(url, data=orjson.dumps(body), headers=headers) as response:
+            if response.status != 200:
+                raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
+            async for chunk in _events(response, state):
+                if "error" in chunk:
+                    raise HttpError(f"{url}, sample {sample.index}: {chunk['error']}", 500)
+                answer.add(chunk)
+                if answer.ended:
+                    return
+    except (aiohttp.ClientError, OSError) as error:
+        if answer.meta is None:
+            raise HttpError(f"POST {url}: {error or type(error).__name__}") from error
+    if answer.meta is None and not state.aborted:
+        raise HttpError(f"the stream of sample {sample.index} ended before the first token")
 
 
 async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[dict[str, Any]]:

@@ -44,7 +44,8 @@ def strike(url=None):
         mark.touch(exist_ok=False)
     except FileExistsError:
         return
-    victims = [p for p in engines() if url is None or p.cmdline()[p.cmdline().index("--port") + 1] == url.split(":")[-1]]
+    port = (url or "").split(":")[-1]
+    victims = [p for p in engines() if not port or p.cmdline()[p.cmdline().index("--port") + 1] == port]
     mark.write_text(str(victims[0].pid))
     os.kill(victims[0].pid, int(blow[1]))
 

@@ -124,6 +124,8 @@ class SmallEngine:
         self.jitter, self.version = jitter, version
         self.length = length or (lambda prompt, seed: 1 + seed % 8)
         self.slow = slow or (lambda prompt: False)  # requests that only an abort ends
+        self.refuse: Any = lambda prompt: False  # requests that get a 503
+        self.drops = 0  # streams whose connection is cut after three tokens
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.aborts = 0
@@ -181,6 +183,8 @@ class SmallEngine:
         params = body["sampling_params"]
         prompt = body.get("text") or bytes(to_byte(i) for i in body["input_ids"]).decode()
         seed = params["sampling_seed"]
+        if self.refuse(prompt):
+            return web.json_response({"error": "no engine"}, status=503)
         wanted, limit = self.length(prompt, seed), params["max_new_tokens"]
         aborted = self._abort
         draw = random.Random(seed)
@@ -206,6 +210,11 @@ class SmallEngine:
         for end in range(1, len(text) + 1):
             meta = self.meta(text[:end], finish if end == len(text) else None, random.Random(0))
             await response.write(b"data: " + orjson.dumps({"text": text[:end], "meta_info": meta}) + b"\n\n")
+            if self.drops and end == 3:
+                self.drops -= 1
+                assert request.transport is not None
+                request.transport.abort()
+                return response
             await asyncio.sleep(0.002)
         await response.write(b"data: [DONE]\n\n")
         return response

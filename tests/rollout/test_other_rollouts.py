@@ -178,6 +178,18 @@ async def test_streaming_keeps_what_has_arrived_at_an_abort(tokenizer_dir):
     assert sample.response_length == len(sample.response) == len(sample.rollout_log_probs)
 
 
+async def test_streaming_goes_on_from_what_has_arrived_when_its_engine_is_lost(tokenizer_dir):
+    args = arguments(tokenizer_dir, custom_generate_function_path=STREAMING)
+    async with SmallEngine(length=lambda prompt, seed: 9) as engine:
+        engine.drops = 3
+        output = await generate_rollout_async(engine.serve(args), 0, source_of(args))
+    lengths = [sample.response_length for sample in flatten(output.samples)]
+    assert sorted(lengths) == [9] * 5 + [12] * 3, "three tokens, and nine more in another request"
+    for sample in flatten(output.samples):
+        assert len(sample.response) == sample.response_length == len(sample.rollout_log_probs)
+        assert len(sample.weight_versions) == (2 if sample.response_length == 12 else 1)
+
+
 async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
     from slime.rollout.sglang_streaming_rollout import generate_streaming
 

@@ -291,6 +291,81 @@ async def test_a_group_that_its_engine_aborts_unasked_goes_on(tokenizer_dir):
     assert [s.response_length for s in flatten(output.samples)] == [12, 12, 8, 8, 12, 12, 8, 8]
 
 
+async def test_only_tokens_of_earlier_rollouts_are_masked(tokenizer_dir):
+    """Not those of this rollout that an engine's end cut in two; and whole samples when their group came back."""
+    args = arguments(
+        tokenizer_dir, partial_rollout=True, mask_offpolicy_in_partial_rollout=True, over_sampling_batch_size=6
+    )
+    source = source_of(args)
+    once = Counter()
+
+    def slow(prompt):  # one sample of group 0 is cut in rollout 0; all of group 9 by an engine in rollout 1
+        once[prompt] += 1
+        return prompt.startswith("prompt 0:") and once[prompt] == 2 and len(prompt) < 12
+
+    async with SmallEngine(slow=slow, jitter=0.0, length=lambda p, s: 8) as engine:
+        await roll(engine.serve(args), source)
+        back = {s.index: (s.status, s.response_length) for s in flatten(source.buffer) if s.group_index == 0}
+        assert sorted(back.values(), key=str) == [(Sample.Status.ABORTED, 4), (Sample.Status.COMPLETED, 8)]
+        assert all(s.status is Sample.Status.PENDING for s in flatten(source.buffer) if s.group_index != 0)
+        engine.slow = lambda prompt: False
+        output = await roll(args, source, 1)
+    masks = {s.index: s.loss_mask for s in flatten(output.samples) if s.group_index == 0}
+    assert masks[0] in ([0] * 8, [0] * 4 + [1] * 8) and masks[1] in ([0] * 8, [0] * 4 + [1] * 8)
+    assert masks[0] != masks[1]
+    assert all(set(s.loss_mask) == {1} for s in flatten(output.samples) if s.group_index != 0)
+
+
+async def test_tokens_of_this_rollout_are_trained_though_an_engine_cut_them(tokenizer_dir):
+    args = arguments(tokenizer_dir, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
+    async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
+        rollout = asyncio.create_task(roll(engine.serve(args), source_of(args)))
+        while engine.running < 4 or len(engine.requests) < 8:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        engine.slow = lambda prompt: False
+        engine._abort.set()
+        output = await rollout
+    assert all(sample.loss_mask == [1] * sample.response_length for sample in flatten(output.samples))
+
+
+async def test_a_rollout_that_is_over_does_not_wait_for_requests_that_reach_no_engine(tokenizer_dir, monkeypatch):
+    """All answers but two are there when the only engine goes: what is still sent again ends with the rollout."""
+    from slime.engines import http
+
+    monkeypatch.setattr(http, "LONGEST_DELAY_SECONDS", 0.2)
+    args = arguments(tokenizer_dir, over_sampling_batch_size=6)
+    source = source_of(args)
+    async with SmallEngine(slow=stuck, jitter=0.0) as engine:
+        engine.refuse = stuck  # 503, as a router without engines answers
+        output = await roll(engine.serve(args), source)
+    assert [g[0].group_index for g in output.samples] == [1, 3, 4, 5]
+    assert [g[0].group_index for g in source.buffer] == [0, 2]
+    assert http.take_retries() > 0
+
+
+async def test_a_group_that_is_cut_again_and_again_goes_on_as_long_as_it_grows(tokenizer_dir):
+    """Weight updates that abort cut long answers many times; only standing still is an error."""
+    args = arguments(tokenizer_dir, rollout_batch_size=1, n_samples_per_prompt=1, rollout_max_response_len=40)
+    async with SmallEngine(jitter=0.0, length=lambda p, s: 2) as engine:
+        engine.slow = lambda prompt: len(engine.requests) <= 15
+
+        async def cut():
+            while True:
+                await asyncio.sleep(0.01)
+                engine._abort.set()
+                engine._abort = asyncio.Event()
+
+        cutting = asyncio.create_task(cut())
+        try:
+            output = await roll(engine.serve(args), source_of(args))
+        finally:
+            cutting.cancel()
+    (sample,) = flatten(output.samples)
+    assert sample.response_length == 15 + 2 and len(engine.requests) == 16
+    assert sample.status is Sample.Status.COMPLETED
+
+
 # --- deterministic mode ----------------------------------------------------------------------
 
 
