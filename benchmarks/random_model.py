@@ -1,0 +1,165 @@
+"""A Hugging Face folder in the shape of a public model, with random weights and a tokenizer made here.
+
+    python benchmarks/random_model.py --shape qwen3-4b --output /tmp/qwen3-4b
+
+For measurements of speed: nothing is downloaded. The tokenizer takes one token per byte; its other entries are
+made-up words, which only a model produces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+QWEN3 = dict(
+    head_dim=128, hidden_act="silu", rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=40960, vocab_size=151936
+)
+SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public models
+    "qwen3-0.6b": dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+        num_key_value_heads=8, tie_word_embeddings=True, **QWEN3,
+    ),
+    "qwen3-4b": dict(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, tie_word_embeddings=True, **QWEN3,
+    ),
+    "qwen3-8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, tie_word_embeddings=False, **QWEN3,
+    ),
+    "qwen3-30b-a3b": dict(
+        hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+        num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        tie_word_embeddings=False, **QWEN3,
+    ),
+    "tiny": dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=True, **{**QWEN3, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 2048},
+    ),
+}  # fmt: skip
+SHARD_BYTES = 4 * 2**30
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_config(shape: str) -> Any:
+    """The transformers config of a shape; Mixture-of-Experts where it has experts."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    values = SHAPES[shape]
+    kind: Any = Qwen3MoeConfig if "num_experts" in values else Qwen3Config
+    config = kind(**values)
+    config.architectures = [kind.__name__.replace("Config", "ForCausalLM")]
+    config.dtype = "bfloat16"
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = 1, 0, None
+    return config
+
+
+def write_model(shape: str, output: Path, seed: int = 0) -> Path:
+    """Write config, bf16 weights and tokenizer; a folder that is complete is left as it is."""
+    if (output / "complete").exists():
+        return output
+    output.mkdir(parents=True, exist_ok=True)
+    config = make_config(shape)
+    config.save_pretrained(output)
+    _write_tokenizer(config.vocab_size, output)
+    _write_weights(config, output, seed)
+    (output / "complete").touch()
+    return output
+
+
+def _write_tokenizer(vocab_size: int, output: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<pad>", "<eos>", *letters]
+    tokens += [f"Ġw{i}" for i in range(vocab_size - len(tokens))]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(output)
+
+
+def _write_weights(config: Any, output: Path, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    weight_map: dict[str, str] = {}
+    pending: dict[str, Any] = {}
+    total = size = 0
+
+    def flush() -> None:
+        file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+        save_file(pending, str(output / file), metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(pending, file))
+        pending.clear()
+
+    for name, shape in _checkpoint_shapes(config).items():
+        if len(shape) == 1:
+            tensor = torch.ones(shape, dtype=torch.bfloat16)
+        else:
+            tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            tensor = tensor.normal_(0.0, config.initializer_range, generator=generator).cpu()
+        pending[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if size > SHARD_BYTES:
+            flush()
+            size = 0
+    if pending:
+        flush()
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (output / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor on disk: one per expert, tied ones once."""
+    c = config
+    heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+    for i in range(c.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        for name, shape in {
+            "q_proj": (heads, c.hidden_size),
+            "k_proj": (kv_heads, c.hidden_size),
+            "v_proj": (kv_heads, c.hidden_size),
+            "o_proj": (c.hidden_size, heads),
+            "q_norm": (c.head_dim,),
+            "k_norm": (c.head_dim,),
+        }.items():
+            shapes[f"{layer}.self_attn.{name}.weight"] = shape
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{name}.weight"] = (c.hidden_size,)
+        experts = getattr(c, "num_experts", 0)
+        width = c.moe_intermediate_size if experts else c.intermediate_size
+        if experts:
+            shapes[f"{layer}.mlp.gate.weight"] = (experts, c.hidden_size)
+        for mlp in [f"{layer}.mlp.experts.{e}" for e in range(experts)] or [f"{layer}.mlp"]:
+            shapes[f"{mlp}.gate_proj.weight"] = shapes[f"{mlp}.up_proj.weight"] = (width, c.hidden_size)
+            shapes[f"{mlp}.down_proj.weight"] = (c.hidden_size, width)
+    shapes["model.norm.weight"] = (c.hidden_size,)
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
+    return shapes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-4b")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    print(write_model(options.shape, options.output, options.seed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Model FLOPs utilisation of a training step and of a log-prob pass, and the memory that they take.
+
+    python benchmarks/train_mfu.py --shape qwen3-4b
+    torchrun --nproc-per-node 4 benchmarks/train_mfu.py --shape qwen3-4b
+    torchrun --nproc-per-node 4 benchmarks/train_mfu.py --backend megatron -- --tensor-model-parallel-size 2
+
+A step is forward, backward and optimizer over ``--micro-batches`` packs of ``--tokens`` tokens a data-parallel rank:
+samples of unequal length, of which the response alone is scored, with the loss of GRPO. Utilisation is the model's
+FLOPs (no recomputation, padding or unscored row counts; causal attention counts half) over the step's seconds, over
+the rate at which this GPU multiplies large bf16 matrices, measured first. Words after ``--`` are flags of train.py.
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
+GIB = 2**30
+
+
+def parse_options() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen3-4b", help="of benchmarks/random_model.py")
+    parser.add_argument("--model", type=Path, help="folder of the random model; made where absent")
+    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--sample-tokens", type=int, default=1024, help="mean length of a sample")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--micro-batches", type=int, default=1, help="per step and data-parallel rank")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps")
+    parser.add_argument("--warmup", type=int, default=2, help="steps before, which compile")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations")
+    parser.add_argument("--no-compile", action="store_true", help="layers as transformers runs them")
+    parser.add_argument("--output", type=Path, help="folder for the JSON")
+    parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a trial")
+    own = sys.argv[1:]
+    rest = own[own.index("--") + 1 :] if "--" in own else []
+    options = parser.parse_args(own[: own.index("--")] if "--" in own else own)
+    if options.tiny:
+        options.shape, options.tokens, options.sample_tokens, options.prompt_tokens = "tiny", 256, 64, 16
+    options.model = options.model or Path("/tmp") / f"random-{options.shape}"
+    return options, rest
+
+
+def make_args(options: argparse.Namespace, rest: list[str], data_parallel: int) -> Any:
+    """Flags as train.py would have them; what only a whole run needs is not asked for."""
+    from slime.config.defaults import resolve_defaults
+    from slime.config.parser import read_command_line
+
+    samples = options.micro_batches * max(options.tokens // options.sample_tokens, 1) * data_parallel
+    on_cuda = options.device == "cuda"
+    words = [
+        *("--hf-checkpoint", str(options.model), "--train-backend", options.backend, "--colocate"),
+        *("--train-dtype", "bfloat16" if on_cuda else "float32"),
+        *("--rollout-batch-size", str(samples), "--n-samples-per-prompt", "1", "--num-rollout", "1000"),
+        *("--lr", "1e-6", "--no-skip-zero-advantage-groups", "--no-deterministic"),
+        *(["--gradient-checkpointing"] if options.recompute else []),
+        *(["--no-compile-layers"] if options.no_compile else []),
+        *rest,
+    ]
+    args, problems = read_command_line(words)
+    problems += resolve_defaults(args)
+    if problems:
+        raise SystemExit("\n".join(problems))
+    return args
+
+
+def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel: int) -> dict[str, Any]:
+    """One optimizer step of a data-parallel rank: each micro-batch exactly ``--tokens`` long."""
+    import torch
+
+    rng = random.Random(rank)
+    count = max(options.tokens // options.sample_tokens, 1)
+    lengths: list[int] = []
+    for _ in range(options.micro_batches):
+        spread = options.sample_tokens // 2 - options.prompt_tokens // 2
+        own = [options.sample_tokens + rng.randint(-spread, spread) for _ in range(count)]
+        own[-1] += options.tokens - sum(own)
+        if own[-1] < options.prompt_tokens + 16:  # what it lacks comes from the longest
+            longest = max(range(count), key=lambda i: own[i])
+            own[longest] -= options.prompt_tokens + 16 - own[-1]
+            own[-1] = options.prompt_tokens + 16
+        lengths += own
+    prompt = options.prompt_tokens
+    responses = [length - prompt for length in lengths]
+    generator = torch.Generator().manual_seed(rank)
+    n = len(lengths)
+    return dict(
+        rollout_id=0,
+        tokens=[torch.randint(vocab, (length,), generator=generator) for length in lengths],
+        total_lengths=lengths,
+        response_lengths=responses,
+        loss_masks=[torch.ones(r, dtype=torch.int32) for r in responses],
+        rewards=[rng.choice([-1.0, 1.0]) for _ in range(n)],
+        raw_reward=[0.0] * n,
+        truncated=[0] * n,
+        sample_indices=list(range(rank * n, rank * n + n)),
+        group_indices=list(range(rank * n, rank * n + n)),
+        rollout_ids=list(range(rank * n, rank * n + n)),
+        rollout_mask_sums=[float(r) for r in responses],
+        rollout_log_probs=[torch.full((r,), -12.0) for r in responses],
+        micro_batch_indices=[list(range(i * count, (i + 1) * count)) for i in range(options.micro_batches)],
+        num_microbatches=[options.micro_batches],
+        global_batch_sizes=[n * data_parallel],
+        global_token_counts=[float(sum(responses) * data_parallel)],
+    )
+
+
+def forward_flops(config: Any, batch: dict[str, Any]) -> float:
+    """Of all samples: layers and causal attention for every token, the head for scored rows."""
+    from slime.data.flops import forward_flops as of_layers
+
+    shape = SimpleNamespace(
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim,
+        num_experts=getattr(config, "num_experts", None),
+        moe_ffn_hidden_size=getattr(config, "moe_intermediate_size", None),
+        moe_router_topk=getattr(config, "num_experts_per_tok", None),
+    )
+    head = 2.0 * config.vocab_size * config.hidden_size * sum(batch["response_lengths"])
+    return sum(of_layers(shape, length) for length in batch["total_lengths"]) + head
+
+
+def matmul_rate(device: Any) -> float:
+    """FLOP/s of a large matrix product on random data, bf16 on CUDA."""
+    import torch
+
+    on_cuda = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if on_cuda else (512, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    seconds = timed(lambda: [a @ b for _ in range(10)], device)
+    return 10 * 2 * size**3 / seconds
+
+
+def timed(work: Any, device: Any) -> float:
+    """Wall seconds until the device has done it."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def expected_memory(backend: Any, config: Any, options: argparse.Namespace) -> dict[str, float]:
+    """GiB that must be there on this rank: float32 master weights, gradients and two moments, and what the backward
+    pass of dense layers reads in bf16 (their input, q, k and v before and after norm and rotation, attention's
+    output, the middle, gate and up); with recomputation the inputs of the layers."""
+    import torch
+
+    parameters = sum(
+        (p.to_local() if hasattr(p, "to_local") else p).numel() for p in dict(backend.named_parameters).values()
+    )
+    c = config
+    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    per_token = c.hidden_size + (q + 2 * kv) + (q + kv) + q + c.hidden_size + 2 * c.intermediate_size
+    if options.recompute:
+        per_token = c.hidden_size
+    element = 2 if torch.cuda.is_available() else 4
+    sizes = {
+        "weights": 4.0 * parameters,
+        "gradients": 4.0 * parameters,
+        "optimizer": 8.0 * parameters,
+        "activations": float(element * per_token * c.num_hidden_layers * options.tokens),
+    }
+    return {name: round(size / GIB, 2) for name, size in sizes.items()} | {"sum": round(sum(sizes.values()) / GIB, 2)}
+
+
+def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from random_model import make_config
+
+    from slime.algorithms.advantages import compute_advantages
+    from slime.backends.create import create_backend
+
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    args = make_args(options, rest, world)
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", 0)) or _free_port()
+    # torchrun's own store listens on MASTER_PORT: rank 0 opens a second one beside it, for which this must be off.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    started = time.perf_counter()
+    backend = create_backend(args, "actor", rank, world, address, port + (1 if world > 1 else 0), local_rank)
+    loading = time.perf_counter() - started
+    device = getattr(backend, "device", torch.device(options.device))
+    rate = matmul_rate(device)
+    config = make_config(options.shape)
+    data_parallel = backend.data_parallel_size
+    batch = make_batch(options, config.vocab_size, backend.data_parallel_rank, data_parallel)
+    compute_advantages(args, batch, backend.reduce)
+    step = lambda: backend.train_step(batch, 0)  # noqa: E731 - a name for what is timed
+    score = lambda: backend.log_probs(batch)  # noqa: E731
+    started = time.perf_counter()
+    for _ in range(options.warmup):
+        step()
+        score()
+    warming = time.perf_counter() - started
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step_seconds = [timed(step, device) for _ in range(options.steps)]
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+    score_seconds = [timed(score, device) for _ in range(options.steps)]
+    seconds, scoring = statistics.median(step_seconds), statistics.median(score_seconds)
+    flops = forward_flops(config, batch) * data_parallel / world
+    tokens = options.tokens * options.micro_batches * data_parallel / world
+    result = {
+        "benchmark": "train_mfu",
+        "backend": options.backend,
+        "shape": options.shape,
+        "flags": rest,
+        "gpus": world,
+        "data_parallel": data_parallel,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "tokens_per_micro_batch": options.tokens,
+        "micro_batches": options.micro_batches,
+        "recompute": options.recompute,
+        "compiled": bool(args.compile_layers),
+        "matmul_tflops": round(rate / 1e12, 1),
+        "train_mfu": round(3 * flops / seconds / rate, 4),
+        "log_probs_mfu": round(flops / scoring / rate, 4),
+        "train_seconds": [round(s, 4) for s in step_seconds],
+        "log_probs_seconds": [round(s, 4) for s in score_seconds],
+        "train_tokens_per_gpu_per_second": round(tokens / seconds, 1),
+        "log_probs_tokens_per_gpu_per_second": round(tokens / scoring, 1),
+        "loading_seconds": round(loading, 1),
+        "warmup_seconds": round(warming, 1),
+        "peak_gib": round(peak, 2),
+        "expected_gib": expected_memory(backend, config, options),
+        "torch": torch.__version__,
+    }
+    if dist.is_initialized():
+        dist.barrier()
+    return result
+
+
+def _free_port() -> int:
+    from slime.engines.process import free_port
+
+    return free_port()
+
+
+def main() -> None:
+    options, rest = parse_options()
+    if options.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from random_model import write_model
+
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        write_model(options.shape, options.model)
+    while not (options.model / "complete").exists():  # another rank writes it
+        time.sleep(0.2)
+    result = measure(options, rest)
+    if int(os.environ.get("RANK", 0)) == 0:
+        expected = ", ".join(f"{name} {size:.1f}" for name, size in result["expected_gib"].items())
+        print(
+            f"{options.backend} {options.shape} on {result['gpus']} x {result['device']}: step "
+            f"{statistics.median(result['train_seconds']):.3f} s, MFU {result['train_mfu']:.1%}, log-probs "
+            f"{result['log_probs_mfu']:.1%} of {result['matmul_tflops']} TFLOP/s; "
+            f"{result['train_tokens_per_gpu_per_second']:.0f} tokens/s per GPU; "
+            f"peak {result['peak_gib']} GiB, must be there: {expected}"
+        )
+        line = json.dumps(result)
+        if options.output:
+            options.output.mkdir(parents=True, exist_ok=True)
+            name = f"train_mfu_{options.backend}_{options.shape}_{result['gpus']}gpu.json"
+            (options.output / name).write_text(line + "\n")
+        print(line, flush=True)
+    _leave()
+
+
+def _leave() -> None:
+    """Without the destructors of process groups, which can wait for each other."""
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
