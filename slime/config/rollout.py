@@ -24,7 +24,11 @@ class RolloutConfig:
     )
     max_turns: int = flag(None, help="turns of a multi-turn sample, for generate functions", reader="slime/rollout")
     rollout_temperature: float = flag(1.0, help="sampling temperature, above 0", reader=_LOOP)
-    rollout_top_p: float = flag(1.0, help="nucleus; below 1, training still scores the whole vocabulary", reader=_LOOP)
+    rollout_top_p: float = flag(
+        1.0,
+        help="nucleus; below 1, training scores tokens over the nucleus they came from (embedded engine and FSDP)",
+        reader=_LOOP,
+    )
     rollout_top_k: int = flag(-1, help="-1 is off", reader=_LOOP)
     rollout_max_response_len: int = flag(1024, help="new tokens per sample", reader=_LOOP)
     rollout_max_prompt_len: int = flag(None, help="drop longer prompts", reader="slime/data")

@@ -115,10 +115,11 @@ def check_rollout(args: Args) -> list[str]:
         problems.append(
             f"--rollout-max-context-len {args.rollout_max_context_len}: leaves no room for a prompt and a response"
         )
-    if args.rollout_top_p < 1 or args.rollout_top_k > 0:
+    replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
+    if (args.rollout_top_p < 1 or args.rollout_top_k > 0) and not replayed:
         args.notices.append(
-            "--rollout-top-p below 1 or --rollout-top-k: samples come from a part of the vocabulary, training scores "
-            "all of it (replaying the nucleus is not built yet), so trainer and engine log-probs differ"
+            "--rollout-top-p below 1 or --rollout-top-k: samples come from a part of the vocabulary, and training "
+            "scores all of it: only the embedded engine says which part, and only FSDP replays it"
         )
     if (args.sglang_router_ip is None) != (args.sglang_router_port is None):
         problems.append("--sglang-router-ip and --sglang-router-port go together: give both or none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from slime.data.packing import build_pack
 from slime.models.segments import PackSegments, to_device
+from slime.models.token_log_probs import Nuclei
 
 Multimodal = dict[str, Any] | None
 
@@ -26,12 +27,14 @@ class ModelInputs:
         logit_index: int64 ``[R]``, the row of the flattened ``[B * L]`` that scores each response token.
         targets: int64 ``[R]``, the response tokens, samples in order.
         response_lengths: per sample; their sum is R.
+        nuclei: what each response token was sampled from, where the engine said so.
     """
 
     kwargs: dict[str, Any]
     logit_index: Tensor
     targets: Tensor
     response_lengths: list[int]
+    nuclei: Nuclei | None = None
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,23 @@ class InputBuilder:
     def from_batch(self, batch: dict[str, Any], indices: Sequence[int]) -> ModelInputs:
         """The samples of a rank batch at ``indices``, in that order."""
         multimodal = batch.get("multimodal_train_inputs")
-        return self.build(
+        inputs = self.build(
             [torch.as_tensor(batch["tokens"][i]) for i in indices],
             [int(batch["response_lengths"][i]) for i in indices],
             [int(batch["group_indices"][i]) for i in indices],
             [multimodal[i] for i in indices] if multimodal is not None else [None] * len(indices),
         )
+        return replace(inputs, nuclei=self._nuclei(batch, indices))
+
+    def _nuclei(self, batch: dict[str, Any], indices: Sequence[int]) -> Nuclei | None:
+        if batch.get("rollout_top_p_token_offsets") is None:
+            return None
+        ids = torch.cat([torch.as_tensor(batch["rollout_top_p_token_ids"][i]) for i in indices])
+        offsets = [0]
+        for i in indices:
+            own = torch.as_tensor(batch["rollout_top_p_token_offsets"][i]).tolist()
+            offsets += [offsets[-1] - own[0] + end for end in own[1:]]
+        return Nuclei(ids.long().to(self.device, non_blocking=True), offsets)
 
     def build(
         self,

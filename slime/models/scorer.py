@@ -59,6 +59,7 @@ class PolicyScorer(nn.Module):
             with_entropy=with_entropy,
             entropy_grad=entropy_grad,
             fused=self.fused,
+            nuclei=inputs.nuclei,
         )
         if self.anchored and torch.is_grad_enabled():
             scores = scores._replace(log_probs=scores.log_probs + _anchor(self.anchored))

@@ -20,6 +20,7 @@ written never.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,6 +41,15 @@ class TokenScores(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor | None
+
+
+class Nuclei(NamedTuple):
+    """The tokens that each row was sampled from (top-p, top-k): its log-prob is taken over these alone."""
+
+    ids: Tensor
+    """int64 ``[offsets[-1]]``, row after row."""
+    offsets: list[int]
+    """``[R + 1]``; a row with none is not restricted."""
 
 
 def default_chunk_size(vocab_size: int) -> int:
@@ -64,6 +74,7 @@ def token_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
     fused: bool = False,
+    nuclei: Nuclei | None = None,
 ) -> TokenScores:
     """Score ``targets`` under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
@@ -74,7 +85,16 @@ def token_log_probs(
         chunk_size: rows of logits at a time; -1 for about 256 MiB of them (fused: 1 GiB).
         with_entropy: also the entropy; with ``entropy_grad`` it carries a gradient.
         fused: compile what is done to a chunk of logits; for accelerators.
+        nuclei: restrict the softmax of the log-probs, but not the entropy's, to what was sampled from.
     """
+    if nuclei is not None:
+        own: Any = (1.0 / temperature, chunk_size if chunk_size > 0 else default_chunk_size(weight.shape[0]))
+        log_probs, _ = _TokenScores.apply(hidden, weight, bias, targets, *own, False, False, nuclei)
+        if not with_entropy:
+            return TokenScores(log_probs, None)
+        whole = token_log_probs(hidden, weight, targets, temperature, bias=bias, chunk_size=chunk_size,
+                                with_entropy=True, entropy_grad=entropy_grad, fused=fused)  # fmt: skip
+        return TokenScores(log_probs, whole.entropy)
     vocab = weight.shape[0]
     default = fused_chunk_size(vocab, weight.element_size()) if fused else default_chunk_size(vocab)
     size = chunk_size if chunk_size > 0 else default
@@ -99,6 +119,7 @@ class _TokenScores(torch.autograd.Function):
         chunk_size: int,
         with_entropy: bool,
         entropy_grad: bool,
+        nuclei: Nuclei | None = None,
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -109,6 +130,8 @@ class _TokenScores(torch.autograd.Function):
         for start in range(0, rows, chunk_size):
             part = slice(start, start + chunk_size)
             z = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
+            if nuclei is not None:
+                _restrict(z, targets[part], nuclei, start)
             last = keep and part.stop >= rows
             for block in _blocks(z):
                 here = slice(start + block.start, start + block.start + z[block].shape[0])
@@ -119,13 +142,13 @@ class _TokenScores(torch.autograd.Function):
                     entropy[here] = scores[2]
             kept = z if last else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, kept)
-        ctx.settings = inverse_temperature, chunk_size, entropy_grad
+        ctx.settings = inverse_temperature, chunk_size, entropy_grad, nuclei
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
-        inverse_temperature, chunk_size, entropy_grad = ctx.settings
+        inverse_temperature, chunk_size, entropy_grad, nuclei = ctx.settings
         chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         last = (max(hidden.shape[0] - 1, 0) // chunk_size) * chunk_size
         for start in range(last, -1, -chunk_size):
@@ -133,6 +156,8 @@ class _TokenScores(torch.autograd.Function):
             z, kept = kept, None  # the last chunk comes first; p if there is no entropy gradient, else z
             if z is None:
                 z = _scaled_logits(hidden[part], weight, bias, inverse_temperature, log_sums.dtype)
+                if nuclei is not None:
+                    _restrict(z, targets[part], nuclei, start)
                 if not entropy_grad:
                     for block in _blocks(z):
                         z[block].sub_(log_sums[part][block, None]).exp_()
@@ -141,7 +166,7 @@ class _TokenScores(torch.autograd.Function):
                 chunks.add_logit_gradient(part, _logit_gradient(z, *rows).mul_(inverse_temperature))
             else:
                 chunks.add(part, z, targets[part], grads[0][part, None] * inverse_temperature)
-        return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 5
+        return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 6
 
 
 class _FusedTokenScores(torch.autograd.Function):
@@ -290,6 +315,17 @@ def _scaled_logits(
         logits += bias
     logits = logits.to(dtype)
     return logits if inverse_temperature == 1.0 else logits.mul_(inverse_temperature)
+
+
+def _restrict(z: Tensor, targets: Tensor, nuclei: Nuclei, start: int) -> None:
+    """−inf outside the nuclei of the rows from ``start`` on, in place; the target itself always stays."""
+    bounds = nuclei.offsets[start : start + z.shape[0] + 1]
+    sizes = torch.tensor([b - a for a, b in itertools.pairwise(bounds)], device=z.device)
+    rows = torch.arange(z.shape[0], device=z.device).repeat_interleave(sizes)
+    outside = (sizes > 0)[:, None].repeat(1, z.shape[1])
+    outside[rows, nuclei.ids[bounds[0] : bounds[-1]]] = False
+    outside.scatter_(1, targets[:, None], False)
+    z.masked_fill_(outside, float("-inf"))
 
 
 def _score_rows(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from slime.config.defaults import default_args
 from slime.config.machine import Machine
+from slime.config.validate_rollout import check_rollout
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 FOUR_GPUS = Machine(gpus=4, cores=32, in_cluster=False)
@@ -181,15 +183,21 @@ def test_flags_without_effect_are_named_once(workplace) -> None:
     assert any("--sglang-mem-fraction-static" in notice for notice in args.notices)
 
 
+def test_a_nucleus_that_training_cannot_replay_is_said() -> None:
+    for backend, said in (("embedded", False), ("sglang", True)):
+        args = default_args(rollout_top_p=0.9, rollout_backend=backend, train_backend="fsdp")
+        check_rollout(args)
+        assert any("--rollout-top-p" in notice for notice in args.notices) is said
+
+
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
     args = workplace.load(
-        "--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3 --rollout-top-p 0.9"
+        "--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3"
     )
     text = "\n".join(args.notices)
     for part in (
         "--http-proxy x: no effect",
         "--kl-coef has no effect",
-        "replaying the nucleus",
         "--max-tokens-per-gpu has",
         "wins over --num-epoch",
     ):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.models import token_log_probs as module
-from slime.models.token_log_probs import default_chunk_size, fused_chunk_size, token_log_probs
+from slime.models.token_log_probs import Nuclei, default_chunk_size, fused_chunk_size, token_log_probs
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +103,48 @@ def test_default_chunk_is_bounded(vocab: int) -> None:
 def test_fused_chunks_are_whole_tiles() -> None:
     assert fused_chunk_size(151936, 2) == 3456
     assert fused_chunk_size(10**9, 2) == 128
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=9),
+    chunk=st.sampled_from([-1, 1, 4]),
+    temperature=st.sampled_from([1.0, 0.6]),
+    use_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_nuclei_restrict_log_probs_but_not_the_entropy(
+    sizes: list[int], chunk: int, temperature: float, use_bias: bool, dtype: torch.dtype
+) -> None:
+    """Against log_softmax over each row's own list in float64; a row without one is whole."""
+    rows, vocab = len(sizes), 33
+    g = torch.Generator().manual_seed(sum(sizes))
+    hidden, weight = (torch.randn(n, 8, generator=g).to(dtype) for n in (rows, vocab))
+    bias = torch.randn(vocab, generator=g).to(dtype) if use_bias else None
+    targets, seeds = torch.randint(vocab, (rows,), generator=g), torch.randn(rows, generator=g)
+    lists = [
+        [*torch.randperm(vocab, generator=g)[: n - 1].tolist(), t] if n else []
+        for n, t in zip(sizes, targets.tolist(), strict=True)
+    ]
+    offsets = [0]
+    for one in lists:
+        offsets.append(offsets[-1] + len(one))
+    nuclei = Nuclei(torch.tensor([token for one in lists for token in one], dtype=torch.int64), offsets)
+    inputs = [x.requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    got = token_log_probs(
+        hidden, weight, targets, temperature, bias=bias, chunk_size=chunk, with_entropy=True, nuclei=nuclei
+    )
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    z = torch.nn.functional.linear(*exact) / temperature
+    want = torch.stack([
+        row[t] - (row[sorted(set(one))] if one else row).logsumexp(0)
+        for row, t, one in zip(z, targets.tolist(), lists, strict=True)
+    ])  # fmt: skip
+    log_p = z.log_softmax(-1)
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.05, atol=0.05)
+    torch.testing.assert_close(got.log_probs.double(), want, **close)
+    assert got.entropy is not None
+    torch.testing.assert_close(got.entropy.double(), -(log_p.exp() * log_p).sum(-1).detach(), **close)
+    mine = torch.autograd.grad((got.log_probs * seeds).sum(), inputs)
+    for a, b in zip(mine, torch.autograd.grad((want * seeds).sum(), exact), strict=True):
+        torch.testing.assert_close(a.double(), b, **close)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from typing import Any
+
+import numpy as np
 
 from slime.engines.embedded.sequence import Sequence, version_spans
 from slime.engines.embedded.text import Detokenizer
@@ -24,6 +27,8 @@ def build_answer(
     }
     if request.return_logprob:
         meta.update(_logprobs(sequence, detokenizer, count))
+    if request.return_top_p_token_ids:
+        meta.update(_nuclei(sequence.output_nuclei[:count]))
     meta.update(
         reasoning_tokens=0,
         completion_tokens=count,
@@ -38,6 +43,14 @@ def build_answer(
         "output_ids": output_ids,
         "meta_info": meta,
     }
+
+
+def _nuclei(nuclei: list[list[int]]) -> dict[str, str]:
+    """Ids of token ``t`` are ``ids[offsets[t]:offsets[t + 1]]``; both int32 in base64."""
+    offsets = np.cumsum([0, *map(len, nuclei)])
+    ids = [token for nucleus in nuclei for token in nucleus]
+    parts = {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
+    return {name: base64.b64encode(np.asarray(part, np.int32).tobytes()).decode() for name, part in parts.items()}
 
 
 def _logprobs(sequence: Sequence, detokenizer: Detokenizer, count: int) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class GenerateRequest:
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] = field(default_factory=list)
     return_text_in_logprobs: bool = False
+    return_top_p_token_ids: bool = False  # what each token was drawn from; its log-prob is then over these alone
     stream: bool = False
     images: list[Any] = field(default_factory=list)
 
@@ -174,6 +175,7 @@ _PER_PROMPT = (
     "token_ids_logprob",
     "image_data",
     "return_text_in_logprobs",
+    "return_top_p_token_ids",
     "stream",
 )
 
@@ -199,6 +201,7 @@ def _one_request(
         top_logprobs_num=int(one["top_logprobs_num"] or 0),
         token_ids_logprob=list(one["token_ids_logprob"] or ()),
         return_text_in_logprobs=bool(one["return_text_in_logprobs"]),
+        return_top_p_token_ids=bool(one["return_top_p_token_ids"]) and params.filtered,
         stream=bool(one["stream"]),
         images=[] if images is None else images if isinstance(images, list) else [images],
     )

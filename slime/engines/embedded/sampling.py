@@ -2,7 +2,8 @@
 
 The draw for output token ``t`` of a request is one uniform number that depends on its seed and ``t`` only,
 taken through the inverse of the cumulative distribution: no sort is needed unless the request filters.
-Log-probs are those of the whole distribution at the request's temperature, as SGLang returns them.
+Log-probs are those of the whole distribution at the request's temperature, as SGLang returns them; with
+``return_top_p_token_ids`` those of what the filters left, which the trainer then scores again.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -
         scores = scores.div_(torch.tensor(padded, device=scores.device)[:, None])
     probs = torch.softmax(scores, dim=-1)
     best = scores.argmax(dim=-1)
-    tokens = _choose(probs, best, sequences)
+    tokens, nuclei = _choose(probs, best, sequences)
     logprobs = token_logprobs(scores, probs, best, torch.tensor(tokens, device=probs.device)).tolist()
     drawn = [Drawn(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
     for row, (seq, one) in enumerate(zip(sequences, drawn, strict=True)):
         request = seq.request
+        if request.return_top_p_token_ids:
+            one.nucleus = nuclei[row].tolist()
+            one.logprob = float(scores[row, one.token] - scores[row, nuclei[row]].logsumexp(0))
         if request.top_logprobs_num or request.token_ids_logprob:
             row_logprobs = torch.log_softmax(scores[row], dim=-1)
             one.top, one.chosen = top_and_chosen(row_logprobs, request.top_logprobs_num, request.token_ids_logprob)
@@ -117,9 +121,13 @@ def _penalise(row: torch.Tensor, seq: Sequence) -> None:
         row[torch.as_tensor(ids, device=row.device)] -= torch.as_tensor(penalty, dtype=row.dtype, device=row.device)
 
 
-def _choose(probs: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]) -> list[int]:
+def _choose(
+    probs: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]
+) -> tuple[list[int], dict[int, torch.Tensor]]:
+    """A token per sequence, and by row the ids that a filtered one was drawn from."""
     count = len(sequences)
     tokens = [0] * count
+    nuclei: dict[int, torch.Tensor] = {}
     plain = [i for i, seq in enumerate(sequences) if not seq.request.params.greedy and not seq.request.params.filtered]
     greedy = [i for i, seq in enumerate(sequences) if seq.request.params.greedy]
     numbers = uniforms([seq.seed for seq in sequences], [seq.num_output for seq in sequences])
@@ -135,8 +143,8 @@ def _choose(probs: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]) 
             tokens[row] = chosen[row]
     for row, seq in enumerate(sequences):
         if seq.request.params.filtered:
-            tokens[row] = _filtered(probs[row], seq, float(numbers[row]))
-    return tokens
+            tokens[row], nuclei[row] = _filtered(probs[row], seq, float(numbers[row]))
+    return tokens, nuclei
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -161,8 +169,11 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return (block * _BLOCK + torch.minimum(offset, last))[:, 0]
 
 
-def _filtered(probs: torch.Tensor, seq: Sequence, uniform: float) -> int:
-    """Draw from what top-k, top-p and min-p leave, renormalised (top-k first, then top-p: SGLang's order)."""
+def _filtered(probs: torch.Tensor, seq: Sequence, uniform: float) -> tuple[int, torch.Tensor]:
+    """Draw from what top-k, top-p and min-p leave, renormalised (top-k first, then top-p: SGLang's order).
+
+    Returns the token and the ids that were left.
+    """
     params = seq.request.params
     vocab = probs.shape[-1]
     width = min(params.top_k, vocab) if params.top_k > 0 else min(_CANDIDATES, vocab)
@@ -176,7 +187,7 @@ def _filtered(probs: torch.Tensor, seq: Sequence, uniform: float) -> int:
         keep &= mass >= params.min_p * mass[0]
     kept = torch.where(keep, mass, 0.0).cumsum(0)
     index = int(torch.searchsorted(kept, uniform * kept[-1], right=True))
-    return int(ids[min(index, int(keep.sum()) - 1)])
+    return int(ids[min(index, int(keep.sum()) - 1)]), ids[keep]
 
 
 @torch.inference_mode()

@@ -60,6 +60,7 @@ class Drawn:
     logprob: float
     top: list[tuple[float, int]] = field(default_factory=list)
     chosen: list[tuple[float, int]] = field(default_factory=list)
+    nucleus: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -282,6 +283,8 @@ class Scheduler:
             sequence.output_top.append(draw.top)
         if sequence.request.token_ids_logprob:
             sequence.output_chosen.append(draw.chosen)
+        if sequence.request.return_top_p_token_ids:
+            sequence.output_nuclei.append(draw.nucleus)
 
     def _check_finish(self, sequence: Sequence) -> None:
         """A stop string beats a stop token, which beats the length: SGLang's order."""

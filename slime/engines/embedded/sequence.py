@@ -36,6 +36,7 @@ class Sequence:
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[list[tuple[float, int]]] = field(default_factory=list)
     output_chosen: list[list[tuple[float, int]]] = field(default_factory=list)  # of token_ids_logprob
+    output_nuclei: list[list[int]] = field(default_factory=list)
     input_logprobs: list[float] = field(default_factory=list)  # of tokens[start + 1], ...
     input_top: list[list[tuple[float, int]]] = field(default_factory=list)
     version_events: list[VersionEvent] = field(default_factory=list)
