@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.backends.fsdp.optimizer import local
@@ -15,16 +15,18 @@ LIVE = "actor"
 
 
 class WeightBank:
-    """Copies of a model's parameters by tag, each this rank's shard only, float32.
+    """Copies of a model's parameters by tag, each this rank's shard only, in the model's dtype.
 
     ``"actor"`` is what the model holds. On the CPU without sharding a swap exchanges pointers; otherwise
     it copies, through pinned memory on CUDA.
     """
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, Tensor]], may_swap_pointers: bool = True) -> None:
+        """``may_swap_pointers`` False: someone else points into these tensors' memory."""
         self.named = named
         self.copies: dict[str, list[Tensor]] = {}
-        self._pointers = all(not isinstance(p, DTensor) and p.device.type == "cpu" for _, p in named)
+        unsharded = all(not isinstance(p, DTensor) and p.device.type == "cpu" for _, p in named)
+        self._pointers = may_swap_pointers and unsharded
 
     def _live(self) -> list[Tensor]:
         return [local(p.detach()) for _, p in self.named]
@@ -101,7 +103,7 @@ def _host_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
-def _shard_of(full: Tensor, like: nn.Parameter) -> Tensor:
+def _shard_of(full: Tensor, like: Tensor) -> Tensor:
     """This rank's part of ``full``, split as ``like`` is."""
     if not isinstance(like, DTensor):
         return full
@@ -113,7 +115,7 @@ def _shard_of(full: Tensor, like: nn.Parameter) -> Tensor:
     return chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
 
 
-def _as_global(tensor: Tensor, like: nn.Parameter) -> Tensor:
+def _as_global(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return tensor
     return DTensor.from_local(

@@ -30,11 +30,10 @@ def create_backend(
     """
     if role not in ("actor", "critic"):
         raise ValueError(f"role must be actor or critic, not {role!r}")
-    if args.train_backend != "fsdp":
-        raise ValueError(f"--train-backend {args.train_backend!r} is not available here; use fsdp")
+    if args.train_backend not in ("fsdp", "megatron"):
+        raise ValueError(f"--train-backend {args.train_backend!r} is neither fsdp nor megatron")
     import torch
 
-    from slime.backends.fsdp.backend import FsdpBackend
     from slime.models.cpu_memory import keep_freed_memory
 
     device = torch.device("cpu")
@@ -49,6 +48,15 @@ def create_backend(
         torch.use_deterministic_algorithms(True, warn_only=True)
     _init_process_group(args, rank, world_size, master_addr, master_port, device)
     torch.manual_seed(args.seed + rank)
+    if args.train_backend == "megatron":
+        from slime.backends.megatron.core import prepare
+
+        prepare()
+        from slime.backends.megatron.backend import MegatronBackend
+
+        return MegatronBackend(args, role, rank, world_size, device)
+    from slime.backends.fsdp.backend import FsdpBackend
+
     return FsdpBackend(args, role, rank, world_size, device)
 
 

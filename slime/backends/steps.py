@@ -24,6 +24,9 @@ class StepAccounting:
     args: Any
     role: str
     reduce: DataParallelReduce
+    """Over ranks that hold other samples."""
+    share_reduce: DataParallelReduce
+    """Over all ranks that compute shares of the loss: with context parallelism, of other tokens too."""
 
     _uneven = False
     """Whether some rank had fewer micro-batches than another in the last pass."""
@@ -60,7 +63,7 @@ class StepAccounting:
         self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
     ) -> Metrics:
         """The step's values over all ranks."""
-        metrics = self.reduce.metrics(shares, same_names=not self._uneven)
+        metrics = self.share_reduce.metrics(shares, same_names=not self._uneven)
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
         weights = [mb.weight(self.args, batch, part) for part in (scheduled, trained)]
         all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
@@ -77,7 +80,7 @@ class StepAccounting:
         Args:
             done: optimizer steps taken so far.
         """
-        everyones = self.reduce.each(value)
+        everyones = self.share_reduce.each(value)
         bad = [rank for rank, x in enumerate(everyones) if not math.isfinite(x)]
         if bad:
             raise NonFiniteError(

@@ -74,12 +74,14 @@ class TokenBatch:
         logits: Tensor | None = None,
         targets: Tensor | None = None,
         device: torch.device | str | None = None,
+        response_index: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
         """Pick the samples at ``indices`` (in that order) and flatten their per-token entries.
 
         Args:
             batch: rank batch of ``slime.backends.base`` over whole responses.
             device: where the loss is computed; default that of ``log_probs`` or ``values``.
+            response_index: with context parallelism, which response tokens of each sample are this rank's.
         """
         current = log_probs if log_probs is not None else values
         if device is None:
@@ -91,6 +93,8 @@ class TokenBatch:
             if entry is None:
                 return None
             parts = [torch.as_tensor(entry[i]) for i in picked]
+            if response_index is not None:
+                parts = [part[index] for part, index in zip(parts, response_index, strict=True)]
             return (torch.cat(parts) if parts else torch.zeros(0)).to(device, non_blocking=True)
 
         loss_mask = flat("loss_masks")
@@ -98,7 +102,9 @@ class TokenBatch:
         sums = torch.tensor([float(batch["rollout_mask_sums"][i]) for i in picked], device=device)
         n = len(batch["tokens"])
         return cls(
-            response_lengths=[int(batch["response_lengths"][i]) for i in picked],
+            response_lengths=[int(batch["response_lengths"][i]) for i in picked]
+            if response_index is None
+            else [len(index) for index in response_index],
             total_lengths=[int(batch["total_lengths"][i]) for i in picked],
             loss_mask=loss_mask,
             rollout_mask_sums=sums,

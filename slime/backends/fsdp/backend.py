@@ -43,7 +43,7 @@ class FsdpBackend(StepAccounting):
         self.args, self.role, self.device = args, role, device
         self.rank = self.data_parallel_rank = rank
         self.world_size = self.data_parallel_size = world_size
-        self.reduce = DataParallelReduce(world_size, device)
+        self.reduce = self.share_reduce = DataParallelReduce(world_size, device)
         self.scorer, self.builder = build_scorer(args, role, device, world_size)
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         self.named_buffers: list[tuple[str, Tensor]] = _persistent_buffers(self.scorer)

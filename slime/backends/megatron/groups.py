@@ -48,3 +48,13 @@ def broadcast_from_last_stage(tensors: list[torch.Tensor]) -> None:
     torch.distributed.broadcast(flat, src=mpu.get_pipeline_model_parallel_last_rank(), group=group)
     for x, part in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
         x.copy_(part.view_as(x))
+
+
+def object_of_last_stage(value: Any) -> Any:
+    """The last pipeline stage's value, on all stages."""
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return value
+    holder = [value]
+    torch.distributed.broadcast_object_list(holder, src=mpu.get_pipeline_model_parallel_last_rank(), group=group)
+    return holder[0]

@@ -24,14 +24,16 @@ from slime.models.token_log_probs import token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
 from slime.weights.maps.family import Settings, padded_vocab_size
 
+EMPTY = torch.zeros(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True)
 class Scoring:
     """What the last pipeline stage computes of a pack, beside the hidden states."""
 
-    logit_index: Tensor
+    logit_index: Tensor = EMPTY
     """int64 ``[R]``: rows of this rank's ``[T]`` that score a response token."""
-    targets: Tensor
+    targets: Tensor = EMPTY
     """int64 ``[R]``"""
     temperature: float = 1.0
     with_entropy: bool = False

@@ -130,6 +130,7 @@ def moe_settings(config: HfConfig, experts: str = "num_experts") -> Settings:
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
+        "moe_router_score_function": "softmax",
         "moe_router_dtype": "fp32",
     }
 

@@ -78,12 +78,16 @@ class Stacked(Layout):
         return [full.flatten(0, 1)] if self.fused else list(full.unbind(0))
 
     def full_shape(self, local: Sequence[int], tp: int) -> list[int]:
-        return [self.count, local[0] // self.count * tp, *local[1:]]
+        stacked = local if len(local) == 3 else [self.count, local[0] // self.count, *local[1:]]
+        return [self.count, stacked[1] * tp, *stacked[2:]]
 
 
 @dataclass(frozen=True)
 class QueryKeyValue(Layout):
-    """Attention projections by key-value group, ``[groups, (heads per group + 2) * dim, ...]``."""
+    """Attention projections by key-value group: for each group its query heads, its key and its value head.
+
+    ``[groups * (heads per group + 2) * dim, ...]``; with more ranks than groups a rank's rows are part of a group.
+    """
 
     axis: int | None = 0
     groups: int = 1
@@ -91,12 +95,8 @@ class QueryKeyValue(Layout):
     dim: int = 1
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([x.unflatten(0, (self.groups, -1)) for x in tensors], dim=1)
+        return torch.cat([x.unflatten(0, (self.groups, -1)) for x in tensors], dim=1).flatten(0, 1)
 
     def split(self, full: Tensor) -> list[Tensor]:
         sizes = [self.heads_per_group * self.dim, self.dim, self.dim]
-        return [x.flatten(0, 1) for x in full.split(sizes, dim=1)]
-
-    def full_shape(self, local: Sequence[int], tp: int) -> list[int]:
-        rows = (self.heads_per_group + 2) * self.dim
-        return [self.groups, rows, *local[1:]]
+        return [x.flatten(0, 1) for x in full.unflatten(0, (self.groups, -1)).split(sizes, dim=1)]

@@ -1,4 +1,4 @@
-"""Qwen3 with experts (30B-A3B, 235B-A22B): softmax router over the chosen experts."""
+"""Qwen3 with experts (30B-A3B, 235B-A22B): softmax router."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer,
 
 
 def settings(config: HfConfig) -> Settings:
-    if not config.get("norm_topk_prob"):
-        raise ValueError("Qwen3-MoE with norm_topk_prob false has no Megatron map")
     layers = config["num_hidden_layers"]
     dense = set(config.get("mlp_only_layers") or [])
     step = config.get("decoder_sparse_step", 1)
     frequency = [int(i not in dense and (i + 1) % step == 0) for i in range(layers)]
-    return qwen3.settings(config) | moe_settings(config) | {"moe_layer_freq": 1 if all(frequency) else frequency}
+    return (
+        qwen3.settings(config)
+        | moe_settings(config)
+        | {
+            "moe_layer_freq": 1 if all(frequency) else frequency,
+            "moe_router_pre_softmax": not config.get("norm_topk_prob"),  # else softmax over the chosen only
+        }
+    )
 
 
 FAMILY = Family("qwen3_moe", ("qwen3_moe",), settings, decoder_layer)

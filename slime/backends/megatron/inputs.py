@@ -1,0 +1,83 @@
+"""Samples of a rank batch as one pack for Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.backends.base import RankBatch
+from slime.backends.megatron.model import Scoring
+from slime.backends.megatron.modules import Pack
+from slime.data.context_pack import build_context_pack
+from slime.data.packing import PackLayout, build_pack
+from slime.models.segments import PackSegments, to_device
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One pack of n samples; ``indices`` are their positions in the rank batch, empty for a dummy.
+
+    ``response_lengths`` and ``response_index`` (None: all) are this context-parallel rank's share.
+    """
+
+    indices: list[int]
+    ids: Tensor
+    pack: Pack
+    scoring: Scoring
+    response_lengths: list[int]
+    response_index: list[Tensor] | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this rank."""
+        return self.ids.shape[1]
+
+
+@dataclass(frozen=True)
+class PackBuilder:
+    """How micro-batches are laid out.
+
+    Attributes:
+        context_group: ranks that share each sample's tokens; None for one.
+        pad_to_multiple: of a rank's tokens; sequence parallelism cuts them by the tensor parallel size.
+        share_prompts: samples of a group store their prompt once.
+    """
+
+    device: torch.device
+    context_group: Any = None
+    pad_to_multiple: int = 1
+    share_prompts: bool = True
+    chunk_size: int = -1
+
+    def build(self, batch: RankBatch, indices: Sequence[int], scoring: Scoring) -> MicroBatch:
+        """``scoring`` says what is wanted; its rows and targets are filled in."""
+        indices = list(indices)
+        tokens = [batch["tokens"][i].numpy() for i in indices] or [torch.zeros(2, dtype=torch.long).numpy()]
+        lengths = [int(batch["response_lengths"][i]) for i in indices] or [1]
+        groups = [int(batch["group_indices"][i]) for i in indices] or [0]
+        layout = self._layout(tokens, lengths, groups)
+        segments = PackSegments.from_layout(layout, self.device, self.context_group)
+        index = layout.response_index
+        return MicroBatch(
+            indices=indices,
+            ids=to_device(layout.tokens, self.device)[None],
+            pack=Pack(positions=to_device(layout.positions, self.device), segments=segments),
+            scoring=replace(
+                scoring,
+                logit_index=to_device(layout.logit_index, self.device),
+                targets=to_device(layout.targets, self.device),
+                chunk_size=self.chunk_size,
+            ),
+            response_lengths=layout.response_lengths,
+            response_index=None if index is None else [torch.from_numpy(x) for x in index],
+        )
+
+    def _layout(self, tokens: list[Any], lengths: list[int], groups: list[int]) -> PackLayout:
+        if self.context_group is None:
+            return build_pack(tokens, lengths, groups, self.share_prompts, self.pad_to_multiple)
+        group = self.context_group
+        return build_context_pack(tokens, lengths, group.size(), group.rank(), self.pad_to_multiple)

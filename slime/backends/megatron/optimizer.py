@@ -1,0 +1,87 @@
+"""Megatron's (distributed) optimizer with its parameter scheduler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from slime.backends.lr_schedule import LrSchedule
+from slime.backends.megatron.config import optimizer_config
+
+
+class ScheduledOptimizer:
+    """One step is: gradients to the main parameters, their norm, clipping, update, learning rate of the next step."""
+
+    def __init__(self, args: Any, role: str, chunks: list[Any]) -> None:
+        schedule = LrSchedule.from_args(args, role)
+        self.chained = get_megatron_optimizer(optimizer_config(args, schedule.max_lr, schedule.min_lr), chunks)
+        self.clip_grad = args.clip_grad
+        self.steps = 0
+        given = args.megatron
+        self.scheduler = OptimizerParamScheduler(
+            self.chained,
+            init_lr=schedule.warmup_init,
+            max_lr=schedule.max_lr,
+            min_lr=schedule.min_lr,
+            lr_warmup_steps=schedule.warmup_steps,
+            lr_decay_steps=max(schedule.decay_steps, schedule.warmup_steps + 1),
+            lr_decay_style=schedule.style,
+            start_wd=_or(given.get("start_weight_decay"), args.weight_decay),
+            end_wd=_or(given.get("end_weight_decay"), args.weight_decay),
+            wd_incr_steps=schedule.decay_steps,
+            wd_incr_style=given.get("weight_decay_incr_style") or "constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=False,
+            wsd_decay_steps=schedule.wsd_decay_steps,
+            lr_wsd_decay_style=schedule.wsd_style,
+        )
+
+    @property
+    def lr(self) -> float:
+        """Of the next step."""
+        return float(next((group["lr"] for group in self.chained.param_groups), 0.0))
+
+    @torch.no_grad()
+    def grad_norm(self) -> float:
+        """Of the gradients of all ranks; after it they are ready for :meth:`step`."""
+        self.chained.prepare_grads()
+        return float(self.chained.get_grad_norm())
+
+    @torch.no_grad()
+    def step(self, norm: float) -> float:
+        """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
+        used = self.lr
+        if self.clip_grad > 0:
+            for optimizer in self.chained.chained_optimizers:
+                if parameters := optimizer.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
+        self.chained.step_with_ready_grads()
+        self.steps += 1
+        self.scheduler.step(increment=1)
+        return used
+
+    def reset(self) -> None:
+        """Zero the moments (``--reset-optimizer-states``)."""
+        for state in self.states():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+
+    def states(self) -> list[dict[str, Any]]:
+        """The state of every main parameter on this rank."""
+        inner = [optimizer.optimizer for optimizer in self.chained.chained_optimizers]
+        return [state for optimizer in inner if optimizer is not None for state in optimizer.state.values()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What occupies memory beside the model: moments and main parameters."""
+        moments = [x for state in self.states() for x in state.values() if isinstance(x, torch.Tensor)]
+        mains = [p for group in self.chained.param_groups for p in group["params"]]
+        return [*moments, *(p.detach() for p in mains)]
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)

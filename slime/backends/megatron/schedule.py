@@ -1,0 +1,57 @@
+"""Run a pass over micro-batches with megatron-core's schedules: none, 1F1B, or interleaved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from slime.backends.megatron.inputs import MicroBatch
+from slime.backends.megatron.model import Scores
+
+OnScores = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
+"""On the last stage: the micro-batch's loss (scalar), and what to return of it."""
+
+
+def run_schedule(
+    chunks: list[Any], micros: list[MicroBatch], on_scores: OnScores, forward_only: bool
+) -> list[dict[str, Tensor]]:
+    """Forward, and backward unless ``forward_only``, of all micro-batches on this rank's model chunks.
+
+    Returns the second results of ``on_scores``, in order; nothing on stages before the last.
+    """
+    for chunk in chunks:
+        chunk.train(not forward_only)  # dropout is 0; recomputation and checks of Megatron depend on it
+    iterators = [iter(micros) for _ in chunks]
+    several = len(chunks) > 1
+    return get_forward_backward_func()(
+        forward_step_func=functools.partial(_forward, on_scores),
+        data_iterator=iterators if several else iterators[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=len(micros),
+        seq_length=max(micro.num_tokens for micro in micros),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _forward(on_scores: OnScores, iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
+    micro = next(iterator)
+    output = chunk(
+        input_ids=micro.ids,
+        position_ids=None,
+        attention_mask=None,
+        labels=micro.scoring,
+        packed_seq_params=micro.pack,
+    )
+    return output, functools.partial(_reduce, on_scores, micro)
+
+
+def _reduce(on_scores: OnScores, micro: MicroBatch, scores: Scores) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    loss, result = on_scores(micro, scores)
+    # Megatron counts tokens to divide by; losses are divided already.
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
