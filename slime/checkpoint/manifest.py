@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import xxhash
 
 _LIBRARIES = ("torch", "transformers", "numpy", "ray", "slime", "megatron-core", "sglang")
 # Where things lie and how much is shown may differ between a run and its continuation.
 WHERE_NOT_WHAT = frozenset(
     {"load", "save", "save_hf", "output_dir", "run_name", "ckpt_step", "override", "num_rollout", "sglang_router_ip",
-     "sglang_router_port", "threads_per_process"}
+     "sglang_router_port", "threads_per_process", "save_interval", "save_keep_last", "save_retain_interval",
+     "phase_timeout"}
 )  # fmt: skip
 
 
@@ -29,13 +28,13 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def args_digest(args: Mapping[str, Any], ignore: Iterable[str] = WHERE_NOT_WHAT) -> str:
-    """XXH3-128 of the settings that shape a run, in one canonical order.
+def settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What shapes a run, of all its settings by name, as JSON gives it back."""
+    kept = {name: value for name, value in values.items() if name not in WHERE_NOT_WHAT}
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
 
-    Args:
-        args: ``vars(args)``. Values that JSON does not know count by their ``str``.
-        ignore: names that may differ between a run and its continuation.
-    """
-    skip = set(ignore)
-    kept = {name: value for name, value in args.items() if name not in skip and not name.startswith("_")}
-    return xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True, default=str).encode())
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``name: old -> new`` for each of :func:`settings` that differs and that both sides know."""
+    return [f"{name}: {then[name]} -> {now[name]}" for name in then if name in now and then[name] != now[name]]

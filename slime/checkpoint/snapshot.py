@@ -77,7 +77,7 @@ def commit(temp: Path, manifest: Mapping[str, Any]) -> Path:
     """Make ``temp`` the snapshot ``iter_<rollout_id>`` and return its path.
 
     ``manifest`` holds at least ``rollout_id``; the caller adds attempt, versions, seeds, world size and
-    :func:`slime.checkpoint.manifest.args_digest`. The list of files with sizes and digests, the sequence
+    :func:`slime.checkpoint.manifest.settings`. The list of files with sizes and digests, the sequence
     number, library versions and the time are added here.
 
     Raises:
@@ -151,11 +151,16 @@ def clean_up(save_dir: Path) -> None:
                 sync_directory(save_dir)
 
 
-def prune(save_dir: Path, keep: int) -> list[Path]:
-    """Delete all but the ``keep`` snapshots that were committed last; returns what was deleted."""
+def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
+    """Delete all but the ``keep`` snapshots that were committed last; returns what was deleted.
+
+    Args:
+        every: the snapshot after each so many rollouts stays too.
+    """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least one snapshot must stay")
-    doomed = sorted(snapshots(save_dir), key=_sequence)[:-keep]
+    older = sorted(snapshots(save_dir), key=_sequence)[:-keep]
+    doomed = [snapshot for snapshot in older if not every or (snapshot.iteration + 1) % every]
     for snapshot in doomed:
         # The manifest goes first: from then on the folder counts as half-written.
         hidden = save_dir / f".{snapshot.path.name}.tmp-pruned-{secrets.token_hex(4)}"

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from slime.cluster.faults import Faults
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
+from slime.weights.audit import gap_alarm
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -34,7 +36,8 @@ class Run:
 
         self.args = args
         self.snapshot = self._find_snapshot()
-        self.dir = RunDir.create(args, resume=self.snapshot is not None)
+        self.resumes = self.snapshot is not None and not args.finetune
+        self.dir = RunDir.create(args, resume=self.resumes)
         self.display = Display(args, self.dir)
         self.stop = StopSignals()
         self.waiter = Waiter(self.stop, self._show)
@@ -50,6 +53,7 @@ class Run:
         self.num_rollout = 0
         self.attempt = 0
         self.updates = 0
+        self._checked_equal = False
         self.version = ""  # of the weights that the engines hold
         self.updated_after: int | None = None  # what ``trained`` was when they got them
         self.trained: int | None = None  # last rollout whose training is complete
@@ -128,13 +132,21 @@ class Run:
         return [group for group in (self.actor, self.critic) if group is not None]
 
     def _find_snapshot(self) -> Any:
-        """The snapshot to go on from, or None for a fresh start."""
+        """The snapshot to go on from (with ``--finetune``: to take the weights of), or None for a fresh start."""
         from slime.checkpoint.snapshot import latest
 
         return latest(Path(self.args.load), self.args.ckpt_step) if self.args.load else None
 
+    def _settings(self) -> dict[str, Any]:
+        from slime.checkpoint.manifest import settings
+        from slime.config.args_dump import to_dict
+
+        return settings(to_dict(self.args))
+
     def _restore(self) -> None:
-        if self.snapshot is not None:
+        from slime.checkpoint import manifest as manifest_of
+
+        if self.resumes:
             manifest = self.snapshot.manifest
             self.trained = self.saved = int(manifest["rollout_id"])
             self.attempt = int(manifest["attempt"]) + 1
@@ -142,6 +154,9 @@ class Run:
             self.manager_call([state], "the data source to be restored")
             self.first_rollout = self.trained + 1
             self.display.note(f"resumed from {self.snapshot.path}: going on with rollout {self.first_rollout}")
+            changed = manifest_of.changes(manifest.get("settings", {}), self._settings())
+            if changed:
+                self.display.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
         if self.args.start_rollout_id is not None:
             self.first_rollout = self.args.start_rollout_id
 
@@ -149,8 +164,8 @@ class Run:
         """On a resume: without the rows of steps that are made again, with that of the step that was saved."""
         from slime.observability.metrics import MetricsLogger, read_metrics
 
-        self.metrics_log = MetricsLogger(self.args, self.dir, self.first_rollout if self.snapshot else None)
-        if self.snapshot is None or not self.dir.metrics.exists():
+        self.metrics_log = MetricsLogger(self.args, self.dir, self.first_rollout if self.resumes else None)
+        if not self.resumes or not self.dir.metrics.exists():
             return
         logged = [row["rollout/step"] for row in read_metrics(self.dir.metrics) if "rollout/step" in row]
         if self.trained not in logged:  # killed between the snapshot and the end of the step
@@ -263,6 +278,8 @@ class Run:
                 result = self.actor.train(rollout_id, batch["refs"], values)
                 self.pending.update(result["metrics"])
                 self.pending.update({f"perf/{name}_time": s for name, s in result["timings"].items()})
+                if (alarm := gap_alarm(self.args, result["metrics"])) is not None:
+                    self.display.note(alarm)
             self._refresh_reference(rollout_id)
         self.trained = rollout_id
         self._log_memory("train")
@@ -313,7 +330,12 @@ class Run:
 
     def _send(self, urls: list[str]) -> dict[str, Any]:
         same_host = all(urlsplit(url).hostname == self.actor.host for url in urls)
-        return dict(self.actor.update_weights(urls, self.version, same_host))
+        send = partial(self.actor.update_weights, urls, self.version, same_host, self.faults.slots)
+        report = send()
+        if self.args.check_weight_update_equal and not self._checked_equal:
+            send(check_equal=True)  # once more: this time the engines hold these weights already
+            self._checked_equal = True
+        return dict(report)
 
     def heal(self, urls: list[str]) -> None:
         """Bring the version that the other engines hold to these, which were started again."""
@@ -368,7 +390,9 @@ class Run:
                 "weight_version": self.updates,
             }
             manifest |= {"world_size": self.placement.slots.train, "seed": self.args.seed, "metrics": self.pending}
-            snapshot.commit(temp, manifest)
+            snapshot.commit(temp, manifest | {"settings": self._settings()})
+            if self.args.save_keep_last:
+                snapshot.prune(Path(self.args.save), self.args.save_keep_last, self.args.save_retain_interval)
             if self.args.save_hf and self.actor is not None:
                 self.actor.save_hf(str(self.args.save_hf).format(rollout_id=rollout_id))
         self.saved = rollout_id

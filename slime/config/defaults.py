@@ -5,6 +5,7 @@ Everything here writes to ``args`` and explains choices that a user could miss i
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from slime.config.args import FLAGS, Args
 from slime.config.data_peek import first_row
 from slime.config.hf_config import is_hf_folder
 from slime.config.machine import Machine, installed, this_machine
+from slime.config.server_groups import ServerGroupError, read_server_groups, total_gpus
 
 SFT_LIKE = ("sft_loss", "custom_loss")
 DEFAULT_ROLLOUT_FUNCTION = FLAGS["rollout_function_path"].default
@@ -32,6 +34,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     _algorithm(args)
     _resources(args, machine, asynchronous)
     _evaluation(args)
+    _checkpoints(args)
     _run_folder(args)
     return problems
 
@@ -193,6 +196,10 @@ def _algorithm(args: Args) -> None:
 def _resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     _default_placement(args, machine, asynchronous)
     train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.rollout_num_gpus is None and args.sglang_config:
+        with contextlib.suppress(ServerGroupError, OSError):  # the checks tell what is wrong with it
+            groups = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
+            args.rollout_num_gpus = total_gpus(groups)
     if args.rollout_num_gpus is None:
         args.rollout_num_gpus = train if args.colocate else args.rollout_num_gpus_per_engine
     args.world_size = train
@@ -257,6 +264,13 @@ def _evaluation(args: Args) -> None:
         args.eval_interval = None  # type: ignore[assignment]
 
 
+def _checkpoints(args: Args) -> None:
+    if args.finetune:
+        args.no_load_optim = args.no_load_rng = True
+    if args.save_retain_interval and args.save_keep_last is None:
+        args.save_keep_last = 1
+
+
 def _run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime("%Y%m%d-%H%M%S")) -> None:
     if args.run_name is None:
         resumed = _resumed_run(args)
@@ -270,7 +284,7 @@ def _run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime("%Y%m
 
 def _resumed_run(args: Args) -> str | None:
     """Name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it goes on in its own folder."""
-    if args.load is None:
+    if args.load is None or args.finetune:
         return None
     load, outputs = Path(args.load).resolve(), Path(args.output_dir).resolve()
     inside = load.name == "checkpoints" and load.parent.parent == outputs and load.is_dir()

@@ -82,6 +82,28 @@ def test_snapshot_without_optimizer_and_for_the_wrong_role(llama: Path, tmp_path
         other.load(tmp_path / "nowhere")
 
 
+def test_parts_of_a_snapshot_may_be_left_aside(llama: Path, tmp_path: Path) -> None:
+    flags = dict(use_kl_loss=True, kl_loss_coef=0.1, ref_update_interval=1)
+    first = make_backend(make_args(llama, **flags))
+    fresh = weights_of(first)
+    train(first, 0)
+    first.copy_weights("actor", "ref")
+    first.save(tmp_path)
+    noise = torch.rand(4)
+    weights_only = {"finetune": True, "no_load_optim": True, "no_load_rng": True}
+    for left_out in ({"no_load_optim": True}, {"no_load_rng": True}, weights_only):
+        other = make_backend(make_args(llama, **flags, **left_out))
+        torch.manual_seed(99)
+        other.load(tmp_path)
+        assert torch.equal(torch.rand(4), noise) == ("no_load_rng" not in left_out)
+        moments = any(t.any() for t in other.optimizer.tensors().values())
+        assert moments == bool(other.optimizer.steps) == ("no_load_optim" not in left_out)
+        held = weights_of(first)
+        assert all(torch.equal(held[n], t) for n, t in other.named_weights())
+        reference = fresh if "finetune" in left_out else held
+        assert all(torch.equal(reference[n], t) for n, t in other.bank.tensors("ref").items() if n in reference)
+
+
 def test_critic_snapshot_holds_the_value_head(llama: Path, tmp_path: Path) -> None:
     args = make_args(llama, advantage_estimator="ppo")
     critic = make_backend(args, "critic")

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.checkpoint import snapshot
-from slime.checkpoint.manifest import args_digest
+from slime.checkpoint import manifest, snapshot
 from slime.checkpoint.snapshot import SnapshotError
 
 
@@ -109,6 +108,13 @@ def test_prune_keeps_what_was_committed_last(tmp_path: Path) -> None:
         snapshot.prune(tmp_path, keep=0)
 
 
+def test_prune_keeps_one_every_so_many(tmp_path: Path) -> None:
+    for rollout_id in range(1, 12, 2):
+        save(tmp_path, rollout_id, {"x": b"s"})
+    snapshot.prune(tmp_path, keep=1, every=4)
+    assert [s.iteration for s in snapshot.snapshots(tmp_path)] == [3, 7, 11]
+
+
 def test_the_data_state_is_readable_at_the_documented_path(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from slime.checkpoint.state_file import read_state, write_state
@@ -153,13 +159,13 @@ def test_a_manifest_that_was_edited_is_an_error(tmp_path: Path) -> None:
 
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.integers() | st.text() | st.none(), min_size=1))
 @settings(max_examples=50)
-def test_args_digest_depends_on_values_not_on_order(values: dict[str, object]) -> None:
-    turned = dict(reversed(list(values.items())))
-    assert args_digest(values, ignore=()) == args_digest(turned, ignore=())
+def test_changed_settings_are_named(values: dict[str, object]) -> None:
+    assert manifest.changes(manifest.settings(values), manifest.settings(dict(reversed(list(values.items()))))) == []
     name = next(iter(values))
-    if not name.startswith("_"):
-        assert args_digest({**values, name: object()}, ignore=()) != args_digest(values, ignore=())
-        assert args_digest({**values, name: object()}, ignore=(name,)) == args_digest(values, ignore=(name,))
+    now = manifest.settings({**values, name: "other than all", "save": "elsewhere"})
+    then = manifest.settings({**values, "save": "here"})
+    assert manifest.changes(then, now) == [f"{name}: {values[name]} -> other than all"] * (name in then)
+    assert manifest.changes(then, {}) == []
 
 
 WRITER = """

@@ -53,6 +53,9 @@ def save_training_state(backend: FsdpBackend, path: Path, with_optimizer: bool) 
 def load_training_state(backend: FsdpBackend, path: Path) -> None:
     """Read what :func:`save_training_state` wrote, whatever the number of ranks was.
 
+    ``--no-load-optim`` leaves optimizer and schedule at their start, ``--no-load-rng`` the random state, ``--finetune``
+    both and the copies that a run made of its weights.
+
     Raises:
         FileNotFoundError: there is no such state.
         ValueError: it belongs to the other role.
@@ -64,14 +67,17 @@ def load_training_state(backend: FsdpBackend, path: Path) -> None:
     meta = json.loads((path / META).read_text())
     if meta["role"] != backend.role:
         raise ValueError(f"{path} holds the state of the {meta['role']}, not of the {backend.role}")
-    for tag in meta["copies"]:
+    args = backend.args
+    copies = [] if args.finetune else meta["copies"]
+    for tag in copies:
         backend.bank.copy("actor", tag)  # makes room of the right shape
         backend.moving_copies.add(tag)
-    state = _state(backend, meta["copies"], meta["optimizer"])
+    state = _state(backend, copies, meta["optimizer"] and not args.no_load_optim)
     dcp.load(state, checkpoint_id=path / "dcp", no_dist=not dist.is_initialized())
-    backend.optimizer.steps = meta["steps"]
+    if not args.no_load_optim:
+        backend.optimizer.steps = meta["steps"]
     rng = path / f"rng_{backend.rank}.pt"
-    if rng.is_file():
+    if rng.is_file() and not args.no_load_rng:
         _set_rng_state(torch.load(rng, weights_only=True))
 
 
