@@ -1,0 +1,175 @@
+"""What the rollout loop itself costs, next to a bare load generator: milliseconds of CPU per sample.
+
+    python benchmarks/rollout_client.py                       # 512 samples of 1024 tokens, 256 at a time
+
+A server in a process of its own answers every request after ``--delay`` seconds with the same ``--new`` tokens and
+log-probs, as SGLang would. The bare generator sends the same bodies over the same kind of connection and throws the
+bytes away. What the loop adds (tokenising, decoding, samples, rewards, bookkeeping) is CPU time of the client: at
+``--rate`` output tokens/s of real engines it is this share of one core, and it only slows generation down as far as
+it keeps a finished request from being followed by the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    options = parse()
+    if options.serve:
+        serve(options)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        server = subprocess.Popen(command(options), stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().strip()
+            result = measure(options, url, Path(folder))
+        finally:
+            server.terminate()
+            server.wait(10)
+    show(options, result)
+    print(json.dumps(result))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=1024, help="tokens per answer")
+    parser.add_argument("--delay", type=float, default=4.0, help="seconds until an answer")
+    parser.add_argument("--rate", type=float, default=15660.0, help="output tokens/s of real engines to compare with")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def command(options: argparse.Namespace) -> list[str]:
+    return [sys.executable, __file__, "--serve", "--new", str(options.new), "--delay", str(options.delay)]
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Answer for ever; prints its URL first."""
+    from aiohttp import web
+
+    draw = random.Random(0)
+    scored = [[-3 * draw.random(), draw.randrange(4, 60), None] for _ in range(options.new)]
+    meta = {"output_token_logprobs": scored, "finish_reason": {"type": "length", "length": options.new}}
+    meta |= {"weight_version": "0.1", "prompt_tokens": options.prompt, "cached_tokens": 0}
+    meta |= {"completion_tokens": options.new, "id": "0" * 32, "e2e_latency": options.delay}
+    text = " ".join(f"w{token}" for _, token, _ in scored)
+    body = json.dumps({"text": text, "output_ids": [token for _, token, _ in scored], "meta_info": meta}).encode()
+
+    async def generate(request: web.Request) -> web.Response:
+        await request.read()
+        await asyncio.sleep(options.delay)
+        return web.Response(body=body, content_type="application/json")
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_post("/generate", generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+        print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+def measure(options: argparse.Namespace, url: str, folder: Path) -> dict[str, Any]:
+    """Bare, loop, bare, loop; the second of each counts (the first loads what is loaded once)."""
+    args, source = prepare(options, url, folder)
+    seconds: dict[str, tuple[float, float]] = {}
+    for rollout_id in range(2):
+        seconds["bare"] = timed(bare(options, url))
+        seconds["loop"] = timed(loop(args, rollout_id, source))
+    cpu = {name: 1e3 * used / options.samples for name, (_, used) in seconds.items()}
+    per_second = options.rate / options.new
+    return {
+        "samples": options.samples, "concurrency": options.concurrency, "new": options.new, "delay": options.delay,
+        "bare_wall_s": seconds["bare"][0], "loop_wall_s": seconds["loop"][0],
+        "bare_cpu_ms_per_sample": cpu["bare"], "loop_cpu_ms_per_sample": cpu["loop"],
+        "share_of_a_core_at_rate": 1e-3 * cpu["loop"] * per_second, "rate": options.rate,
+    }  # fmt: skip
+
+
+def timed(work: Any) -> tuple[float, float]:
+    """Seconds on the clock, and of this process's CPU."""
+    from slime.utils.async_utils import run
+
+    wall, cpu = time.perf_counter(), time.process_time()
+    run(work)
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+async def bare(options: argparse.Namespace, url: str) -> None:
+    import aiohttp
+
+    ids = [4 + i % 56 for i in range(options.prompt)]
+    body = json.dumps({"input_ids": ids, "sampling_params": {"max_new_tokens": options.new}, "return_logprob": True})
+    limit = asyncio.Semaphore(options.concurrency)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one() -> None:
+            async with limit, session.post(f"{url}/generate", data=body) as answer:
+                await answer.read()
+
+        await asyncio.gather(*(one() for _ in range(options.samples)))
+
+
+async def loop(args: Any, rollout_id: int, source: Any) -> None:
+    from slime.data.sample import flatten
+    from slime.rollout.sglang_rollout import generate_rollout_async
+
+    output = await generate_rollout_async(args, rollout_id, source)
+    assert sum(sample.response_length for sample in flatten(output.samples)) > 0
+
+
+def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, Any]:
+    """Arguments of a real run whose router is the server here, and its data source."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    from slime.config.parser import load_args
+    from slime.data.source import RolloutDataSourceWithBuffer
+    from slime.engines.http import init_http_client
+
+    inner = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="w0", eos_token="w1").save_pretrained(folder)
+    LlamaConfig(vocab_size=64).save_pretrained(folder)
+    words = " ".join(f"w{4 + i % 56}" for i in range(options.prompt))
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": words, "label": "1"}) + "\n")
+    args = load_args([
+        "--hf-checkpoint", str(folder), "--prompt-data", str(folder / "prompts.jsonl"), "--rm-type", "random",
+        "--rollout-batch-size", str(options.samples // 8), "--n-samples-per-prompt", "8", "--num-rollout", "2",
+        "--rollout-max-response-len", str(options.new), "--sglang-server-concurrency", str(options.concurrency),
+        "--rollout-num-gpus", "1", "--train-backend", "fsdp", "--rollout-backend", "embedded", "--no-deterministic",
+    ])  # fmt: skip
+    args.sglang_router_ip, port = url.removeprefix("http://").split(":")
+    args.sglang_router_port = int(port)
+    init_http_client(args)
+    return args, RolloutDataSourceWithBuffer(args)
+
+
+def show(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    print(f"{options.samples} samples of {options.new} tokens, {options.concurrency} at a time, {options.delay} s each")
+    for name in ("bare", "loop"):
+        wall, cpu = result[f"{name}_wall_s"], result[f"{name}_cpu_ms_per_sample"]
+        print(f"  {name:<5}{wall:8.2f} s on the clock {cpu:8.2f} ms of CPU per sample")
+    share = result["share_of_a_core_at_rate"]
+    print(f"  at {options.rate:.0f} output tokens/s the loop keeps {share:.1%} of one core busy")
+
+
+if __name__ == "__main__":
+    main()
