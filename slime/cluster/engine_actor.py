@@ -50,7 +50,8 @@ class EngineActor:
     def describe(self) -> dict[str, object]:
         """URL, process id and whether it lives."""
         process = self.process
-        return {"url": process.url, "pid": process.pid, "alive": process.alive(), "bootstrap": process.bootstrap_port}
+        facts = {"url": process.url, "pid": process.pid, "alive": process.alive()}
+        return {**facts, "bootstrap_port": process.bootstrap_port}
 
     def log_tail(self) -> str:
         return self.process.log_tail()

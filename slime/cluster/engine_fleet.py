@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from slime.cluster.wait import wait_for
+from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
+from slime.engines.router import Routers, Worker
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -51,16 +53,32 @@ class EngineHost(Protocol):
 class Engine:
     """One place for an engine. ``host`` is None for a server that is not ours to start."""
 
-    index: int
+    spec: EngineSpec
     host: EngineHost | None
     url: str = ""
+    bootstrap_port: int | None = None
     state: State = "starting"
     losses: list[float] = field(default_factory=list)  # when, time.monotonic()
     last_words: str = ""
 
     @property
+    def index(self) -> int:
+        return self.spec.index
+
+    @property
     def external(self) -> bool:
         return self.host is None
+
+    @property
+    def worker(self) -> Worker:
+        return Worker(self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port)
+
+    def wait_ready(self) -> None:
+        """Block until it answers; its address is new with every start."""
+        assert self.host is not None
+        self.url = self.host.wait_ready()
+        if self.spec.worker_type == "prefill":
+            self.bootstrap_port = self.host.describe()["bootstrap_port"]
 
 
 class EnginesLost(RuntimeError):
@@ -72,7 +90,7 @@ class EngineFleet:
 
     Args:
         launch: starts the server of one slot and returns at once.
-        count: engines of ours.
+        specs: of our engines.
         external: URLs of servers that run already.
     """
 
@@ -81,15 +99,18 @@ class EngineFleet:
         args: Args,
         log_dir: Path,
         launch: Callable[[int], EngineHost],
-        count: int,
+        specs: Sequence[EngineSpec],
         external: Sequence[str] = (),
     ) -> None:
         self.args, self.log_dir, self.launch = args, log_dir, launch
         self.tolerant = bool(args.use_fault_tolerance)
-        self.engines = [Engine(i, None) for i in range(count)]
-        self.engines += [Engine(count + i, None, url, "serving") for i, url in enumerate(external)]
+        count = len(specs)
+        self.engines = [Engine(spec, None) for spec in specs]
+        self.engines += [
+            Engine(EngineSpec(count + i, ""), None, url, state="serving") for i, url in enumerate(external)
+        ]
         self.count = count
-        self.router: Any = None
+        self.router: Routers | None = None
         self.fatal: str | None = None
         self.lost_count = self.restart_count = self.router_restart_count = 0
         self._lock = threading.RLock()
@@ -103,8 +124,12 @@ class EngineFleet:
             return [engine.url for engine in self.engines if engine.state in (states or ("serving", "unsynced"))]
 
     def status(self) -> dict[str, Any]:
-        """``fatal`` (why the run must end, or None) and URLs by state."""
-        return {"fatal": self.fatal, "serving": self.urls("serving"), "unsynced": self.urls("unsynced")}
+        """``fatal`` (why the run must end, or None); by state, URLs of the engines that get the trainer's weights."""
+        with self._lock:
+            updated = [engine for engine in self.engines if engine.spec.updates]
+            by_state = {state: [e.url for e in updated if e.state == state] for state in ("serving", "unsynced")}
+            slots = {engine.url: engine.spec.slot for engine in updated}
+        return {"fatal": self.fatal, "slots": slots, **by_state}
 
     def counts(self) -> dict[str, float]:
         """Since the last call: engines lost and started again, routers started again."""
@@ -141,24 +166,24 @@ class EngineFleet:
         for engine in own:
             engine.host = self.launch(engine.index)
         for done, engine in enumerate(own, start=1):
-            assert engine.host is not None
-            engine.url, engine.state = engine.host.wait_ready(), "serving"
+            engine.wait_ready()
+            engine.state = "serving"
             progress(done, self.count)
-        self._start_router()
-        return self.urls()
+        self._start_routers()
+        return list(self.status()["serving"])
 
-    def _start_router(self, port: int | None = None) -> None:
-        """Point ``args.sglang_router_ip/port`` at the router, or straight at the only engine."""
-        from slime.engines.router import start_router
+    def _workers(self) -> list[Worker]:
+        return [engine.worker for engine in self.engines if engine.state == "serving"]
 
-        serving = self.urls("serving")
-        if (self.args.sglang_router_ip and port is None) or not self.urls():
+    def _start_routers(self) -> None:
+        """Point ``args.sglang_router_ip/port`` at the first model's router, or straight at the only engine."""
+        workers = self._workers()
+        if not workers:
             return
-        url = self.urls()[0]
-        if len(self.engines) > 1 or self.args.use_router or self.tolerant:
-            host = urlsplit(url).hostname or "127.0.0.1"
-            log = self.log_dir / "router.log"
-            self.router = start_router(self.args, serving, host=host, port=port, log_path=log)
+        url = workers[0].url
+        if len(workers) > 1 or self.args.use_router or self.tolerant or self.args.sglang_router_ip:
+            self.router = Routers(self.args, self.log_dir)
+            self.router.start(workers)
             url = self.router.url
         address = urlsplit(url)
         self.args.sglang_router_ip = address.hostname or "127.0.0.1"
@@ -233,7 +258,7 @@ class EngineFleet:
         logger.warning("engine %d is started again", engine.index)
         try:
             engine.host = self.launch(engine.index)
-            url = engine.host.wait_ready()
+            engine.wait_ready()
         except Exception as error:  # whatever it was: the next look starts it again, a few times
             with self._lock:
                 engine.state = "lost"
@@ -245,10 +270,10 @@ class EngineFleet:
                 self._after_loss(engine, f"it could not be started again: {error}")
             return
         with self._lock:
-            engine.url, engine.state = url, "unsynced"
-        logger.warning("engine %d is up again at %s and waits for weights", engine.index, url)
-        if self.args.debug_rollout_only:  # nobody trains: the checkpoint's weights are the current ones
-            self.synced([url])
+            engine.state = "unsynced"
+        logger.warning("engine %d is up again at %s and waits for weights", engine.index, engine.url)
+        if self.args.debug_rollout_only or not engine.spec.updates:  # the checkpoint's weights are the current ones
+            self.synced([engine.url])
 
     def readmit(self, url: str) -> None:
         """An external engine answers again: it gets the current weights and then requests."""
@@ -263,7 +288,7 @@ class EngineFleet:
         for engine in self.engines:
             if engine.url in urls and engine.state == "unsynced":
                 if self.router is not None:
-                    self.router.add_worker(engine.url)
+                    self.router.add_worker(engine.worker)
                 with self._lock:
                     engine.state = "serving"
                 logger.warning("engine %d (%s) serves", engine.index, engine.url)
@@ -277,18 +302,18 @@ class EngineFleet:
     # --- the router --------------------------------------------------------------------------
 
     def check_router(self) -> None:
-        """Start the router again where it ended."""
-        if self.router is None or self.router.alive() or self.fatal is not None:
+        """Start routers that ended again."""
+        if self.router is None or self.fatal is not None:
             return
-        words = f"the router (pid {self.router.pid}) ended with {self.router.child.returncode}:"
-        logger.error("%s\n%s", words, self.router.log_tail())
-        if not self.tolerant:
-            self.fatal = f"{words}\n{self.router.log_tail()}\n--use-fault-tolerance starts it again"
-            return
-        with self._lock:
-            self.router_restart_count += 1
-            self._start_router(self.args.sglang_router_port)
-        logger.warning("the router serves again at %s", self.router.url)
+        for model, words in self.router.dead():
+            logger.error("%s", words)
+            if not self.tolerant:
+                self.fatal = f"{words}\n--use-fault-tolerance starts it again"
+                return
+            with self._lock:
+                self.router_restart_count += 1
+                self.router.restart(model, self._workers())
+            logger.warning("the router serves again at %s", self.router.by_model[model].url)
 
 
 def _ask(host: EngineHost) -> dict[str, Any]:

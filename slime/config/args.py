@@ -55,6 +55,7 @@ class Args(
     # Not flags: derived by defaults.py, or facts about the command line.
     use_critic: bool = False
     world_size: int = 1  # training processes
+    sglang_model_routers: dict[str, tuple[str | None, int | None]] = dataclasses.field(default_factory=dict)
     sglang: dict[str, Any] = dataclasses.field(default_factory=dict)
     router: dict[str, Any] = dataclasses.field(default_factory=dict)
     megatron: dict[str, Any] = dataclasses.field(default_factory=dict)

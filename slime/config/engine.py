@@ -34,12 +34,21 @@ class EngineConfig:
     )
     sglang_server_concurrency: int = flag(512, help="requests in flight per engine", reader="slime/rollout")
     rollout_external_engine_addrs: list[str] | None = flag(
-        None, help="host:port of servers that run already", status="planned"
+        None,
+        help="host:port of servers that run already: they get weights and requests, and are never stopped",
+        reader="slime/cluster/rollout_manager.py",
     )
     sglang_config: str = flag(
-        None, kind="path", help="YAML of several models or prefill/decode groups", status="planned"
+        None,
+        kind="path",
+        help="YAML of several models, or of groups of servers that prefill and decode",
+        reader="slime/config/server_groups.py",
     )
-    prefill_num_servers: int = flag(None, help="servers that only prefill", status="planned")
+    prefill_num_servers: int = flag(
+        None, help="so many of the SGLang servers only prefill, the others decode", reader="slime/engines/plan.py"
+    )
     logprob_gap_threshold: float = flag(
-        None, help="alarm when trainer and engine log-probs differ by more; default: by dtype", status="planned"
+        None,
+        help="warn when trainer and engine log-probs differ by more in a step's mean; default: by dtype",
+        reader="slime/weights/audit.py",
     )

@@ -197,9 +197,10 @@ def command_line(family: Family, given: Mapping[str, Any], version: str | None =
         spelling.setdefault(entry["dest"], option)
     words: list[str] = []
     for name, value in given.items():
-        option = spelling[name]
+        option = spelling.get(name) or "--" + name.replace("_", "-")  # one without a table: its owner says what it is
         if isinstance(value, bool):
-            is_default = value == bool(table[option].get("default", table[option]["kind"] == "negative"))
+            entry = table.get(option, {"kind": "switch"})
+            is_default = value == bool(entry.get("default", entry["kind"] == "negative"))
             words += [] if is_default else [option]
         elif isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]

@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
 WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
+DEFAULT_MODEL = "default"  # the only one, without --sglang-config
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
@@ -91,7 +92,7 @@ def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, pref
     groups = [ServerGroup("decode" if prefill else "regular", num_gpus - prefill, num_gpus_per_engine)]
     if prefill:
         groups.insert(0, ServerGroup("prefill", prefill, num_gpus_per_engine))
-    return [ServedModel("default", model_path, True, tuple(groups))]
+    return [ServedModel(DEFAULT_MODEL, model_path, True, tuple(groups))]
 
 
 def total_gpus(models: list[ServedModel]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime.config.args import Args
 from slime.config.machine import Machine, installed
+from slime.config.server_groups import ServerGroupError, read_server_groups, total_gpus
 
 EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglang")}
 
@@ -13,7 +14,8 @@ def check_placement(args: Args) -> list[str]:
     problems = []
     per_engine = args.rollout_num_gpus_per_engine
     external = bool(args.rollout_external_engine_addrs)
-    if not args.debug_train_only and not external:
+    problems += _server_groups(args)
+    if not args.debug_train_only and not external and not args.sglang_config:
         if args.rollout_num_gpus == 0:
             problems.append(
                 "--rollout-num-gpus 0 leaves no engine: give at least 1, or --rollout-external-engine-addrs"
@@ -33,9 +35,45 @@ def check_placement(args: Args) -> list[str]:
     return problems
 
 
+def _server_groups(args: Args) -> list[str]:
+    """``--sglang-config`` and ``--prefill-num-servers``: SGLang only, one or the other, and as many GPUs as asked."""
+    problems = []
+    given = [name for name in ("sglang_config", "prefill_num_servers") if getattr(args, name)]
+    options = ["--" + name.replace("_", "-") for name in given]
+    if given and args.rollout_backend != "sglang":
+        problems.append(f"{options[0]} is for SGLang: use --rollout-backend sglang")
+    if given and args.rollout_external_engine_addrs:
+        problems.append(f"{options[0]} says what slime starts, --rollout-external-engine-addrs that it starts nothing")
+    if len(given) == 2:
+        problems.append(f"{options[1]} and {options[0]}: write the prefill group into the file")
+    if args.sglang_config:
+        problems += _config_file(args)
+    elif args.prefill_num_servers:
+        servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
+        if not 0 < args.prefill_num_servers < servers:
+            problems.append(
+                f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers in all: both kinds are needed"
+            )
+    return problems
+
+
+def _config_file(args: Args) -> list[str]:
+    where = f"--sglang-config {args.sglang_config}"
+    try:
+        models = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
+    except (ServerGroupError, OSError) as error:
+        return [f"{where}: {error}"]
+    total = total_gpus(models)
+    if total != args.rollout_num_gpus:
+        return [f"{where}: its groups have {total} GPUs, --rollout-num-gpus is {args.rollout_num_gpus}"]
+    return []
+
+
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Rules about this machine; a cluster that Ray reaches is asked when it is joined."""
     problems = _absent_packages(args)
+    if args.record_memory_history and not machine.cuda:
+        problems.append("--record-memory-history records CUDA allocations, and there is no CUDA here: leave it out")
     if args.train_dtype == "float32" and machine.cuda:
         args.notices.append("--train-dtype float32 on a GPU is for comparisons; bfloat16 is several times faster")
     if machine.in_cluster:
@@ -47,6 +85,8 @@ def _absent_packages(args: Args) -> list[str]:
     problems = []
     for option, value in (("--train-backend", args.train_backend), ("--rollout-backend", args.rollout_backend)):
         module, extra = EXTRAS.get(value, ("", ""))
+        if value == "sglang" and args.rollout_external_engine_addrs:
+            continue  # it runs elsewhere
         if module and not installed(module):
             problems.append(f"{option} {value}: {value} is not installed; pip install 'slime[{extra}]'")
     if args.use_wandb and not installed("wandb"):

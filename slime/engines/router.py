@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from slime.config.server_groups import DEFAULT_MODEL, WorkerType
 from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, free_port
 
 if TYPE_CHECKING:
@@ -30,22 +34,48 @@ FORCED = ("--disable-circuit-breaker", "--disable-health-check")
 """slime watches the engines itself; a router that benches one for good would get in its way."""
 
 
-class RouterProcess(ServerProcess):
-    """A running router; workers come and go through its own HTTP interface."""
+@dataclass(frozen=True)
+class Worker:
+    """An engine as a router sees it.
+
+    Attributes:
+        model: the served model, and so the router that it stands behind.
+        bootstrap_port: of a prefill server.
+    """
+
+    url: str
+    model: str = DEFAULT_MODEL
+    worker_type: WorkerType = "regular"
+    bootstrap_port: int | None = None
+
+
+class Router:
+    """A router that runs somewhere; workers come and go through its own HTTP interface."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def workers(self) -> list[dict[str, Any]]:
         """What the router knows: ``id``, ``url``, ``is_healthy``, … per worker."""
         return list(_call("GET", f"{self.url}/workers")["workers"])
 
-    def add_worker(self, url: str, deadline: float = WORKER_SECONDS) -> None:
+    def add_worker(self, worker: Worker | str, deadline: float = WORKER_SECONDS) -> None:
         """Register an engine that is up; returns when the router routes to it (the call itself is asynchronous).
 
         Raises:
             ServerFailed: it did not within ``deadline`` seconds.
         """
-        _call("POST", f"{self.url}/workers", {"url": url})
+        worker = Worker(worker) if isinstance(worker, str) else worker
+        body: dict[str, Any] = {"url": worker.url}
+        if worker.worker_type != "regular":
+            body["worker_type"] = worker.worker_type
+        if worker.bootstrap_port is not None:
+            body["bootstrap_port"] = worker.bootstrap_port
+        _call("POST", f"{self.url}/workers", body)
         self._wait(
-            lambda: any(w["url"] == url and w.get("is_healthy", True) for w in self.workers()), f"take {url}", deadline
+            lambda: any(w["url"] == worker.url and w.get("is_healthy", True) for w in self.workers()),
+            f"take {worker.url}",
+            deadline,
         )
 
     def remove_worker(self, url: str, deadline: float = WORKER_SECONDS) -> None:
@@ -55,18 +85,33 @@ class RouterProcess(ServerProcess):
                 _call("DELETE", f"{self.url}/workers/{worker['id']}")
         self._wait(lambda: all(worker["url"] != url for worker in self.workers()), f"forget {url}", deadline)
 
-    def _wait(self, done: Any, what: str, deadline: float) -> None:
+    def _wait(self, done: Callable[[], bool], what: str, deadline: float) -> None:
         start = time.monotonic()
         while not done():
-            if not self.alive() or time.monotonic() - start > deadline:
-                state = "alive" if self.alive() else "dead"
-                raise ServerFailed(f"the router ({state}) did not {what} within {deadline:.0f} s:\n{self.log_tail()}")
+            if time.monotonic() - start > deadline or not self._lives():
+                raise ServerFailed(f"the router at {self.url} did not {what} within {deadline:.0f} s{self._words()}")
             time.sleep(POLL_SECONDS)
+
+    def _lives(self) -> bool:
+        return True
+
+    def _words(self) -> str:
+        return ""
+
+
+class RouterProcess(ServerProcess, Router):
+    """A router of ours."""
+
+    def _lives(self) -> bool:
+        return self.alive()
+
+    def _words(self) -> str:
+        return f" ({'alive' if self.alive() else 'dead'}):\n{self.log_tail()}"
 
 
 def start_router(
     args: Args,
-    worker_urls: Sequence[str],
+    workers: Sequence[Worker | str],
     host: str = "127.0.0.1",
     port: int | None = None,
     log_path: str | Path | None = None,
@@ -74,7 +119,8 @@ def start_router(
     """Start a router, wait for it, and register the workers, which must be up.
 
     ``args.router`` holds the ``--router-…`` options as given; they win over :data:`DEFAULTS`. The router ends
-    when the calling process does, also when that is killed.
+    when the calling process does, also when that is killed. Where a worker only prefills, it pairs prefill and
+    decode servers.
 
     Raises:
         ServerFailed: it did not come up, or did not take a worker.
@@ -85,15 +131,86 @@ def start_router(
     command += ["--prometheus-host", host, "--prometheus-port", str(free_port(host)), *FORCED]
     command += ["--request-timeout-secs", str(getattr(args, "sglang_router_request_timeout_secs", None) or 14400)]
     command += router_options({**DEFAULTS, **(getattr(args, "router", None) or {})})
+    if any(isinstance(worker, Worker) and worker.worker_type != "regular" for worker in workers):
+        command.append("--pd-disaggregation")
     router = RouterProcess("sglang-router", command, f"http://{host}:{port}", log_path, {})
     try:
         router._wait(lambda: _up(router.url), "come up", READY_SECONDS)
-        for url in worker_urls:
-            router.add_worker(url)
+        for worker in workers:
+            router.add_worker(worker)
     except BaseException:
         router.stop()
         raise
     return router
+
+
+class Routers:
+    """The routers of a run: one per served model, started where there are none yet.
+
+    Attributes:
+        by_model: in the order of the models; the first one's address is ``args.sglang_router_ip/port``.
+    """
+
+    def __init__(self, args: Args, log_dir: Path) -> None:
+        self.args, self.log_dir = args, log_dir
+        self.by_model: dict[str, Router] = {}
+        self._added: list[Worker] = []
+
+    def start(self, workers: Sequence[Worker]) -> None:
+        """A router for each model of ``workers``; the first model's is ``--sglang-router-ip/port`` where given."""
+        for model in dict.fromkeys(worker.model for worker in workers):
+            own = [worker for worker in workers if worker.model == model]
+            if self.args.sglang_router_ip and not self.by_model:
+                self.by_model[model] = Router(f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}")
+                for worker in own:
+                    self.add_worker(worker)
+            else:
+                self.by_model[model] = self._start(model, own)
+        self.args.sglang_model_routers = {
+            model: (urlsplit(router.url).hostname, urlsplit(router.url).port) for model, router in self.by_model.items()
+        }
+
+    @property
+    def url(self) -> str:
+        """Of the first model's router."""
+        return next(iter(self.by_model.values())).url
+
+    def add_worker(self, worker: Worker) -> None:
+        router = self.by_model[worker.model]
+        router.add_worker(worker)
+        if not isinstance(router, RouterProcess):
+            self._added.append(worker)
+
+    def remove_worker(self, url: str) -> None:
+        for router in self.by_model.values():
+            router.remove_worker(url)
+
+    def dead(self) -> list[tuple[str, str]]:
+        """Model and last words of our routers that ended."""
+        return [
+            (model, f"the router (pid {router.pid}) ended with {router.child.returncode}:\n{router.log_tail()}")
+            for model, router in self.by_model.items()
+            if isinstance(router, RouterProcess) and not router.alive()
+        ]
+
+    def restart(self, model: str, workers: Sequence[Worker]) -> None:
+        """Start a router that ended again, at its address."""
+        port = urlsplit(self.by_model[model].url).port
+        self.by_model[model] = self._start(model, [worker for worker in workers if worker.model == model], port)
+
+    def stop(self) -> None:
+        """End our routers; take our engines out of one that is not ours."""
+        for router in self.by_model.values():
+            if isinstance(router, RouterProcess):
+                router.stop()
+        for worker in self._added:
+            with contextlib.suppress(ServerFailed, OSError):
+                self.by_model[worker.model].remove_worker(worker.url)
+
+    def _start(self, model: str, workers: Sequence[Worker], port: int | None = None) -> RouterProcess:
+        host = urlsplit(workers[0].url).hostname or "127.0.0.1" if workers else urlsplit(self.url).hostname or ""
+        name = "router.log" if model == DEFAULT_MODEL else f"router-{model}.log"
+        return start_router(self.args, workers, host, port, self.log_dir / name)
 
 
 def router_options(options: dict[str, Any]) -> list[str]:

@@ -98,12 +98,23 @@ class GenerateState:
 
 
 def concurrency(args: Any) -> int:
-    """Requests in flight over all engines."""
-    gpus, per_engine = (
-        getattr(args, "rollout_num_gpus", None) or 1,
-        getattr(args, "rollout_num_gpus_per_engine", None) or 1,
-    )
-    return max(1, (getattr(args, "sglang_server_concurrency", None) or 512) * max(1, gpus // per_engine))
+    """Requests in flight over all engines that answer for the trained model."""
+    return max(1, (getattr(args, "sglang_server_concurrency", None) or 512) * engine_count(args))
+
+
+def engine_count(args: Any) -> int:
+    """Engines behind the first router that decode."""
+    from slime.engines.plan import plan_engines
+
+    external = getattr(args, "rollout_external_engine_addrs", None)
+    if external:
+        return len(external)
+    if getattr(args, "sglang_config", None):
+        specs = plan_engines(args)
+        return sum(spec.model == specs[0].model and spec.worker_type != "prefill" for spec in specs)
+    gpus = getattr(args, "rollout_num_gpus", None) or 1
+    per_engine = getattr(args, "rollout_num_gpus_per_engine", None) or 1
+    return max(1, gpus // per_engine - (getattr(args, "prefill_num_servers", None) or 0))
 
 
 def _reference(args: Any) -> Any:

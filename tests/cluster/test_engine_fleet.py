@@ -18,7 +18,9 @@ import pytest
 from slime.cluster.engine_fleet import MOST_LOSSES, EngineFleet
 from slime.cluster.health import HealthMonitor, answers
 from slime.engines.http import close_session, post
+from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess, ServerFailed, start_embedded_engine
+from slime.engines.router import Worker
 from slime.utils.async_utils import run
 
 
@@ -58,8 +60,8 @@ class FakeRouter:
     def alive(self) -> bool:
         return True
 
-    def add_worker(self, url: str) -> None:
-        self.known.append(url)
+    def add_worker(self, worker: Worker) -> None:
+        self.known.append(worker.url)
 
     def remove_worker(self, url: str) -> None:
         self.known.remove(url)
@@ -72,14 +74,19 @@ def fleet_args(tolerant: bool = True, **more: Any) -> Any:
     return SimpleNamespace(**names, use_router=False, debug_rollout_only=False, router={}, **more)
 
 
+def specs(count: int) -> list[EngineSpec]:
+    return [EngineSpec(index, "model") for index in range(count)]
+
+
 class Started:
     """A fleet of fake hosts that serves."""
 
     def __init__(self, tmp_path: Path, tolerant: bool = True, count: int = 2, external: tuple[str, ...] = ()) -> None:
         self.hosts: list[FakeHost] = []
         self.fails = False
-        self.fleet = EngineFleet(fleet_args(tolerant), tmp_path, self.launch, count, external)
+        self.fleet = EngineFleet(fleet_args(tolerant), tmp_path, self.launch, specs(count), external)
         self.fleet.router = FakeRouter()
+        self.fleet._start_routers = lambda: None
         self.fleet.start(lambda done, total: None)
         self.fleet.router.known = self.fleet.urls()
 
@@ -96,7 +103,10 @@ def test_a_lost_engine_serves_again_only_after_it_was_synced(tmp_path: Path) -> 
     assert first.killed == 1 and fleet.router.known == [second.url] and fleet.urls() == [second.url]
     fleet.restart_lost()
     assert sorted(fleet.settled(10)) == [second.url, started.hosts[2].url]
-    assert fleet.status() == {"fatal": None, "serving": [second.url], "unsynced": [started.hosts[2].url]}
+    slots = {second.url: 0, started.hosts[2].url: 0}
+    assert fleet.status() == {
+        "fatal": None, "slots": slots, "serving": [second.url], "unsynced": [started.hosts[2].url]
+    }  # fmt: skip
     assert fleet.router.known == [second.url], "not before it holds the weights"
     fleet.synced([second.url, started.hosts[2].url])
     assert fleet.router.known == [second.url, started.hosts[2].url]
@@ -296,7 +306,7 @@ def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Engin
             port = int(processes[-1].url.rsplit(":", 1)[1])
             return LocalHost(processes[-1], Proxy(port) if behind_proxy else None)
 
-        fleet = EngineFleet(args, tmp_path, launch, count)
+        fleet = EngineFleet(args, tmp_path, launch, specs(count))
         fleet.start(lambda done, total: None)
         monitor = HealthMonitor(fleet, interval, timeout=2.0, first_wait=0.0)
         monitor.start()
@@ -352,11 +362,11 @@ def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(real_fl
     assert run(ask_and_strike(fleet.router.url, strike)) == quiet
     assert not process.alive(), "also one that is stopped or cut off is ended"
     wait_until(lambda: bool(fleet.urls("unsynced")))
-    assert [worker["url"] for worker in fleet.router.workers()] == [fleet.engines[1].url]
+    assert [worker["url"] for worker in fleet.router.by_model["default"].workers()] == [fleet.engines[1].url]
     (fresh,) = fleet.urls("unsynced")
     assert fresh != url
     fleet.synced([fresh])
-    assert {worker["url"] for worker in fleet.router.workers()} == {fresh, fleet.engines[1].url}
+    assert {worker["url"] for worker in fleet.router.by_model["default"].workers()} == {fresh, fleet.engines[1].url}
     assert fleet.counts()["rollout/engine_lost_count"] == 1
     assert monitor.missed == {}
 
@@ -367,6 +377,6 @@ def test_a_router_that_is_killed_is_started_again_on_its_port(real_fleet: Any) -
     fleet, _ = real_fleet(1)
     url = fleet.router.url
     quiet = run(ask_and_strike(url, lambda: None, count=4))
-    again = run(ask_and_strike(url, lambda: os.kill(fleet.router.pid, signal.SIGKILL), count=4))
+    again = run(ask_and_strike(url, lambda: os.kill(fleet.router.by_model["default"].pid, signal.SIGKILL), count=4))
     assert again == quiet and fleet.router.url == url
     assert fleet.counts()["rollout/router_restart_count"] == 1

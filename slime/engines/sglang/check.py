@@ -1,0 +1,130 @@
+"""Ask the installed SGLang and router, in a process of its own, whether they know what they will be given.
+
+Parsing needs neither of them (``slime.config.passthrough`` reads generated tables), so a release without a table,
+a value that this release does not take, or a group's overrides are only known here. It is told before any engine
+is started, all at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.engines.plan import EngineSpec
+
+CHECK_SECONDS = 180.0
+_MARK = "@@slime "
+
+
+class UnknownOptions(RuntimeError):
+    """SGLang or the router will not take what it would be given; one line per option."""
+
+
+def check_launch(args: Args, specs: Sequence[EngineSpec]) -> None:
+    """Check the command lines of all servers and of the router against what is installed here.
+
+    Raises:
+        UnknownOptions: with suggestions.
+    """
+    from slime.engines.router import DEFAULTS, router_options
+    from slime.engines.sglang.options import ServerPlace, runs_on_cpu, server_words
+
+    lines: dict[str, list[str]] = {}
+    if args.rollout_backend == "sglang":
+        for spec in specs:
+            words = server_words(args, spec, ServerPlace("127.0.0.1", 1))
+            lines.setdefault(json.dumps(spec.options, sort_keys=True), words)
+    router = router_options({**DEFAULTS, **args.router}) if args.router else []
+    if not lines and not router:
+        return
+    cpu = bool(specs) and runs_on_cpu(args, specs[0])
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"} if cpu else dict(os.environ)
+    command = [sys.executable, "-m", "slime.engines.sglang.check"]
+    asked = json.dumps({"sglang": list(lines.values()), "router": [router] if router else []})
+    try:
+        answer = subprocess.run(
+            command, input=asked, capture_output=True, text=True, timeout=CHECK_SECONDS, env=env, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UnknownOptions(f"SGLang did not say within {CHECK_SECONDS:.0f} s which options it has") from None
+    said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
+    if said is None:
+        tail = answer.stderr.strip()[-2000:]
+        raise UnknownOptions(f"the installed SGLang could not be asked for its options ({answer.returncode}):\n{tail}")
+    problems = list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
+    if problems:
+        raise UnknownOptions("\n".join(problems))
+
+
+class _Refused(Exception):
+    """argparse's own words."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _Refused(message)
+
+
+def problems_of(parser: argparse.ArgumentParser, words: Sequence[str], prefix: str, version: str) -> list[str]:
+    """What ``parser`` does not take of ``words``, as the user typed it (``--sglang-…``)."""
+    owner = {"sglang": "SGLang", "router": "sglang-router"}[prefix]
+    known = list(parser._option_string_actions)
+    problems = []
+    for word in words:
+        if word.startswith("--") and word not in known:
+            near = [f"--{prefix}-{name[2:]}" for name in difflib.get_close_matches(word, known, n=1)]
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(f"--{prefix}-{word[2:]}: the installed {owner} {version} has no such option{hint}")
+    if problems:
+        return problems
+    try:
+        parser.parse_args(list(words))
+    except _Refused as refused:
+        text = str(refused).replace("argument --", f"--{prefix}-")
+        return [f"{text} (says {owner} {version})"]
+    return []
+
+
+def main() -> None:
+    """Answer the question on stdin; run by :func:`check_launch`."""
+    asked: dict[str, Any] = json.load(sys.stdin)
+    problems: list[str] = []
+    if asked["sglang"]:
+        problems += _ask_sglang(asked["sglang"])
+    if asked["router"]:
+        from importlib.metadata import version
+
+        from sglang_router.router_args import RouterArgs
+
+        parser = _Parser(allow_abbrev=False)
+        RouterArgs.add_cli_args(parser, use_router_prefix=False)
+        problems += [
+            p for words in asked["router"] for p in problems_of(parser, words, "router", version("sglang-router"))
+        ]
+    print(_MARK + json.dumps(problems), flush=True)
+
+
+def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        from slime.engines.sglang.cpu_kernels import install
+
+        install()
+    from importlib.metadata import version
+
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Parser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    return [problem for words in lines for problem in problems_of(parser, words, "sglang", version("sglang"))]
+
+
+if __name__ == "__main__":
+    main()
