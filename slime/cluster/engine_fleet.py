@@ -228,9 +228,12 @@ class EngineFleet:
         if not engine.external and len(recent) >= MOST_LOSSES:
             engine.state = "given up"
             logger.error("%s, %d times in %.0f s: it is not started again", what, len(recent), LOSSES_SECONDS)
-        hopeless = all(e.state == "given up" or (e.state == "lost" and e.external) for e in self.engines)
+        kind = (engine.spec.model, engine.spec.worker_type)
+        peers = [e for e in self.engines if (e.spec.model, e.spec.worker_type) == kind]
+        hopeless = all(e.state == "given up" or (e.state == "lost" and e.external) for e in peers)
         if hopeless and self.fatal is None:
-            self.fatal = f"no engine is left; the last one: {what}\n{engine.last_words}"
+            which = "" if len(peers) == len(self.engines) else f" ({engine.spec.worker_type}) of model {kind[0]}"
+            self.fatal = f"no engine{which} is left; the last one: {what}\n{engine.last_words}"
 
     def _forget(self, url: str) -> None:
         if self.router is None:

@@ -70,12 +70,12 @@ class FakeRouter:
 
 
 def fleet_args(tolerant: bool = True, **more: Any) -> Any:
-    names = {"use_fault_tolerance": tolerant, "sglang_router_ip": "127.0.0.1", "sglang_router_port": 1}
+    names = {"use_fault_tolerance": tolerant, "sglang_router_ip": None, "sglang_router_port": None}
     return SimpleNamespace(**names, use_router=False, debug_rollout_only=False, router={}, **more)
 
 
 def specs(count: int) -> list[EngineSpec]:
-    return [EngineSpec(index, "model") for index in range(count)]
+    return [EngineSpec(index, "model", slot=index) for index in range(count)]
 
 
 class Started:
@@ -155,6 +155,23 @@ def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
     fleet.lose(url, "cannot be reached")
     fleet.lose(started.hosts[0].url, "struck")
     assert fleet.fatal is None  # ours comes back
+
+
+def test_engines_with_weights_of_their_own_serve_as_soon_as_they_are_up(tmp_path: Path) -> None:
+    """A reference or reward model next to the trained one: nobody would ever send it weights."""
+    started = Started(tmp_path)
+    fleet, host = started.fleet, started.hosts[1]
+    fleet.engines[1].spec = EngineSpec(1, "judge", model="judge", updates=False)
+    fleet.lose(host.url, "struck")
+    fleet.restart_lost()
+    fleet.settled(10)
+    assert started.hosts[2].url in fleet.router.known and fleet.status()["unsynced"] == []
+    started.fails = True
+    while fleet.fatal is None:
+        fleet.lose(started.hosts[2].url, "struck")
+        fleet.restart_lost()
+        time.sleep(0.005)
+    assert "no engine (regular) of model judge is left" in fleet.fatal
 
 
 def test_nobody_is_looked_at_while_paused(tmp_path: Path) -> None:
@@ -297,7 +314,6 @@ def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Engin
             embedded_max_running_requests=16, embedded_max_total_tokens=16384, deterministic=True,
             threads_per_process=1, sglang_router_request_timeout_secs=120,
         )  # fmt: skip
-        args.sglang_router_ip = args.sglang_router_port = None
         args.router = {"policy": "round_robin"}
 
         def launch(index: int) -> LocalHost:

@@ -15,7 +15,8 @@ import pytest
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 SABOTAGE = '''
-"""A reward function, and a hook of the trainer, that each strike one engine once."""
+"""A generate function, and a hook of the trainer, that each strike one engine once."""
+import asyncio
 import os
 from pathlib import Path
 
@@ -50,9 +51,17 @@ def strike(url=None):
     os.kill(victims[0].pid, int(blow[1]))
 
 
-async def reward(args, sample, **kwargs):
-    if (HERE / "blow").exists() and (HERE / "blow").read_text().startswith("generate") and sample.group_index >= 5:
+async def generate(args, sample, sampling_params):
+    from slime.rollout.sglang_rollout import generate
+
+    request = asyncio.ensure_future(generate(args, sample, sampling_params))
+    if (HERE / "blow").read_text().startswith("generate") and sample.group_index >= 5:
+        await asyncio.sleep(0.05)
         strike()
+    return await request
+
+
+async def reward(args, sample, **kwargs):
     return sum(c == sample.label for c in sample.response) + 0.01 * (len(sample.response) % 7)
 
 
@@ -60,7 +69,7 @@ def in_trainer(args, rollout_id, rollout_data):
     """Called in the trainer in each step: arm the next weight update."""
     from slime.engines import http_handle
 
-    if rollout_id < 1 or not (HERE / "blow").exists() or not (HERE / "blow").read_text().startswith("sync"):
+    if rollout_id < 1 or not (HERE / "blow").read_text().startswith("sync"):
         return
     push, pushed = http_handle.HttpEngineHandle.push, []
 
@@ -90,7 +99,8 @@ def sabotage(tmp_path: Path, tiny_model: Path, prompts: Path) -> Callable[..., l
         return [
             "--hf-checkpoint", tiny_model, "--prompt-data", prompts, "--apply-chat-template",
             "--custom-rm-path", f"{file}:reward", "--rollout-data-postprocess-path", f"{file}:in_trainer",
-            "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 8, "--lr", "1e-3",
+            "--custom-generate-function-path", f"{file}:generate", "--lr", "1e-3",
+            "--rollout-batch-size", 4, "--n-samples-per-prompt", 4, "--rollout-max-response-len", 64,
             "--train-backend", "fsdp", "--rollout-backend", "embedded", "--rollout-shuffle",
         ]  # fmt: skip
 
