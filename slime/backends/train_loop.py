@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from slime.backends.base import RankBatch
 from slime.backends.loss import needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
 from slime.config.hooks import load_function
 from slime.observability import progress
+from slime.observability.profiler import Profiler
 
+PASS_ABOVE = 0.5  # as in the metrics of rollouts
 PER_SAMPLE = ("rewards", "raw_reward", "truncated", "response_lengths", "total_lengths")
 PER_TOKEN = (
     "log_probs",
@@ -32,20 +34,24 @@ PER_TOKEN = (
 
 
 class PhaseTimer:
-    """Wall seconds per named phase."""
+    """Wall seconds per named phase, and a profile where one is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, profiler: Profiler | None = None) -> None:
         self.seconds: dict[str, float] = {}
+        self.profiler = profiler
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         progress.report(name.replace("_", " "))
         start = time.perf_counter()
-        yield
+        with self.profiler.phase(name) if self.profiler else nullcontext():
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def train_on_rollout(backend: Any, args: Any, batch: RankBatch) -> tuple[dict[str, float], dict[str, float]]:
+def train_on_rollout(
+    backend: Any, args: Any, batch: RankBatch, profiler: Profiler | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
     """Score, estimate advantages, and take every optimizer step of one rollout.
 
     The batch is completed in place: ``ref_log_probs``, ``log_probs`` (where the flags need them recomputed),
@@ -62,7 +68,7 @@ def train_on_rollout(backend: Any, args: Any, batch: RankBatch) -> tuple[dict[st
         ValueError: the batch lacks what the flags need; the message names both.
         NonFiniteError: the loss or gradient of a step is not finite.
     """
-    timer = PhaseTimer()
+    timer = PhaseTimer(profiler)
     critic = backend.role == "critic"
     if args.reset_optimizer_states:
         backend.reset_optimizer()
@@ -88,6 +94,8 @@ def train_on_rollout(backend: Any, args: Any, batch: RankBatch) -> tuple[dict[st
     metrics = {prefix + key: value for key, value in _mean_over_steps(results).items()}
     if not critic:
         metrics |= rollout_metrics(backend, batch)
+        if args.log_correct_samples:
+            metrics |= correct_sample_metrics(backend, batch)
         tokens = backend.reduce.total([float(sum(batch["total_lengths"]))])[0]
         metrics["perf/actor_train_tok_per_s"] = tokens / max(timer.seconds[name], 1e-9)
     return metrics, timer.seconds
@@ -141,17 +149,34 @@ def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
 
 def rollout_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
     """``rollout/<entry>``: the mean over all samples of all ranks; of a per-token entry, each sample's masked mean."""
+    return _means(backend, batch, (*PER_SAMPLE, *PER_TOKEN), [True] * len(batch["tokens"]), "rollout/")
+
+
+def correct_sample_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
+    """``rollout/correct-<entry>`` of the samples whose raw reward counts as a pass, and their share
+    (``--log-correct-samples``); no entries where none is correct."""
+    chosen = [float(reward) > PASS_ABOVE for reward in batch["raw_reward"]]
+    correct, count = backend.reduce.total([float(sum(chosen)), float(len(chosen))])
+    keys = ("response_lengths", "truncated", *PER_TOKEN)
+    means = _means(backend, batch, keys, chosen, "rollout/correct-")
+    return {"rollout/correct_ratio": correct / max(count, 1.0), **(means if correct else {})}
+
+
+def _means(
+    backend: Any, batch: RankBatch, keys: Sequence[str], chosen: Sequence[bool], prefix: str
+) -> dict[str, float]:
     names, numbers = [], []
-    for key in PER_SAMPLE:
-        if batch.get(key) is not None:
-            names.append(key)
-            numbers += [float(sum(float(x) for x in batch[key])), float(len(batch[key]))]
     masks = [torch.as_tensor(mask) for mask in batch["loss_masks"]]
-    for key in PER_TOKEN:
+    for key in keys:
         if batch.get(key) is None:
             continue
-        pairs = [(torch.as_tensor(x), mask) for x, mask in zip(batch[key], masks, strict=True) if bool(mask.any())]
+        entries = [(x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted]
+        if key in PER_SAMPLE:
+            values = [float(x) for x, _ in entries]
+        else:
+            tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
+            values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
         names.append(key)
-        numbers += [sum(float(x[mask != 0].double().mean()) for x, mask in pairs), float(len(pairs))]
+        numbers += [sum(values), float(len(values))]
     totals = backend.reduce.total(numbers)
-    return {f"rollout/{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}
+    return {f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +25,11 @@ class TrainActor:
 
     def __init__(self, args: Args, role: Role, rank: int, world_size: int, log_dir: str) -> None:
         from slime.cluster.logs import redirect_output
+        from slime.observability.profiler import Profiler
 
         redirect_output(Path(log_dir), f"train-{role}-{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
+        self.profiler = Profiler(args, Path(log_dir).parent / "traces", role, rank)
         self.backend: Any = None
         self.transport: Any = None
         self.probe: Probe | None = None
@@ -66,46 +68,63 @@ class TrainActor:
 
         from slime.backends.train_loop import train_on_rollout
         from slime.data.wire import to_rank_batch
+        from slime.observability.debug_data import save_train_batches
 
         batch = to_rank_batch(ray.get(batch_ref[0]))
         if values_ref is not None:
             batch["values"] = ray.get(values_ref[0])
-        metrics, timings = train_on_rollout(self.backend, self.args, batch)
+        with self.profiler.rollout(rollout_id):
+            metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler)
+        if self.args.save_debug_train_data and self.role == "actor":
+            save_train_batches(self.args, rollout_id, batch, self.backend)
         if self.args.offload_train:  # engines on the same accelerator get their weights next
             self.backend.clear_memory()
         values = [ray.put(batch["values"])] if self.role == "critic" else None
         return {"metrics": metrics, "timings": timings, "values": values}
 
-    def update_weights(self, engine_urls: Sequence[str], version: str, same_host: bool) -> dict[str, Any] | None:
-        """Send this group's weights to the engines; rank 0 returns the report as a dict.
+    def update_weights(
+        self,
+        engine_urls: Sequence[str],
+        version: str,
+        same_host: bool,
+        slots: Mapping[str, int],
+        check_equal: bool = False,
+    ) -> dict[str, Any] | None:
+        """Send this group's weights to the engines; ranks that have engines to serve return the report as a dict.
 
         Checksums are compared at once; the probe comes later (:meth:`check_probe`), since colocated
         engines have no cache to score with yet.
+
+        Args:
+            slots: engine URL to its first place, see :func:`engines_of_rank`.
+            check_equal: the engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
         import dataclasses
 
         from slime.observability import progress
         from slime.weights.sync import sync_weights
-        from slime.weights.transports import create_transport
+        from slime.weights.transports import create_transport, engines_of_rank
 
         progress.report("update weights")
-        sender = self.rank == 0
-        if sender and self.transport is None:
+        urls = engines_of_rank(self.args, engine_urls, slots, self.rank, self.world_size)
+        if urls and self.transport is None:
             self.transport = create_transport(self.args, colocated_host=same_host)
         if self.args.audit_weights:
             self.probe = self._score_probe()
         report = sync_weights(
             self.args,
             self.backend.named_weights(),
-            self._handles(engine_urls) if sender else [],
+            self._handles(urls),
             self.transport,
             version,
-            is_sender=sender,
+            is_sender=bool(urls),
+            check_equal=check_equal,
         )
         return dataclasses.asdict(report) if report is not None else None
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
-        """Let the engines score the probe; returns the largest difference. Raises ``WeightAuditError``."""
+        """Let the engines score the probe, and compare them with one another; returns the largest difference.
+        Raises ``WeightAuditError``."""
         from slime.utils.async_utils import run
         from slime.weights.audit import probe_engines
 
@@ -202,11 +221,21 @@ class TrainGroup:
         results = self._call(refs, f"to train on rollout {rollout_id}", self.args.phase_timeout, interruptible=False)
         return {**results[0], "values": [result["values"] for result in results]}
 
-    def update_weights(self, engine_urls: Sequence[str], version: str, same_host: bool) -> dict[str, Any]:
-        refs = [rank.update_weights.remote(list(engine_urls), version, same_host) for rank in self.ranks]
-        report = self._call(refs, f"to send weights {version}", self.args.phase_timeout)[0]
-        assert report is not None
-        return dict(report)
+    def update_weights(
+        self,
+        engine_urls: Sequence[str],
+        version: str,
+        same_host: bool,
+        slots: Mapping[str, int],
+        check_equal: bool = False,
+    ) -> dict[str, Any]:
+        """Returns the report: of several senders, who work at the same time, the longest times."""
+        arguments = (list(engine_urls), version, same_host, dict(slots), check_equal)
+        refs = [rank.update_weights.remote(*arguments) for rank in self.ranks]
+        results = self._call(refs, f"to send weights {version}", self.args.phase_timeout)
+        reports = [report for report in results if report is not None]
+        times = ("seconds", "pause_seconds", "audit_seconds")
+        return {**reports[0], **{name: max(report[name] for report in reports) for name in times}}
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
         """Largest difference between trainer and engines on a fixed sequence; rank 0 asks."""

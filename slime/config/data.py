@@ -8,6 +8,7 @@ from typing import Any
 from slime.config.flag import flag
 
 _READER = "slime/data"
+_NO_BUFFER = "there is no buffer server; write the exchange as --rollout-function-path or --data-source-path"
 
 
 @dataclass
@@ -64,9 +65,13 @@ class DataConfig:
     loss_mask_type: str = flag(
         "qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks", reader=_READER
     )
-    rollout_task_type: str = flag("math", help="task of an external rollout buffer", status="planned")
-    rollout_buffer_url: str = flag(None, help="external rollout buffer server", status="planned")
-    fetch_trajectory_retry_times: int = flag(-1, help="tries to fetch from the rollout buffer", status="planned")
+    rollout_task_type: str = flag(
+        "math", help="task of an external rollout buffer", status="refused", reason=_NO_BUFFER
+    )
+    rollout_buffer_url: str = flag(None, help="external rollout buffer server", status="refused", reason=_NO_BUFFER)
+    fetch_trajectory_retry_times: int = flag(
+        -1, help="tries to fetch from the rollout buffer", status="refused", reason=_NO_BUFFER
+    )
     min_batch_collection_ratio: float = flag(
         1.0, help="share of a batch to wait for", status="notice", reason="it has no reader"
     )

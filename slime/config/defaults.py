@@ -109,6 +109,12 @@ def _model(args: Args, machine: Machine) -> None:
 def _debug_modes(args: Args) -> None:
     if args.load_debug_rollout_data:
         args.debug_train_only = True
+    if args.load_forge_rollout_data and args.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
+        args.rollout_function_path = "slime.rollout.forge_load.generate_rollout"
+    if args.dump_details:
+        for name, folder in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
+            if getattr(args, name) is None:
+                setattr(args, name, str(Path(args.dump_details) / folder / "{rollout_id}.pt"))
     if args.debug_rollout_only:
         args.colocate = args.offload = False
         args.offload_train = args.offload_rollout = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from slime.config.flag import flag
 
 _METRICS = "slime/observability"
+_NO_SERVER = "there is no Megatron server; a teacher answers from SGLang (--opd-type sglang) or sits in the trainer"
 
 
 @dataclass
@@ -44,7 +45,11 @@ class ObservabilityConfig:
     wandb_always_use_train_step: bool = flag(False, help="x-axis in optimizer steps", reader=_METRICS)
     log_multi_turn: bool = flag(False, help="metrics of multi-turn samples", reader="slime/rollout")
     log_passrate: bool = flag(False, help="pass@k of the training groups", reader="slime/rollout")
-    log_correct_samples: bool = flag(False, help="metrics of the correct samples apart", status="planned")
+    log_correct_samples: bool = flag(
+        False,
+        help="means over the correct samples apart, as rollout/correct-<name>",
+        reader="slime/backends/train_loop.py",
+    )
     log_reward_category: str = flag(None, help="entry of a dict reward to count by", reader="slime/rollout")
 
 
@@ -68,18 +73,42 @@ class DebugConfig:
         help="template of dumps that slime.rollout.forge_load replays with engines alive",
         reader="slime/rollout/forge_load.py",
     )
-    save_debug_train_data: str = flag(None, help="template of a dump of each train batch", status="planned")
-    dump_details: str = flag(None, help="folder; sets both dumps and keeps the tokenizer", status="planned")
-    memory_snapshot_dir: str = flag(".", help="folder of memory snapshots", status="planned")
-    memory_snapshot_num_steps: int = flag(None, help="steps of a memory snapshot", status="planned")
-    record_memory_history: bool = flag(False, help="record CUDA allocations", status="planned")
-    memory_recorder: str = flag("torch", choices=("torch", "memray"), help="recorder of memory", status="planned")
-    use_pytorch_profiler: bool = flag(False, help="torch profiler", status="planned")
+    save_debug_train_data: str = flag(
+        None,
+        help="template of a dump of each rollout's train batches, with {rollout_id}",
+        reader="slime/cluster/train_group.py",
+    )
+    dump_details: str = flag(
+        None,
+        help="folder; sets both dumps to rollout_data/ and train_data/ in it and keeps the tokenizer",
+        reader="slime/config/defaults.py",
+    )
+    record_memory_history: bool = flag(
+        False, help="record CUDA allocations of the trainer's first rollouts", reader="slime/observability/profiler.py"
+    )
+    memory_snapshot_num_steps: int = flag(
+        None, help="rollouts that are recorded; default 1", reader="slime/observability/profiler.py"
+    )
+    memory_snapshot_dir: str = flag(
+        None, help="folder of the record; default: traces/ of the run", reader="slime/observability/profiler.py"
+    )
+    memory_recorder: str = flag(
+        "torch",
+        choices=("torch", "memray"),
+        help="recorder of memory",
+        limits={"memray": ("refused", "it records host memory: attach memray to the process in question")},
+        reader="slime/observability/profiler.py",
+    )
+    use_pytorch_profiler: bool = flag(
+        False, help="traces of the trainer by torch's profiler, in traces/", reader="slime/observability/profiler.py"
+    )
+    profile_step_start: int = flag(1, help="first rollout to profile", reader="slime/observability/profiler.py")
+    profile_step_end: int = flag(2, help="first rollout not to", reader="slime/observability/profiler.py")
     profile_target: list[str] = flag(
         ["train_overall"],
         choices=("train_overall", "train_actor", "train_log_probs"),
-        help="what is profiled",
-        status="planned",
+        help="what is profiled: all the trainer does, the optimizer's steps, the passes that score",
+        reader="slime/observability/profiler.py",
     )
     ci_test: bool = flag(
         False, help="assertions for CI", status="refused", reason="tests hold them here, the product carries none"
@@ -124,11 +153,17 @@ class MegatronExtrasConfig:
     megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
         None, help="MoE modules in FP8 DeepGEMM", status="refused", reason="there are no DeepGEMM kernels here"
     )
-    teacher_port: int = flag(7999, help="port of a Megatron teacher server", status="planned")
-    teacher_warmup_port: int = flag(7999, help="its warm-up port", status="planned")
-    teacher_warmup_timeout_s: int = flag(3000, help="its warm-up deadline", status="planned")
-    teacher_sample_reduction_chunk_size: int = flag(4096, help="its chunk of samples", status="planned")
-    teacher_label_reduction_chunk_size: int = flag(4096, help="its chunk of labels", status="planned")
-    megatron_server_max_length: int = flag(0, help="its longest sequence", status="planned")
-    megatron_server_update_timeout_s: int = flag(3600, help="its deadline of a weight update", status="planned")
-    megatron_server_warmup: bool = flag(True, kind="toggle", help="warm it up", status="planned")
+    teacher_port: int = flag(7999, help="port of a Megatron teacher server", status="refused", reason=_NO_SERVER)
+    teacher_warmup_port: int = flag(7999, help="its warm-up port", status="refused", reason=_NO_SERVER)
+    teacher_warmup_timeout_s: int = flag(3000, help="its warm-up deadline", status="refused", reason=_NO_SERVER)
+    teacher_sample_reduction_chunk_size: int = flag(
+        4096, help="its chunk of samples", status="refused", reason=_NO_SERVER
+    )
+    teacher_label_reduction_chunk_size: int = flag(
+        4096, help="its chunk of labels", status="refused", reason=_NO_SERVER
+    )
+    megatron_server_max_length: int = flag(0, help="its longest sequence", status="refused", reason=_NO_SERVER)
+    megatron_server_update_timeout_s: int = flag(
+        3600, help="its deadline of a weight update", status="refused", reason=_NO_SERVER
+    )
+    megatron_server_warmup: bool = flag(True, kind="toggle", help="warm it up", status="refused", reason=_NO_SERVER)

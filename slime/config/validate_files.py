@@ -103,11 +103,19 @@ def check_eval_files(args: Args) -> list[str]:
 
 
 def check_disk_sync(args: Args) -> list[str]:
+    problems = []
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
-        return [
+        problems.append(
             "--update-weight-transport disk needs --update-weight-disk-dir, a folder that trainer and engines share"
-        ]
-    return []
+        )
+    if args.update_weight_mode == "delta" and args.update_weight_transport != "disk":
+        problems.append("--update-weight-mode delta goes through files: add --update-weight-transport disk")
+    if args.update_weight_mode == "delta" and args.colocate:
+        problems.append(
+            "--update-weight-mode delta is for engines elsewhere: with --colocate all weights are handed over within "
+            "the GPU, in less time than a comparison takes. Leave --update-weight-mode out"
+        )
+    return problems
 
 
 def check_debug_files(args: Args) -> list[str]:
@@ -118,6 +126,21 @@ def check_debug_files(args: Args) -> list[str]:
         )
     if args.debug_train_only and not args.load_debug_rollout_data:
         problems.append("--debug-train-only needs rollouts to train on: --load-debug-rollout-data TEMPLATE")
+    for name in (
+        "save_debug_rollout_data",
+        "load_debug_rollout_data",
+        "save_debug_train_data",
+        "load_forge_rollout_data",
+    ):
+        template = getattr(args, name)
+        if template and "{rollout_id}" not in template:
+            problems.append(f"{FLAGS[name].option} {template}: needs {{rollout_id}}, one file for each rollout")
+    if args.save_debug_train_data and args.save_debug_train_data == args.save_debug_rollout_data:
+        problems.append("--save-debug-train-data and --save-debug-rollout-data name the same files: give two templates")
+    if args.load_debug_rollout_data_subsample is not None and not args.load_debug_rollout_data:
+        problems.append("--load-debug-rollout-data-subsample needs --load-debug-rollout-data")
+    if args.profile_step_end <= args.profile_step_start:
+        problems.append(f"--profile-step-end {args.profile_step_end}: needs to be above --profile-step-start")
     template = args.load_debug_rollout_data
     if template and not Path(template).expanduser().parent.is_dir() and "{" not in str(Path(template).parent):
         problems.append(f"--load-debug-rollout-data {template}: no such folder")

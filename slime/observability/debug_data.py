@@ -24,6 +24,12 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Iterable[Any]) -> Pa
     """Write the samples of one rollout (nested as they come) to ``--save-debug-rollout-data``."""
     from slime.data.sample import flatten
 
+    if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
+        from slime.data.tokenizers import load_processor, load_tokenizer
+
+        trust = {"trust_remote_code": args.trust_remote_code}
+        reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(args.hf_checkpoint, **trust)
+        reader.save_pretrained(Path(args.dump_details) / "tokenizer")
     samples = [sample.to_dict() for sample in flatten(groups)]
     path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
     return _save({"rollout_id": rollout_id, "samples": samples}, path)
@@ -66,8 +72,25 @@ def subsample(groups: list[list[Any]], amount: float | None) -> list[list[Any]]:
     return groups[:head] + groups[len(groups) - (count - head) :]
 
 
+def save_train_batches(args: Args, rollout_id: int, batch: dict[str, Any], backend: Any) -> None:
+    """Gather every data-parallel rank's batch, as training left it, and write them (``--save-debug-train-data``).
+
+    A collective: every rank of the trainer calls it, the first writes.
+    """
+    import torch.distributed as dist
+
+    mine = (backend.data_parallel_rank, batch)
+    everyones: list[Any] = [mine]
+    if backend.world_size > 1:
+        everyones = [None] * backend.world_size
+        dist.gather_object(mine, everyones if backend.rank == 0 else None, dst=0)
+    if backend.rank == 0:
+        shards = dict(everyones)  # tensor-parallel ranks hold the same; of a pipeline the last holds the scores
+        save_train_data(args.save_debug_train_data, rollout_id, 0, [shards[rank] for rank in sorted(shards)])
+
+
 def save_train_data(template: str, rollout_id: int, rank: int, shards: list[dict[str, Any]]) -> Path:
-    """Write what the trainers got, one file per rollout (``--save-debug-train-data``).
+    """One file per rollout of what the trainers got.
 
     ``{"format_version": 2, "rollout_id", "rank", "samples": [per-sample dicts by sample_indices],
     "dp_shards": [the rank batches], "raw_reward": [...]}``.
