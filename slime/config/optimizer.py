@@ -14,7 +14,11 @@ class OptimizerConfig:
     _title = "optimizer and schedule"
 
     optimizer: str = flag(
-        "adam", choices=("adam", "sgd"), help="adam is AdamW", limits={"sgd": ("planned", "use adam")}, reader=_READER
+        "adam",
+        choices=("adam", "sgd"),
+        help="adam is AdamW",
+        limits={"sgd": ("refused", "policies are trained with AdamW")},
+        reader=_READER,
     )
     lr: float = flag(1e-6, help="peak learning rate", reader=_READER)
     min_lr: float = flag(0.0, help="where the decay ends", reader=_READER)
@@ -44,4 +48,6 @@ class OptimizerConfig:
     critic_lr: float = flag(None, help="learning rate of the critic; default --lr", reader=_READER)
     critic_lr_warmup_iters: int = flag(None, help="warm-up of the critic; default --lr-warmup-iters", reader=_READER)
     reset_optimizer_states: bool = flag(False, help="zero Adam's moments before each rollout's steps", reader=_READER)
-    use_stateless_adam: bool = flag(False, help="Adam without moments that persist", status="planned")
+    use_stateless_adam: bool = flag(
+        False, help="Adam without moments that persist: each step is lr x the gradient's sign, nearly", reader=_READER
+    )

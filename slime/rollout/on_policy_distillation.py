@@ -66,7 +66,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[flo
         ValueError: a sample that no teacher has scored.
     """
     for sample in samples:
-        if args.opd_type == "sglang" and sample.teacher_log_probs is None and not sample.remove_sample:
+        if args.opd_type != "megatron" and sample.teacher_log_probs is None and not sample.remove_sample:
             raise ValueError(
                 f"sample {sample.index} has no teacher_log_probs: is --custom-rm-path {__name__}.reward_func?"
             )

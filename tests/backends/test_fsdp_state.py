@@ -122,6 +122,23 @@ def test_reset_of_optimizer_states(llama: Path) -> None:
     assert steps == {float(t) for n, t in backend.optimizer.tensors().items() if n.startswith("step/")} == {1.0}
 
 
+def test_stateless_adam_keeps_no_moments_and_moves_every_weight_by_the_learning_rate(
+    llama: Path, tmp_path: Path
+) -> None:
+    flags = dict(use_stateless_adam=True, weight_decay=0.0, clip_grad=0.0)
+    backend = make_backend(make_args(llama, **flags))
+    before = weights_of(backend)
+    train(backend, 0)
+    moved = {name: after - before[name] for name, after in weights_of(backend).items()}
+    steps = {float(x) for delta in moved.values() for x in delta.abs().flatten().double().mul(1e3).round(decimals=2)}
+    assert max(steps) == 1.0 and moved["model.norm.weight"].abs().min() > 0.9e-3  # lr 1e-3 by the sign
+    assert backend.optimizer.tensors() == {}
+    backend.save(tmp_path)
+    other = make_backend(make_args(llama, **flags))
+    other.load(tmp_path)
+    assert train(backend, 1) == train(other, 1)
+
+
 def test_hf_export_loads_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(make_args(llama))
     train(backend, 0)

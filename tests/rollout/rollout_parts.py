@@ -54,6 +54,7 @@ def arguments(folder: Path, **more: Any) -> SimpleNamespace:
         "rollout_seed": 42,
         "rollout_shuffle": False,
         "partial_rollout": False,
+        "opd_type": None,
         "mask_offpolicy_in_partial_rollout": False,
         "dynamic_sampling_filter_path": None,
         "rollout_sample_filter_path": None,

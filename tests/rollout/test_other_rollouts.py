@@ -131,6 +131,13 @@ async def test_the_teacher_scores_the_students_tokens(tokenizer_dir):
         on_policy_distillation.post_process_rewards(args, samples)
 
 
+async def test_a_teacher_in_the_trainer_is_not_asked_here(tokenizer_dir):
+    args = arguments(tokenizer_dir, opd_type="megatron")
+    sample = Sample(index=0, tokens=[5, 6], response_length=1)
+    assert await on_policy_distillation.reward_func(args, sample) == 0.0
+    assert on_policy_distillation.post_process_rewards(args, [sample]) == ([0.0], [0.0])
+
+
 async def test_a_teacher_that_scores_something_else_is_an_error(tokenizer_dir):
     sample = Sample(index=1, tokens=[5, 6, 7], response_length=2)
     async with Teacher(drop=1) as short, Teacher(shift=1) as other:

@@ -50,14 +50,16 @@ def select_trainable(named: Iterable[tuple[str, nn.Parameter]], args: Any) -> li
 class ScheduledAdamW:
     """AdamW over the trainable parameters; ``step`` takes the learning rate from the schedule.
 
-    Moments exist from the start, so that state dicts always have the same entries. Weight decay leaves
-    out vectors (norms, biases), as Megatron does.
+    Moments exist from the start, so that state dicts always have the same entries; with
+    ``--use-stateless-adam`` only during a step, which is then lr · g / (|g| + eps). Weight decay leaves out
+    vectors (norms, biases), as Megatron does.
     """
 
     def __init__(self, named: NamedParameters, args: Any, schedule: LrSchedule) -> None:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.schedule = schedule
         self.steps = 0
+        self.stateless = args.use_stateless_adam
         decay = [p for _, p in self.named if p.ndim >= 2]
         rest = [p for _, p in self.named if p.ndim < 2]
         groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
@@ -69,7 +71,7 @@ class ScheduledAdamW:
             eps=args.adam_eps,
             fused=True,
         )
-        for _, p in self.named:
+        for _, p in [] if self.stateless else self.named:
             self.adam.state[p] = {
                 "step": torch.zeros((), dtype=torch.float32, device=local(p).device),
                 "exp_avg": torch.zeros_like(p),
@@ -114,6 +116,8 @@ class ScheduledAdamW:
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
+        if self.stateless:
+            self.adam.state.clear()
         self.steps += 1
         return lr
 
@@ -125,7 +129,8 @@ class ScheduledAdamW:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by ``<entry>/<parameter name>``: what a checkpoint holds."""
-        return {f"{entry}/{name}": self.adam.state[p][entry] for name, p in self.named for entry in self.adam.state[p]}
+        state = self.adam.state
+        return {f"{entry}/{name}": x for name, p in self.named if p in state for entry, x in state[p].items()}
 
 
 def reduce_sum(x: Tensor, world_size: int) -> Tensor:
