@@ -27,6 +27,7 @@ class Faults:
         self.run = run
         self._tending = False
         self._next = 0.0
+        self.slots: dict[str, int] = {}  # engine URL to its first place among the rollout's
 
     # --- around a weight update --------------------------------------------------------------
 
@@ -131,4 +132,5 @@ class Faults:
     def _alive(self, status: dict[str, Any]) -> list[str]:
         if status["fatal"]:
             raise EnginesLost(status["fatal"])
+        self.slots = status.get("slots", {})
         return [*status["serving"], *status["unsynced"]]

@@ -121,7 +121,6 @@ class WeightSyncConfig:
         "full",
         choices=("full", "delta"),
         help="all weights or changed bytes only",
-        limits={"delta": ("planned", "")},
         reader="slime/weights",
     )
     update_weight_transport: str = flag(
@@ -136,16 +135,36 @@ class WeightSyncConfig:
     )
     update_weight_disk_keep_files: bool = flag(False, help="keep published weights", reader="slime/weights/transports")
     update_weight_delta_encoding: str = flag(
-        "xor", choices=("xor", "overwrite"), help="byte codec of deltas", status="planned"
+        "xor",
+        choices=("xor", "overwrite"),
+        help="a changed byte travels as old xor new, or as it is now",
+        reader="slime/weights/delta.py",
     )
     update_weight_delta_checksum: str = flag(
-        "xxh3-128", choices=("xxh3-128", "blake3", "adler32"), help="digest per tensor of a delta", status="planned"
+        "xxh3-128",
+        choices=("xxh3-128", "blake3", "adler32"),
+        help="digest per tensor of a delta",
+        limits={"blake3": ("refused", "xxh3-128 finds the same damage in less time")},
+        reader="slime/weights/delta.py",
     )
-    update_weight_local_checkpoint_dir: str = flag(None, help="folder on each host that deltas patch", status="planned")
+    update_weight_local_checkpoint_dir: str = flag(
+        None,
+        help="folder on each host that deltas patch",
+        status="notice",
+        reason="each engine keeps what deltas patch in memory and needs no folder",
+    )
     custom_update_weight_post_write_path: str = flag(
-        None, kind="hook", help="called after files are written, before engines read", status="planned"
+        None,
+        kind="hook",
+        help="fn(args, version_dir, engines) on the sending rank, after files are written and before engines read them",
+        reader="slime/weights/transports/disk.py",
     )
-    release_train: bool = flag(False, help="end trainer processes during rollout", status="planned")
+    release_train: bool = flag(
+        False,
+        help="end trainer processes during rollout",
+        status="refused",
+        reason="--offload-train gives their memory back, and nothing has to be loaded again",
+    )
     audit_weights: bool = flag(
         True,
         kind="toggle",
@@ -156,7 +175,9 @@ class WeightSyncConfig:
         None, help="largest log-prob difference an audit accepts; default: by dtype", reader="slime/weights/audit.py"
     )
     check_weight_update_equal: bool = flag(
-        False, help="snapshot, reset, sync the same weights, compare: every tensor was written", status="planned"
+        False,
+        help="once: let the engines overwrite their weights, sync the same ones again, compare: all were written",
+        reader="slime/cluster/run.py",
     )
     rollout_data_transport: str = flag(
         "object-store",

@@ -2,13 +2,13 @@
 
 (a) :func:`check_probe`: a fixed sequence is scored by every engine and by the trainer.
 (b) :func:`check_engines_agree`: engines of one layout have equal checksums.
-(c) :func:`snapshot_and_reset` and :func:`compare_with_snapshot` around a sync of the same weights: every
-    tensor was written.
+(c) :func:`overwrite` and :func:`check_restored` around a sync of the same weights: every tensor was written.
 (d) :func:`check_digests`: digests by checkpoint name, on engines that know these names.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +23,8 @@ THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
 """Largest difference of a log-prob that rounding explains, by the coarser dtype of trainer and engine. SmolLM2 on a
 probe of 64 random tokens: bfloat16 against float32 differs by up to 0.4, one zeroed matrix by 3. What is finer than
 that is found by digests."""
+GAP_THRESHOLDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1}
+"""Mean difference of the log-probs of a step's samples from which on it is worth a warning, by the coarser dtype."""
 _SHOWN = 5
 
 
@@ -59,6 +61,27 @@ def threshold(args: Any, infos: Iterable[EngineInfo]) -> float:
     if args.train_dtype:
         dtypes.append(args.train_dtype)
     return max((THRESHOLDS.get(dtype, THRESHOLDS["bfloat16"]) for dtype in dtypes), default=THRESHOLDS["bfloat16"])
+
+
+def gap_alarm(args: Any, metrics: Mapping[str, float]) -> str | None:
+    """A warning when trainer and engine disagree on a step's samples by more than ``--logprob-gap-threshold``
+    in the mean, or when there is no number; None when all is well or no engine gave log-probs."""
+    mean = metrics.get("train/train_rollout_logprob_abs_diff")
+    if mean is None:
+        return None
+    limit = args.logprob_gap_threshold
+    if limit is None:
+        limit = max(
+            GAP_THRESHOLDS.get(d, GAP_THRESHOLDS["bfloat16"]) for d in (args.train_dtype, args.rollout_dtype) if d
+        )
+    if mean <= limit:  # not for NaN
+        return None
+    worst = metrics.get("train/train_rollout_logprob_abs_diff_max", math.nan)
+    k3 = metrics.get("train/train_rollout_k3", math.nan)
+    return (
+        f"warning: the engines' log-probs and the trainer's differ by {mean:.3g} in the mean (largest {worst:.3g}, k3 "
+        f"{k3:.3g}), over --logprob-gap-threshold {limit:g}: stale samples, other numerics, or other weights"
+    )
 
 
 async def audit_engines(
@@ -134,12 +157,14 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
 
 
 async def probe_engines(args: Any, engines: Sequence[EngineHandle], probe: Probe) -> float:
-    """(a) on its own, for engines that could not generate during the sync; returns the largest difference."""
+    """(a) and (b), for engines that could not generate during the sync; returns the largest difference of (a)."""
     deadline = float(args.phase_timeout)
     infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", deadline)
     for error in failed.values():
         raise error
     gaps = await check_probe(engines, probe, threshold(args, infos.values()), deadline)
+    others = [engine for engine in engines if not engine.capabilities.named_checksums]  # these passed (d) already
+    await audit_engines(others, infos, {}, None, 0.0, deadline)
     return max(gaps.values())
 
 
@@ -169,7 +194,7 @@ def check_digests(url: str, sent: Mapping[str, str], held: Mapping[str, str]) ->
     """Compare what was sent with what an engine holds, by checkpoint name.
 
     Names that only one side has are no difference here: tied weights have one name there, frozen ones are
-    not sent, and :func:`compare_with_snapshot` shows what was never written.
+    not sent, and :func:`check_restored` shows what was never written.
 
     Raises:
         WeightAuditError: digests differ, or there is no common name.
@@ -206,18 +231,36 @@ def _list(names: Sequence[str]) -> str:
 # --- (c) -----------------------------------------------------------------------------------------
 
 
-async def snapshot_and_reset(engine: EngineHandle) -> None:
-    """Let the engine keep a copy of its weights and overwrite them."""
-    await engine.check_weights("snapshot")
+async def overwrite(engine: EngineHandle) -> dict[str, str]:
+    """Let the engine fill its weights with noise; returns the checksums of what it held.
+
+    Not SGLang's own snapshot and comparison: they need CUDA, and room for a copy of the weights.
+    """
+    before = await engine.checksum()
     await engine.check_weights("reset_tensors")
+    return before
 
 
-async def compare_with_snapshot(engines: Sequence[EngineHandle], deadline: float) -> None:
+async def check_restored(
+    engines: Sequence[EngineHandle], before: Mapping[str, Mapping[str, str]], deadline: float
+) -> None:
     """After a sync of the same weights: is every tensor back?
 
+    Args:
+        before: checksums from before :func:`overwrite`, by engine URL.
+
     Raises:
-        WeightAuditError: carries the engine's own list of what differs.
+        WeightAuditError: names the engine and the tensors.
     """
-    _, failed = await on_each(engines, lambda engine: engine.check_weights("compare"), "compare its weights", deadline)
-    for url, error in failed.items():
-        raise WeightAuditError(f"engine {url} does not hold what it held before the sync: {error}", url) from error
+    after, failed = await on_each(engines, lambda engine: engine.checksum(), "compute its checksums", deadline)
+    for error in failed.values():
+        raise error
+    for url, held in after.items():
+        wrong = sorted(name for name, digest in before[url].items() if held.get(name) != digest)
+        if wrong:
+            raise WeightAuditError(
+                f"engine {url} does not hold what it held before the sync of the same weights: {len(wrong)} of "
+                f"{len(held)} tensors differ: {_list(wrong)}",
+                url,
+                wrong,
+            )

@@ -43,6 +43,7 @@ class _Window:
     opened: float = 0.0
     closed: float = 0.0
     entered: list[EngineHandle] = field(default_factory=list)
+    before: dict[str, dict[str, str]] = field(default_factory=dict)  # checksums, to compare with afterwards
     failed: Failures = field(default_factory=dict)
 
 
@@ -191,7 +192,7 @@ class _Sender:
         if self.transport.bracketed:
             whole = await self._each(whole, lambda engine: engine.end_update(self.version), "end the update")
         if self.check_equal:
-            await audit.compare_with_snapshot(whole, self.deadline)
+            await audit.check_restored(whole, self.window.before, self.deadline)
         whole = await self._each(whole, lambda engine: engine.continue_generation(), "continue generation")
         self.window.closed = time.perf_counter()
         failed = {**plan.failed, **self.window.failed}
@@ -203,11 +204,14 @@ class _Sender:
         self.window.opened = time.perf_counter()
         ready = await self._each(engines, self._pause_and_flush, "pause and flush")
         if self.check_equal:
-            ready = await self._each(ready, audit.snapshot_and_reset, "snapshot and reset its weights")
+            ready = await self._each(ready, self._overwrite, "overwrite its weights")
         if self.transport.bracketed:
             ready = await self._each(ready, lambda engine: engine.begin_update(), "begin the update")
         self.window.entered = ready
         return ready
+
+    async def _overwrite(self, engine: EngineHandle) -> None:
+        self.window.before[engine.url] = await audit.overwrite(engine)
 
     async def _pause_and_flush(self, engine: EngineHandle) -> None:
         mode: PauseMode | None = await self._pause_mode(engine)

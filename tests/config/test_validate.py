@@ -62,7 +62,7 @@ ONE_PROBLEM = [
     ("--rollout-num-gpus 0", "leaves no engine"),
     ("--micro-batch-size 5", "does not split"),
     ("--actor-num-gpus-per-node 8", "2 CPU cores"),
-    ("--update-weight-mode delta", "not built yet"),
+    ("--update-weight-mode delta", "add --update-weight-transport disk"),
     ("--rollout-data-transport nixl", "is not supported"),
     ("--megatron-deepgemm-forward-layers 1 2", "no DeepGEMM kernels"),
     ("--sglang-model-path x", "--hf-checkpoint"),

@@ -24,10 +24,9 @@ class Engine:
     ) -> None:
         self.url, self.sums, self.log_probs = url, sums, log_probs or []
         self.capabilities = Capabilities(named_checksums=named)
-        self.differs: list[str] = []
 
     async def checksum(self) -> dict[str, str]:
-        return self.sums
+        return dict(self.sums)
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         assert request["logprob_start_len"] == 0 and request["return_logprob"]
@@ -36,8 +35,7 @@ class Engine:
         return {"meta_info": {"input_token_logprobs": first + rest}}
 
     async def check_weights(self, action: str) -> None:
-        if action == "compare" and self.differs:
-            raise EngineError(f"differs: {self.differs}")
+        assert action == "reset_tensors"
 
 
 def info(dtype: str = "float32") -> EngineInfo:
@@ -90,12 +88,25 @@ async def test_a_probe_that_is_not_scored_in_full_is_an_error() -> None:
         await run([Engine("x", {"a": "1"}, [-1.0])], {}, Probe([5, 6, 7], [-1.0, -1.0]))
 
 
-async def test_a_tensor_that_was_not_written_is_reported_by_its_engine() -> None:
-    engine = Engine("x", {})
-    await audit.snapshot_and_reset(engine)  # type: ignore[arg-type]
-    engine.differs = ["model.norm.weight"]
-    with pytest.raises(WeightAuditError, match=r"engine x .*model.norm.weight"):
-        await audit.compare_with_snapshot([engine], 5.0)  # type: ignore[list-item]
+async def test_a_tensor_that_was_not_written_is_named_with_its_engine() -> None:
+    engine = Engine("x", {"model.norm.weight": "1", "model.a": "2"})
+    before = {"x": await audit.overwrite(engine)}  # type: ignore[arg-type]
+    await audit.check_restored([engine], before, 5.0)  # type: ignore[list-item]
+    engine.sums["model.norm.weight"] = "noise"
+    with pytest.raises(WeightAuditError, match=r"engine x .*1 of 2 tensors differ: model.norm.weight") as caught:
+        await audit.check_restored([engine], before, 5.0)  # type: ignore[list-item]
+    assert (caught.value.engine, caught.value.tensors) == ("x", ["model.norm.weight"])
+
+
+def test_a_gap_between_trainer_and_engine_raises_an_alarm() -> None:
+    def alarm(mean: float | None, flag: float | None = None, train: str = "float32") -> str | None:
+        metrics = {} if mean is None else {"train/train_rollout_logprob_abs_diff": mean}
+        args = SimpleNamespace(logprob_gap_threshold=flag, train_dtype=train, rollout_dtype=None)
+        return audit.gap_alarm(args, metrics)
+
+    assert alarm(None) is alarm(0.005) is alarm(0.05, train="bfloat16") is alarm(0.3, 0.5) is None
+    assert "0.2 in the mean" in str(alarm(0.2, train="bfloat16")) and "threshold 0.01" in str(alarm(0.02))
+    assert alarm(0.02, 0.001) is not None and alarm(float("nan")) is not None
 
 
 def test_threshold_is_the_flag_or_follows_the_coarsest_dtype() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.machine import this_machine
 from slime.config.passthrough import command_line
+from slime.weights.delta_loader import LOADER
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -42,7 +43,7 @@ def server_options(args: Args, spec: EngineSpec, place: ServerPlace) -> dict[str
     """SGLang's options by attribute name. The group's overrides win over the flags, both over defaults of ours.
 
     Reads from ``args``: sglang, rollout_dtype (else train_dtype), rollout_seed, trust_remote_code, deterministic,
-    offload_rollout, use_rollout_routing_replay.
+    offload_rollout, use_rollout_routing_replay, update_weight_mode.
     """
     given = {**args.sglang, **spec.options}
     ours: dict[str, Any] = {
@@ -57,6 +58,8 @@ def server_options(args: Args, spec: EngineSpec, place: ServerPlace) -> dict[str
     }
     if spec.updates:
         ours["dtype"] = args.rollout_dtype or args.train_dtype
+        if args.update_weight_mode == "delta":
+            ours["custom_weight_loader"] = [LOADER]
     if place.num_nodes > 1:
         ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
     if spec.worker_type in ("prefill", "decode"):

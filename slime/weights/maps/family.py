@@ -120,10 +120,11 @@ def _rope_scaling(rope: Mapping[str, Any]) -> Settings:
     return {}
 
 
-def moe_settings(config: HfConfig, experts: str = "num_experts") -> Settings:
+def moe_settings(config: HfConfig) -> Settings:
     """Experts behind a softmax router."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # config.json's, and what transformers makes of it
     return {
-        "num_experts": config[experts],
+        "num_experts": next(config[name] for name in names if config.get(name)),
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_router_topk": config["num_experts_per_tok"],
         "moe_router_load_balancing_type": "none",

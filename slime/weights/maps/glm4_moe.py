@@ -25,7 +25,7 @@ def expert_settings(config: HfConfig) -> Settings:
     """Experts with a sigmoid router and shared experts; the first layers may be dense."""
     layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
     return (
-        moe_settings(config, "n_routed_experts")
+        moe_settings(config)
         | sigmoid_router(config)
         | {
             "moe_shared_expert_intermediate_size": config["moe_intermediate_size"]

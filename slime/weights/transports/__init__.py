@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slime.weights.transports.base import SendResult, Transport
 
-__all__ = ["SendResult", "Transport", "create_transport", "sync_deadline"]
+__all__ = ["SendResult", "Transport", "create_transport", "engines_of_rank", "sync_deadline"]
 
 _DRIVER_MARGIN = 0.9  # of --phase-timeout: a sync ends with an error of its own before the driver gives up
 
@@ -17,25 +18,55 @@ def sync_deadline(args: Any) -> float:
     return float(min(args.distributed_timeout_minutes * 60, args.phase_timeout * _DRIVER_MARGIN))
 
 
+def engines_of_rank(args: Any, urls: Sequence[str], slots: Mapping[str, int], rank: int, world_size: int) -> list[str]:
+    """The engines that a rank of the trainer sends to.
+
+    A CUDA IPC handle can be opened where its GPU is visible. Colocated engines therefore get their weights from the
+    rank on their own (first) GPU; all others from rank 0.
+
+    Args:
+        slots: engine URL to its first place among the rollout's GPUs, which colocated are the trainer's.
+
+    Raises:
+        ValueError: a colocated engine is on a GPU that no rank is on.
+    """
+    if not (args.colocate and args.update_weight_transport == "nccl" and world_size > 1 and _on_cuda()):
+        return list(urls) if rank == 0 else []
+    alone = [url for url in urls if not 0 <= slots.get(url, -1) < world_size]
+    if alone:
+        raise ValueError(
+            f"--colocate: no rank of the trainer is on the GPU of engine {alone[0]}; let --rollout-num-gpus be the "
+            "number of the trainer's GPUs, or use --update-weight-transport disk"
+        )
+    return [url for url in urls if slots[url] == rank]
+
+
 def create_transport(args: Any, colocated_host: bool) -> Transport:
     """Choose a transport from the flags and the placement.
 
     Args:
-        args: reads ``update_weight_transport``, ``update_weight_disk_dir``, ``update_weight_disk_keep_files``,
-            ``hf_checkpoint``, ``colocate``, ``distributed_timeout_minutes``, ``phase_timeout``.
-        colocated_host: all engines run on the sender's host. On GPUs shared memory is for engines on the
-            *same* GPU (``--colocate``); across GPUs NCCL is faster and needs no peer access by handle.
+        args: reads ``update_weight_mode``, ``update_weight_transport``, ``update_weight_disk_dir``,
+            ``update_weight_disk_keep_files``, ``update_weight_delta_encoding``, ``update_weight_delta_checksum``,
+            ``custom_update_weight_post_write_path``, ``hf_checkpoint``, ``colocate``,
+            ``distributed_timeout_minutes``, ``phase_timeout``.
+        colocated_host: all engines run on the sender's host. On GPUs IPC is for engines on the *same* GPU:
+            NCCL refuses two ranks on one, and across GPUs it is faster and needs no peer access by handle.
     """
     deadline = sync_deadline(args)
     if args.update_weight_transport == "disk":
         return _through_folder(args, deadline)
-    if colocated_host and (args.colocate or not _on_cuda()):
+    if colocated_host and (args.colocate or not _on_cuda() or _gpus_of_this_host() == 1):
         from slime.weights.transports.ipc import IpcTransport
 
         return IpcTransport(deadline)
     from slime.weights.transports.distributed import DistributedTransport
 
     return DistributedTransport("nccl" if _on_cuda() else "gloo", deadline)
+
+
+def _gpus_of_this_host() -> int:
+    """Also those that this process does not see (``CUDA_VISIBLE_DEVICES``)."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def _on_cuda() -> bool:
