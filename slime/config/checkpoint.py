@@ -6,51 +6,35 @@ from dataclasses import dataclass
 
 from slime.config.flag import flag
 
-_READER = "slime/checkpoint"
-
 
 @dataclass
 class CheckpointConfig:
     _title = "checkpoints"
 
-    load: str = flag(
-        None, help="resume from here (a --save folder), or start from this Hugging Face folder", reader=_READER
-    )
-    save: str = flag(
-        None, help="folder of snapshots; default with --save-interval: outputs/<run>/checkpoints", reader=_READER
-    )
-    save_interval: int = flag(None, help="snapshot every N rollouts, and at the end", reader="train.py")
+    load: str = flag(None, help="resume from here (a --save folder), or start from this Hugging Face folder")
+    save: str = flag(None, help="folder of snapshots; default with --save-interval: outputs/<run>/checkpoints")
+    save_interval: int = flag(None, help="snapshot every N rollouts, and at the end")
     save_keep_last: int = flag(
         None,
         help="delete all but the last N snapshots; default: keep all, with --save-retain-interval 1",
-        reader="slime/cluster/run.py",
     )
-    save_retain_interval: int = flag(
-        None, help="of the snapshots that would be deleted, keep one every N rollouts", reader="slime/cluster/run.py"
-    )
-    save_hf: str = flag(None, help="also export Hugging Face weights; {rollout_id} in the path", reader="train.py")
-    ref_load: str = flag(None, help="reference model; default --hf-checkpoint", reader="slime/backends")
+    save_retain_interval: int = flag(None, help="of the snapshots that would be deleted, keep one every N rollouts")
+    save_hf: str = flag(None, help="also export Hugging Face weights; {rollout_id} in the path")
+    ref_load: str = flag(None, help="reference model; default --hf-checkpoint")
     ref_ckpt_step: int = flag(
         None,
         help="iteration of the reference checkpoint",
         status="refused",
         reason="--ref-load is a Hugging Face folder, which has no iterations",
     )
-    ckpt_step: int = flag(None, help="iteration to load instead of the latest", reader="slime/cluster/run.py")
-    no_save_optim: bool = flag(
-        False, help="leave the optimizer out of snapshots", reader="slime/backends/fsdp/backend.py"
-    )
+    ckpt_step: int = flag(None, help="iteration to load instead of the latest")
+    no_save_optim: bool = flag(False, help="leave the optimizer out of snapshots")
     no_load_optim: bool = flag(
         False,
         help="leave the snapshot's optimizer and schedule aside and begin them anew",
-        reader="slime/backends/fsdp/checkpoint.py",
     )
-    no_load_rng: bool = flag(
-        False, help="leave the snapshot's random state aside", reader="slime/backends/fsdp/checkpoint.py"
-    )
-    finetune: bool = flag(
-        False, help="take only the weights of --load, and start at rollout 0", reader="slime/cluster/run.py"
-    )
+    no_load_rng: bool = flag(False, help="leave the snapshot's random state aside")
+    finetune: bool = flag(False, help="take only the weights of --load, and start at rollout 0")
     async_save: bool = flag(
         False,
         help="write snapshots in the background",
@@ -62,5 +46,4 @@ class CheckpointConfig:
         choices=("torch", "torch_dist"),
         help="format of snapshots: torch's distributed checkpoint",
         limits={"torch": ("refused", "snapshots are written in parallel, as torch_dist")},
-        reader="slime/backends/fsdp/checkpoint.py",
     )

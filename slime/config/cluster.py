@@ -11,66 +11,48 @@ from slime.config.flag import flag
 class ClusterConfig:
     _title = "cluster and resources"
 
-    actor_num_nodes: int = flag(1, help="nodes of the trainer", reader="slime/cluster/placement.py")
+    actor_num_nodes: int = flag(1, help="nodes of the trainer")
     actor_num_gpus_per_node: int = flag(
         None,
         help="training GPUs per node; default: what the node has, 1 without a GPU",
-        reader="slime/cluster/placement.py",
     )
     rollout_num_gpus: int = flag(
         None,
         help="inference GPUs in all; default: the trainer's with --colocate, else one engine",
-        reader="slime/cluster/placement.py",
     )
-    rollout_num_gpus_per_engine: int = flag(
-        1, help="GPUs of one engine (its tensor parallel size)", reader="slime/cluster"
-    )
+    rollout_num_gpus_per_engine: int = flag(1, help="GPUs of one engine (its tensor parallel size)")
     num_gpus_per_node: int = flag(
         None, help="width of a node", status="notice", reason="Ray is asked what each node has"
     )
-    colocate: bool = flag(
-        False, help="trainer and engines share GPUs and take turns", reader="slime/cluster, slime/weights"
-    )
-    offload: bool = flag(False, help="short for --offload-train --offload-rollout", reader="slime/config/defaults.py")
+    colocate: bool = flag(False, help="trainer and engines share GPUs and take turns")
+    offload: bool = flag(False, help="short for --offload-train --offload-rollout")
     offload_train: bool = flag(
         None,
         kind="toggle",
         help="trainer moves to CPU memory between its phases; default: with --colocate",
-        reader="slime/cluster",
     )
     offload_rollout: bool = flag(
         None,
         kind="toggle",
         help="engines release memory while training; default: with --colocate",
-        reader="slime/cluster",
     )
     distributed_backend: str = flag(
         None, help="torch.distributed backend", status="notice", reason="it is nccl on CUDA and gloo on the CPU"
     )
-    distributed_timeout_minutes: int = flag(10, help="deadline of one collective", reader="slime/backends/create.py")
+    distributed_timeout_minutes: int = flag(10, help="deadline of one collective")
     threads_per_process: int = flag(
         None,
         help="CPU threads of each trainer and engine process; default: the cores shared out",
-        reader="slime/cluster",
     )
-    train_env_vars: dict[str, str] = flag(
-        {}, help="JSON; environment variables of the training processes", reader="slime/cluster/train_group.py"
-    )
+    train_env_vars: dict[str, str] = flag({}, help="JSON; environment variables of the training processes")
     use_fault_tolerance: bool = flag(
         False,
         help="go on without engines that die, hang or are cut off, and start them again with the current weights; "
         "off: the run ends with a report",
-        reader="slime/cluster/engine_fleet.py",
     )
-    rollout_health_check_interval: float = flag(
-        30.0, help="seconds between checks that an engine makes tokens", reader="slime/cluster/health.py"
-    )
-    rollout_health_check_timeout: float = flag(
-        30.0, help="seconds an engine has to answer a check", reader="slime/cluster/health.py"
-    )
-    rollout_health_check_first_wait: float = flag(
-        0.0, help="seconds of grace after each pause of the checks", reader="slime/cluster/health.py"
-    )
+    rollout_health_check_interval: float = flag(30.0, help="seconds between checks that an engine makes tokens")
+    rollout_health_check_timeout: float = flag(30.0, help="seconds an engine has to answer a check")
+    rollout_health_check_first_wait: float = flag(0.0, help="seconds of grace after each pause of the checks")
     use_distributed_post: bool = flag(
         False,
         help="HTTP posts from one actor per node",

@@ -7,7 +7,6 @@ from typing import Any
 
 from slime.config.flag import flag
 
-_READER = "slime/data"
 _NO_BUFFER = "there is no buffer server; write the exchange as --rollout-function-path or --data-source-path"
 
 
@@ -15,55 +14,43 @@ _NO_BUFFER = "there is no buffer server; write the exchange as --rollout-functio
 class DataConfig:
     _title = "data"
 
-    prompt_data: str = flag(None, help="JSONL or Parquet file; path@[a:b] takes a slice", reader=_READER)
-    input_key: str = flag("prompt", help="column of the prompt (text or messages)", reader=_READER)
-    label_key: str = flag("label", help="column of the label, if rows have it", reader=_READER)
-    metadata_key: str = flag("metadata", help="column of metadata (object or JSON string)", reader=_READER)
-    tool_key: str = flag("tools", help="column of tool schemas", reader=_READER)
-    multimodal_keys: dict[str, str] | None = flag(
-        None, help='JSON; media type to column, {"image": "images"}', reader=_READER
-    )
-    apply_chat_template: bool = flag(False, help="render messages with the tokenizer's template", reader=_READER)
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON; extra arguments of the template", reader=_READER)
-    num_rollout: int = flag(
-        None, help="rollout-and-train iterations; default: one epoch", reader="slime/cluster/rollout_manager.py"
-    )
-    num_epoch: int = flag(
-        None, help="epochs, when --num-rollout is not given", reader="slime/cluster/rollout_manager.py"
-    )
-    start_rollout_id: int = flag(None, help="where to go on; default: after the loaded checkpoint", reader="train.py")
-    rollout_shuffle: bool = flag(False, help="shuffle the prompts in each epoch", reader=_READER)
-    rollout_seed: int = flag(42, help="seed of shuffling and of sampling", reader="slime/data, slime/rollout")
+    prompt_data: str = flag(None, help="JSONL or Parquet file; path@[a:b] takes a slice")
+    input_key: str = flag("prompt", help="column of the prompt (text or messages)")
+    label_key: str = flag("label", help="column of the label, if rows have it")
+    metadata_key: str = flag("metadata", help="column of metadata (object or JSON string)")
+    tool_key: str = flag("tools", help="column of tool schemas")
+    multimodal_keys: dict[str, str] | None = flag(None, help='JSON; media type to column, {"image": "images"}')
+    apply_chat_template: bool = flag(False, help="render messages with the tokenizer's template")
+    apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON; extra arguments of the template")
+    num_rollout: int = flag(None, help="rollout-and-train iterations; default: one epoch")
+    num_epoch: int = flag(None, help="epochs, when --num-rollout is not given")
+    start_rollout_id: int = flag(None, help="where to go on; default: after the loaded checkpoint")
+    rollout_shuffle: bool = flag(False, help="shuffle the prompts in each epoch")
+    rollout_seed: int = flag(42, help="seed of shuffling and of sampling")
     rollout_global_dataset: bool = flag(
         True,
         option="--disable-rollout-global-dataset",
         kind="negative",
         help="the user's data source manages the data",
-        reader=_READER,
     )
     data_source_path: str = flag(
         "slime.rollout.data_source.RolloutDataSourceWithBuffer",
         kind="hook",
         help="class of the data source",
-        reader="slime/cluster/rollout_manager.py",
     )
-    buffer_filter_path: str = flag(
-        None, kind="hook", help="chooses groups from the buffer", reader="slime/data/source.py"
-    )
+    buffer_filter_path: str = flag(None, kind="hook", help="chooses groups from the buffer")
     num_data_workers: int = flag(
         0,
         help="processes that parse, render and count the tokens of --prompt-data; 0: the rollout manager itself. The "
         "order is the same",
-        reader="slime/data/source.py",
     )
     streaming_data: bool = flag(
         False,
         help="read rows of --prompt-data when they are needed, in memory that does not grow with the file. The order "
         "is the same; before the start the first 10,000 rows are checked, later ones when they are reached",
-        reader="slime/data/source.py, slime/data/validate.py",
     )
     loss_mask_type: str = flag(
-        "qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks", reader=_READER
+        "qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks"
     )
     rollout_task_type: str = flag(
         "math", help="task of an external rollout buffer", status="refused", reason=_NO_BUFFER

@@ -15,40 +15,26 @@ class EngineConfig:
         None,
         choices=("float32", "bfloat16"),
         help="dtype of the engines' weights; default: --train-dtype",
-        reader="slime/engines",
     )
-    use_router: bool = flag(
-        False, help="put sglang-router in front of a single engine too", reader="slime/cluster/rollout_manager.py"
-    )
-    embedded_max_running_requests: int = flag(
-        64, help="requests the embedded engine decodes together", reader="slime/engines"
-    )
-    embedded_max_total_tokens: int = flag(
-        None, help="tokens in its KV cache; default: by memory", reader="slime/engines"
-    )
-    embedded_device: str = flag(None, help="cpu or cuda; default: cuda where there is one", reader="slime/engines")
-    sglang_router_ip: str = flag(None, help="use a router that runs already", reader="slime/cluster/rollout_manager.py")
-    sglang_router_port: int = flag(None, help="its port", reader="slime/cluster/rollout_manager.py")
-    sglang_router_request_timeout_secs: int = flag(
-        14400, help="the router gives a request up after this", reader="slime/engines/router.py"
-    )
-    sglang_server_concurrency: int = flag(512, help="requests in flight per engine", reader="slime/rollout")
+    use_router: bool = flag(False, help="put sglang-router in front of a single engine too")
+    embedded_max_running_requests: int = flag(64, help="requests the embedded engine decodes together")
+    embedded_max_total_tokens: int = flag(None, help="tokens in its KV cache; default: by memory")
+    embedded_device: str = flag(None, help="cpu or cuda; default: cuda where there is one")
+    sglang_router_ip: str = flag(None, help="use a router that runs already")
+    sglang_router_port: int = flag(None, help="its port")
+    sglang_router_request_timeout_secs: int = flag(14400, help="the router gives a request up after this")
+    sglang_server_concurrency: int = flag(512, help="requests in flight per engine")
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
         help="host:port of servers that run already: they get weights and requests, and are never stopped",
-        reader="slime/cluster/rollout_manager.py",
     )
     sglang_config: str = flag(
         None,
         kind="path",
         help="YAML of several models, or of groups of servers that prefill and decode",
-        reader="slime/config/server_groups.py",
     )
-    prefill_num_servers: int = flag(
-        None, help="so many of the SGLang servers only prefill, the others decode", reader="slime/engines/plan.py"
-    )
+    prefill_num_servers: int = flag(None, help="so many of the SGLang servers only prefill, the others decode")
     logprob_gap_threshold: float = flag(
         None,
         help="warn when trainer and engine log-probs differ by more in a step's mean; default: by dtype",
-        reader="slime/weights/audit.py",
     )

@@ -6,35 +6,29 @@ from dataclasses import dataclass
 
 from slime.config.flag import flag
 
-_READER = "slime/rollout"
-
 
 @dataclass
 class EvalConfig:
     _title = "evaluation"
 
-    eval_interval: int = flag(None, help="evaluate every N rollouts", reader="train.py")
+    eval_interval: int = flag(None, help="evaluate every N rollouts")
     eval_prompt_data: list[str] | None = flag(
-        None, kind="pairs", metavar="NAME PATH", help="data sets as NAME PATH pairs; may be repeated", reader=_READER
+        None, kind="pairs", metavar="NAME PATH", help="data sets as NAME PATH pairs; may be repeated"
     )
-    eval_config: str = flag(None, kind="path", help="YAML of data sets with their own settings", reader=_READER)
-    eval_function_path: str = flag(
-        None, kind="hook", help="evaluation; default: the rollout function", reader="slime/cluster/rollout_manager.py"
-    )
-    skip_eval_before_train: bool = flag(False, help="no evaluation before the first step", reader="train.py")
-    eval_input_key: str = flag(None, help="default --input-key", reader=_READER)
-    eval_label_key: str = flag(None, help="default --label-key", reader=_READER)
-    eval_tool_key: str = flag(None, help="default --tool-key", reader=_READER)
-    n_samples_per_eval_prompt: int = flag(1, help="samples per prompt", reader=_READER)
-    eval_temperature: float = flag(None, help="default --rollout-temperature", reader=_READER)
-    eval_top_p: float = flag(None, help="default --rollout-top-p", reader=_READER)
-    eval_top_k: int = flag(None, help="default --rollout-top-k", reader=_READER)
-    eval_max_response_len: int = flag(None, help="default --rollout-max-response-len", reader=_READER)
-    eval_max_prompt_len: int = flag(None, help="default --rollout-max-prompt-len", reader=_READER)
-    eval_min_new_tokens: int = flag(None, help="fewest new tokens", reader=_READER)
-    eval_max_context_len: int = flag(
-        None, help="prompt and response together, for the user's functions", reader=_READER
-    )
+    eval_config: str = flag(None, kind="path", help="YAML of data sets with their own settings")
+    eval_function_path: str = flag(None, kind="hook", help="evaluation; default: the rollout function")
+    skip_eval_before_train: bool = flag(False, help="no evaluation before the first step")
+    eval_input_key: str = flag(None, help="default --input-key")
+    eval_label_key: str = flag(None, help="default --label-key")
+    eval_tool_key: str = flag(None, help="default --tool-key")
+    n_samples_per_eval_prompt: int = flag(1, help="samples per prompt")
+    eval_temperature: float = flag(None, help="default --rollout-temperature")
+    eval_top_p: float = flag(None, help="default --rollout-top-p")
+    eval_top_k: int = flag(None, help="default --rollout-top-k")
+    eval_max_response_len: int = flag(None, help="default --rollout-max-response-len")
+    eval_max_prompt_len: int = flag(None, help="default --rollout-max-prompt-len")
+    eval_min_new_tokens: int = flag(None, help="fewest new tokens")
+    eval_max_context_len: int = flag(None, help="prompt and response together, for the user's functions")
 
 
 def eval_pairs(args: EvalConfig) -> tuple[list[tuple[str, str]], list[str]]:

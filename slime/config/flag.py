@@ -42,7 +42,6 @@ class Flag:
     status: Status = "works"
     reason: str = ""
     limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # per value
-    reader: str = ""
     metavar: str | None = None
     optional: bool = True  # None is a value
 
@@ -65,7 +64,6 @@ def flag(
     status: Status = "works",
     reason: str = "",
     limits: Mapping[Any, tuple[Status, str]] | None = None,
-    reader: str = "",
     metavar: str | None = None,
 ) -> Any:
     """Declare a field of a config dataclass as a flag.
@@ -76,7 +74,6 @@ def flag(
         option: as typed, when it is not the field's name with dashes.
         kind: taken from the annotation when left out.
         status, reason: see :data:`Status`. ``limits`` sets them for single values.
-        reader: file or room that reads the value.
     """
     meta = dict(
         help=help,
@@ -86,7 +83,6 @@ def flag(
         status=status,
         reason=reason,
         limits=dict(limits or {}),
-        reader=reader,
         metavar=metavar,
     )
     if isinstance(default, (list, dict)):
@@ -131,7 +127,6 @@ def _make(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag:
         status=meta["status"],
         reason=meta["reason"],
         limits=meta["limits"],
-        reader=meta["reader"],
         metavar=meta["metavar"],
         optional=optional or default is None,
     )

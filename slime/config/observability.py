@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from slime.config.flag import flag
 
-_METRICS = "slime/observability"
 _NO_SERVER = "there is no Megatron server; a teacher answers from SGLang (--opd-type sglang) or sits in the trainer"
 
 
@@ -14,26 +13,21 @@ _NO_SERVER = "there is no Megatron server; a teacher answers from SGLang (--opd-
 class ObservabilityConfig:
     _title = "observability"
 
-    use_tensorboard: bool = flag(True, kind="toggle", help="TensorBoard events in the run's folder", reader=_METRICS)
+    use_tensorboard: bool = flag(True, kind="toggle", help="TensorBoard events in the run's folder")
     tb_project_name: str = flag(
         None,
         help="folder of TensorBoard events beside the run's own, with --tb-experiment-name",
-        reader="slime/observability/metrics.py",
     )
-    tb_experiment_name: str = flag(
-        None, help="last part of that folder's path; default: the run's name", reader="slime/observability/metrics.py"
-    )
-    use_wandb: bool = flag(False, help="log to Weights & Biases too", reader=_METRICS)
-    wandb_mode: str = flag(
-        None, choices=("online", "offline", "disabled"), help="default: the environment's", reader=_METRICS
-    )
-    wandb_dir: str = flag(None, help="folder of its files", reader=_METRICS)
-    wandb_key: str = flag(None, help="API key; better in the environment", reader=_METRICS)
-    wandb_host: str = flag(None, help="server", reader=_METRICS)
-    wandb_team: str = flag(None, help="entity", reader=_METRICS)
-    wandb_group: str = flag(None, help="group", reader=_METRICS)
-    wandb_project: str = flag(None, help="project", reader=_METRICS)
-    wandb_run_id: str = flag(None, help="go on with this run", reader=_METRICS)
+    tb_experiment_name: str = flag(None, help="last part of that folder's path; default: the run's name")
+    use_wandb: bool = flag(False, help="log to Weights & Biases too")
+    wandb_mode: str = flag(None, choices=("online", "offline", "disabled"), help="default: the environment's")
+    wandb_dir: str = flag(None, help="folder of its files")
+    wandb_key: str = flag(None, help="API key; better in the environment")
+    wandb_host: str = flag(None, help="server")
+    wandb_team: str = flag(None, help="entity")
+    wandb_group: str = flag(None, help="group")
+    wandb_project: str = flag(None, help="project")
+    wandb_run_id: str = flag(None, help="go on with this run")
     wandb_random_suffix: bool = flag(
         True,
         option="--disable-wandb-random-suffix",
@@ -42,73 +36,53 @@ class ObservabilityConfig:
         status="notice",
         reason="names have no random end",
     )
-    wandb_always_use_train_step: bool = flag(False, help="x-axis in optimizer steps", reader=_METRICS)
-    log_multi_turn: bool = flag(False, help="metrics of multi-turn samples", reader="slime/rollout")
-    log_passrate: bool = flag(False, help="pass@k of the training groups", reader="slime/rollout")
+    wandb_always_use_train_step: bool = flag(False, help="x-axis in optimizer steps")
+    log_multi_turn: bool = flag(False, help="metrics of multi-turn samples")
+    log_passrate: bool = flag(False, help="pass@k of the training groups")
     log_correct_samples: bool = flag(
         False,
         help="means over the correct samples apart, as rollout/correct-<name>",
-        reader="slime/backends/train_loop.py",
     )
-    log_reward_category: str = flag(None, help="entry of a dict reward to count by", reader="slime/rollout")
+    log_reward_category: str = flag(None, help="entry of a dict reward to count by")
 
 
 @dataclass
 class DebugConfig:
     _title = "debugging and profiling"
 
-    debug_rollout_only: bool = flag(False, help="no trainer", reader="slime/cluster")
-    debug_train_only: bool = flag(False, help="no engines; needs --load-debug-rollout-data", reader="slime/cluster")
-    save_debug_rollout_data: str = flag(
-        None, help="template of a dump of each rollout, with {rollout_id}", reader="slime/cluster/rollout_manager.py"
-    )
-    load_debug_rollout_data: str = flag(
-        None, help="train on such dumps; implies --debug-train-only", reader="slime/cluster/rollout_manager.py"
-    )
-    load_debug_rollout_data_subsample: float = flag(
-        None, help="share of the dump to use", reader="slime/observability/debug_data.py"
-    )
+    debug_rollout_only: bool = flag(False, help="no trainer")
+    debug_train_only: bool = flag(False, help="no engines; needs --load-debug-rollout-data")
+    save_debug_rollout_data: str = flag(None, help="template of a dump of each rollout, with {rollout_id}")
+    load_debug_rollout_data: str = flag(None, help="train on such dumps; implies --debug-train-only")
+    load_debug_rollout_data_subsample: float = flag(None, help="share of the dump to use")
     load_forge_rollout_data: str = flag(
         None,
         help="template of dumps that slime.rollout.forge_load replays with engines alive",
-        reader="slime/rollout/forge_load.py",
     )
     save_debug_train_data: str = flag(
         None,
         help="template of a dump of each rollout's train batches, with {rollout_id}",
-        reader="slime/cluster/train_group.py",
     )
     dump_details: str = flag(
         None,
         help="folder; sets both dumps to rollout_data/ and train_data/ in it and keeps the tokenizer",
-        reader="slime/config/defaults.py",
     )
-    record_memory_history: bool = flag(
-        False, help="record CUDA allocations of the trainer's first rollouts", reader="slime/observability/profiler.py"
-    )
-    memory_snapshot_num_steps: int = flag(
-        None, help="rollouts that are recorded; default 1", reader="slime/observability/profiler.py"
-    )
-    memory_snapshot_dir: str = flag(
-        None, help="folder of the record; default: traces/ of the run", reader="slime/observability/profiler.py"
-    )
+    record_memory_history: bool = flag(False, help="record CUDA allocations of the trainer's first rollouts")
+    memory_snapshot_num_steps: int = flag(None, help="rollouts that are recorded; default 1")
+    memory_snapshot_dir: str = flag(None, help="folder of the record; default: traces/ of the run")
     memory_recorder: str = flag(
         "torch",
         choices=("torch", "memray"),
         help="recorder of memory",
         limits={"memray": ("refused", "it records host memory: attach memray to the process in question")},
-        reader="slime/observability/profiler.py",
     )
-    use_pytorch_profiler: bool = flag(
-        False, help="traces of the trainer by torch's profiler, in traces/", reader="slime/observability/profiler.py"
-    )
-    profile_step_start: int = flag(1, help="first rollout to profile", reader="slime/observability/profiler.py")
-    profile_step_end: int = flag(2, help="first rollout not to", reader="slime/observability/profiler.py")
+    use_pytorch_profiler: bool = flag(False, help="traces of the trainer by torch's profiler, in traces/")
+    profile_step_start: int = flag(1, help="first rollout to profile")
+    profile_step_end: int = flag(2, help="first rollout not to")
     profile_target: list[str] = flag(
         ["train_overall"],
         choices=("train_overall", "train_actor", "train_log_probs"),
         help="what is profiled: all the trainer does, the optimizer's steps, the passes that score",
-        reader="slime/observability/profiler.py",
     )
     ci_test: bool = flag(
         False, help="assertions for CI", status="refused", reason="tests hold them here, the product carries none"

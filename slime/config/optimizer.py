@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from slime.config.flag import flag
 
-_READER = "slime/backends/fsdp"
-
 
 @dataclass
 class OptimizerConfig:
@@ -18,36 +16,33 @@ class OptimizerConfig:
         choices=("adam", "sgd"),
         help="adam is AdamW",
         limits={"sgd": ("refused", "policies are trained with AdamW")},
-        reader=_READER,
     )
-    lr: float = flag(1e-6, help="peak learning rate", reader=_READER)
-    min_lr: float = flag(0.0, help="where the decay ends", reader=_READER)
+    lr: float = flag(1e-6, help="peak learning rate")
+    min_lr: float = flag(0.0, help="where the decay ends")
     lr_decay_style: str = flag(
         "constant",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         help="shape of the decay",
-        reader=_READER,
     )
-    lr_decay_iters: int = flag(None, help="optimizer steps of the decay; default: the whole run", reader=_READER)
-    lr_warmup_iters: int = flag(0, help="optimizer steps of linear warm-up", reader=_READER)
-    lr_warmup_fraction: float = flag(None, help="warm-up as a share of --lr-decay-iters", reader=_READER)
-    lr_warmup_init: float = flag(0.0, help="where the warm-up starts", reader=_READER)
-    lr_wsd_decay_iters: int = flag(None, help="optimizer steps of the last phase of WSD", reader=_READER)
+    lr_decay_iters: int = flag(None, help="optimizer steps of the decay; default: the whole run")
+    lr_warmup_iters: int = flag(0, help="optimizer steps of linear warm-up")
+    lr_warmup_fraction: float = flag(None, help="warm-up as a share of --lr-decay-iters")
+    lr_warmup_init: float = flag(0.0, help="where the warm-up starts")
+    lr_wsd_decay_iters: int = flag(None, help="optimizer steps of the last phase of WSD")
     lr_wsd_decay_style: str = flag(
         "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         help="shape of the last phase of WSD",
-        reader=_READER,
     )
-    warmup_ratio: float = flag(None, help="old name of --lr-warmup-fraction", reader="slime/config/defaults.py")
-    weight_decay: float = flag(0.0, help="decoupled weight decay", reader=_READER)
-    adam_beta1: float = flag(0.9, help="decay of the first moment", reader=_READER)
-    adam_beta2: float = flag(0.95, help="decay of the second moment", reader=_READER)
-    adam_eps: float = flag(1e-8, help="epsilon of Adam", reader=_READER)
-    clip_grad: float = flag(1.0, help="largest gradient norm; 0 turns clipping off", reader=_READER)
-    critic_lr: float = flag(None, help="learning rate of the critic; default --lr", reader=_READER)
-    critic_lr_warmup_iters: int = flag(None, help="warm-up of the critic; default --lr-warmup-iters", reader=_READER)
-    reset_optimizer_states: bool = flag(False, help="zero Adam's moments before each rollout's steps", reader=_READER)
+    warmup_ratio: float = flag(None, help="old name of --lr-warmup-fraction")
+    weight_decay: float = flag(0.0, help="decoupled weight decay")
+    adam_beta1: float = flag(0.9, help="decay of the first moment")
+    adam_beta2: float = flag(0.95, help="decay of the second moment")
+    adam_eps: float = flag(1e-8, help="epsilon of Adam")
+    clip_grad: float = flag(1.0, help="largest gradient norm; 0 turns clipping off")
+    critic_lr: float = flag(None, help="learning rate of the critic; default --lr")
+    critic_lr_warmup_iters: int = flag(None, help="warm-up of the critic; default --lr-warmup-iters")
+    reset_optimizer_states: bool = flag(False, help="zero Adam's moments before each rollout's steps")
     use_stateless_adam: bool = flag(
-        False, help="Adam without moments that persist: each step is lr x the gradient's sign, nearly", reader=_READER
+        False, help="Adam without moments that persist: each step is lr x the gradient's sign, nearly"
     )

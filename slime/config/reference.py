@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,7 +14,12 @@ from slime.config.flag import Flag
 from slime.config.gone import GONE
 from slime.config.parser import metavar
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "en" / "reference" / "flags.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "en" / "reference" / "flags.md"
+FOR_USERS = {name: "the user's functions" for name in ("eval_max_context_len", "max_turns")}
+_DERIVED = ("slime/config/defaults.py", "slime/config/overrides.py", "slime/config/parser.py")
+_OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
+_MOST = 4
 
 _HEAD = """\
 # All flags
@@ -49,7 +56,7 @@ def page() -> str:
 
 
 def _working(flags: list[Flag]) -> str:
-    rows = ((_typed(flag), _default(flag), _meaning(flag), _reader(flag)) for flag in flags)
+    rows = ((_typed(flag), _default(flag), _meaning(flag), _shown_readers(flag)) for flag in flags)
     return _table(("flag", "default", "meaning", "read by"), rows)
 
 
@@ -115,8 +122,52 @@ def _meaning(flag: Flag) -> str:
     return flag.help + stored
 
 
-def _reader(flag: Flag) -> str:
-    return ", ".join(f"`{part.strip()}`" for part in flag.reader.split(",") if part.strip())
+def _shown_readers(flag: Flag) -> str:
+    files = readers(flag)
+    shown = ", ".join(f"`{file}`" for file in files[:_MOST]) or FOR_USERS.get(flag.name, "")
+    return shown + (f" and {len(files) - _MOST} more" if len(files) > _MOST else "")
+
+
+def readers(flag: Flag) -> list[str]:
+    """The files that read a flag's attribute: those of the rooms, else where other settings are derived from it."""
+    files = _reads().get(flag.name, [])
+    return [f for f in files if not f.startswith(_OTHERS)] or [f for f in files if f in _DERIVED]
+
+
+@functools.cache
+def _reads() -> dict[str, list[str]]:
+    """Names read of the arguments, by file: ``args.name`` and ``getattr(args, "name")``. In a file that reads names
+    from a table (``getattr(args, attribute)``), every string that names a flag."""
+    found: dict[str, list[str]] = {}
+    for path in sorted([*ROOT.glob("slime/**/*.py"), *ROOT.glob("train*.py")]):
+        for name in _names_read(ast.parse(path.read_text())):
+            found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def _names_read(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    strings: set[str] = set()
+    from_table = False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _is_args(node.value):
+            names.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.add(node.value)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "getattr" and _is_args(node.args[0]):
+            if isinstance(node.args[1], ast.Constant):
+                names.add(str(node.args[1].value))
+            else:
+                from_table = True
+    return names | (strings & FLAGS.keys() if from_table else set())
+
+
+def _is_args(node: ast.expr) -> bool:
+    """``args``, ``self.args``, ``_target(self._args)``: the arguments, by the names that they go by."""
+    if isinstance(node, ast.Call) and node.args:
+        return _is_args(node.args[0])
+    name = node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    return name in ("args", "_args")
 
 
 def main() -> None:

@@ -16,45 +16,33 @@ class RunConfig:
         help="what trains; default: megatron on CUDA where installed, else fsdp (Hugging Face models)",
         choices=("fsdp", "megatron"),
         limits={"megatron": ("planned", "use --train-backend fsdp")},
-        reader="slime/backends/create.py",
     )
     rollout_backend: str = flag(
         None,
         help="what generates; default: sglang on CUDA where installed, else embedded (our own server)",
         choices=("embedded", "sglang"),
-        reader="slime/engines/launch.py",
     )
     deterministic: bool = flag(
         None,
         kind="toggle",
         help="same seed, same run, bit for bit: fixed compute shapes, groups judged in submission order; default: on "
         "with the embedded engine on the CPU (not with --partial-rollout)",
-        reader="slime/engines, slime/rollout, slime/backends",
     )
-    seed: int = flag(
-        1234, help="seed of initialisation, dropout and everything the trainer draws", reader="slime/backends"
-    )
-    output_dir: str = flag(
-        "outputs", help="each run writes a folder of its own below this one", reader="slime/observability/run_dir.py"
-    )
+    seed: int = flag(1234, help="seed of initialisation, dropout and everything the trainer draws")
+    output_dir: str = flag("outputs", help="each run writes a folder of its own below this one")
     run_name: str = flag(
         None,
         help="name of the run's folder; default: model, estimator and time, or the resumed run's",
-        reader="slime/observability/run_dir.py",
     )
     override: str = flag(
         None,
         kind="path",
         help="YAML file of flag names and values, applied last and printed: scales a recipe to a machine",
-        reader="slime/config/overrides.py",
     )
     custom_config_path: str = flag(
         None,
         kind="path",
         help="YAML file; every key becomes an attribute of args (before the checks), for the user's own hooks",
-        reader="slime/config/overrides.py",
     )
     config: str = flag(None, kind="path", help="YAML of defaults", status="refused", reason="use --override FILE")
-    phase_timeout: float = flag(
-        3600.0, help="seconds that generate, train or a weight sync may take", reader="slime/cluster"
-    )
+    phase_timeout: float = flag(3600.0, help="seconds that generate, train or a weight sync may take")

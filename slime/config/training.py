@@ -14,7 +14,6 @@ class ModelConfig:
     hf_checkpoint: str = flag(
         None,
         help="Hugging Face folder or hub id: tokenizer, engines and (FSDP) the model that is trained",
-        reader="slime/models/loading.py",
     )
     model_name: str = flag(
         None,
@@ -22,36 +21,28 @@ class ModelConfig:
         status="notice",
         reason="FSDP takes names from the checkpoint",
     )
-    trust_remote_code: bool = flag(
-        False, help="run model code that comes with the checkpoint", reader="slime/models/loading.py"
-    )
+    trust_remote_code: bool = flag(False, help="run model code that comes with the checkpoint")
     train_dtype: str = flag(
         None,
         choices=("float32", "bfloat16"),
         help="default: bfloat16 on CUDA, float32 on the CPU",
-        reader="slime/backends/fsdp",
     )
     fp16: bool = flag(False, help="train in float16", status="refused", reason="use --train-dtype bfloat16 or float32")
-    bf16: bool = flag(False, help="Megatron's name for --train-dtype bfloat16", reader="slime/config/defaults.py")
+    bf16: bool = flag(False, help="Megatron's name for --train-dtype bfloat16")
     attn_implementation: str = flag(
         None,
         help="attention of the trainer; default: packed, without a mask (varlen on CUDA, its equal on the CPU)",
-        reader="slime/backends/fsdp",
     )
     gradient_checkpointing: bool = flag(
         False,
         help="recompute activations in the backward pass; --recompute-activations means the same",
-        reader="slime/backends/fsdp",
     )
     compile_layers: bool = flag(
         None,
         kind="toggle",
         help="compile each decoder layer and the passes over logits (torch.compile); default: on CUDA",
-        reader="slime/backends/fsdp/model.py",
     )
-    log_probs_chunk_size: int = flag(
-        -1, help="tokens per chunk of logits -> log-prob; -1: chosen for you", reader="slime/backends"
-    )
+    log_probs_chunk_size: int = flag(-1, help="tokens per chunk of logits -> log-prob; -1: chosen for you")
     recompute_loss_function: bool = flag(
         False,
         help="recompute logits in the backward pass",
@@ -62,23 +53,15 @@ class ModelConfig:
         True,
         kind="toggle",
         help="store the prompt of a group once per pack; same gradients, less work",
-        reader="slime/data/packing.py",
     )
     skip_zero_advantage_groups: bool = flag(
         True,
         kind="toggle",
         help="no forward and backward pass for groups that cannot move the weights",
-        reader="slime/backends/train_loop.py",
     )
-    only_train_params_name_list: list[str] | None = flag(
-        None, help="regular expressions: train only these", reader="slime/backends/fsdp"
-    )
-    freeze_params_name_list: list[str] | None = flag(
-        None, help="regular expressions: freeze these", reader="slime/backends/fsdp"
-    )
-    keep_old_actor: bool = flag(
-        False, help="keep the weights that generated, to compute old log-probs", reader="slime/backends"
-    )
+    only_train_params_name_list: list[str] | None = flag(None, help="regular expressions: train only these")
+    freeze_params_name_list: list[str] | None = flag(None, help="regular expressions: freeze these")
+    keep_old_actor: bool = flag(False, help="keep the weights that generated, to compute old log-probs")
     fsdp_cpu_offload: bool = flag(False, help="keep FSDP shards in CPU memory", status="planned")
     fsdp_state_dict_cpu_offload: bool = flag(
         True,
@@ -88,9 +71,7 @@ class ModelConfig:
         reason="checkpoints are always written from CPU memory",
     )
     fsdp_cpu_backend: str = flag("gloo", help="backend of CPU collectives", status="notice", reason="it is always gloo")
-    deterministic_mode: bool = flag(
-        False, help="Megatron's name for --deterministic", reader="slime/config/defaults.py"
-    )
+    deterministic_mode: bool = flag(False, help="Megatron's name for --deterministic")
     custom_model_provider_path: str = flag(
         None, kind="hook", help="replaces Megatron's model builder", status="planned"
     )
@@ -116,36 +97,30 @@ class ModelConfig:
 class WeightSyncConfig:
     _title = "weight sync"
 
-    update_weights_interval: int = flag(1, help="sync every N rollouts (train_async.py)", reader="train_async.py")
+    update_weights_interval: int = flag(1, help="sync every N rollouts (train_async.py)")
     update_weight_mode: str = flag(
         "full",
         choices=("full", "delta"),
         help="all weights or changed bytes only",
-        reader="slime/weights",
     )
     update_weight_transport: str = flag(
         "nccl",
         choices=("nccl", "disk"),
         help="nccl: from process to process (shared memory or IPC on one host, else NCCL or gloo); disk: by files",
-        reader="slime/weights/transports",
     )
-    update_weight_buffer_size: int = flag(512 * 2**20, help="bytes per bucket", reader="slime/weights")
-    update_weight_disk_dir: str = flag(
-        None, help="shared folder for the disk transport", reader="slime/weights/transports"
-    )
-    update_weight_disk_keep_files: bool = flag(False, help="keep published weights", reader="slime/weights/transports")
+    update_weight_buffer_size: int = flag(512 * 2**20, help="bytes per bucket")
+    update_weight_disk_dir: str = flag(None, help="shared folder for the disk transport")
+    update_weight_disk_keep_files: bool = flag(False, help="keep published weights")
     update_weight_delta_encoding: str = flag(
         "xor",
         choices=("xor", "overwrite"),
         help="a changed byte travels as old xor new, or as it is now",
-        reader="slime/weights/delta.py",
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
         choices=("xxh3-128", "blake3", "adler32"),
         help="digest per tensor of a delta",
         limits={"blake3": ("refused", "xxh3-128 finds the same damage in less time")},
-        reader="slime/weights/delta.py",
     )
     update_weight_local_checkpoint_dir: str = flag(
         None,
@@ -157,7 +132,6 @@ class WeightSyncConfig:
         None,
         kind="hook",
         help="fn(args, version_dir, engines) on the sending rank, after files are written and before engines read them",
-        reader="slime/weights/transports/disk.py",
     )
     release_train: bool = flag(
         False,
@@ -169,22 +143,17 @@ class WeightSyncConfig:
         True,
         kind="toggle",
         help="after each sync compare what engine and trainer hold",
-        reader="slime/weights/audit.py",
     )
-    audit_threshold: float = flag(
-        None, help="largest log-prob difference an audit accepts; default: by dtype", reader="slime/weights/audit.py"
-    )
+    audit_threshold: float = flag(None, help="largest log-prob difference an audit accepts; default: by dtype")
     check_weight_update_equal: bool = flag(
         False,
         help="once: let the engines overwrite their weights, sync the same ones again, compare: all were written",
-        reader="slime/cluster/run.py",
     )
     rollout_data_transport: str = flag(
         "object-store",
         choices=("object-store", "nixl"),
         help="how the trainer fetches rollouts",
         limits={"nixl": ("refused", "Ray's object store carries the batches")},
-        reader="slime/cluster",
     )
 
 
@@ -192,31 +161,22 @@ class WeightSyncConfig:
 class BatchConfig:
     _title = "batches"
 
-    rollout_batch_size: int = flag(32, help="prompts per rollout", reader="slime/rollout, slime/data")
-    n_samples_per_prompt: int = flag(8, help="samples per prompt: the group", reader="slime/data/source.py")
+    rollout_batch_size: int = flag(32, help="prompts per rollout")
+    n_samples_per_prompt: int = flag(8, help="samples per prompt: the group")
     global_batch_size: int = flag(
         None,
         help="samples per optimizer step; default: rollout batch x samples / steps",
-        reader="slime/data/schedule.py",
     )
-    num_steps_per_rollout: int = flag(
-        None, help="optimizer steps per rollout; default 1", reader="slime/config/defaults.py"
-    )
-    micro_batch_size: int = flag(
-        1, help="samples per forward pass, without --use-dynamic-batch-size", reader="slime/data/schedule.py"
-    )
-    use_dynamic_batch_size: bool = flag(
-        False, help="fill micro-batches up to --max-tokens-per-gpu", reader="slime/data/schedule.py"
-    )
-    max_tokens_per_gpu: int = flag(None, help="token budget of a micro-batch", reader="slime/data/schedule.py")
+    num_steps_per_rollout: int = flag(None, help="optimizer steps per rollout; default 1")
+    micro_batch_size: int = flag(1, help="samples per forward pass, without --use-dynamic-batch-size")
+    use_dynamic_batch_size: bool = flag(False, help="fill micro-batches up to --max-tokens-per-gpu")
+    max_tokens_per_gpu: int = flag(None, help="token budget of a micro-batch")
     log_probs_max_tokens_per_gpu: int = flag(
         None,
         help="token budget of log-prob passes",
         status="notice",
         reason="log-probs use the micro-batches of training",
     )
-    balance_data: bool = flag(False, help="balance the work over the ranks", reader="slime/data/schedule.py")
-    balance_by_flops: bool = flag(
-        False, help="balance by estimated FLOPs; implies --balance-data", reader="slime/data/schedule.py"
-    )
-    data_pad_size_multiplier: int = flag(128, help="packs are padded to a multiple of this", reader="slime/backends")
+    balance_data: bool = flag(False, help="balance the work over the ranks")
+    balance_by_flops: bool = flag(False, help="balance by estimated FLOPs; implies --balance-data")
+    data_pad_size_multiplier: int = flag(128, help="packs are padded to a multiple of this")
