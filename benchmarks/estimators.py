@@ -113,6 +113,7 @@ def train_flags(args: argparse.Namespace, job: Job, rows: Path) -> list[str]:
     words += ["--apply-chat-template", "--rollout-shuffle", "--use-dynamic-batch-size"]
     if args.device == "cuda":
         words += ["--colocate", "--no-offload-train", "--no-offload-rollout", "--actor-num-gpus-per-node", "1"]
+        words += ["--no-compile-layers"]  # which takes longer than these short runs
     return words + shlex.split(ESTIMATORS[job.estimator]) + shlex.split(args.flags)
 
 

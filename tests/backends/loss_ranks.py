@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 
 from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.reduce import Identity
 from slime.algorithms.registry import ALGORITHMS
+from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import TokenBatch, compute_loss, is_max_metric
 from slime.config.args import Args
 
@@ -42,21 +42,6 @@ ADVANTAGE_CASES: dict[str, dict[str, Any]] = {
     "distillation": dict(use_opd=True, opd_kl_coef=0.5, normalize_advantages=True),
     "mean of weights": dict(tis_level="geometric", tis_batch_normalize=True, **MIS),
 }  # fmt: skip
-
-
-class Groups:
-    """``Reduce`` over real process groups: ``over_data`` counts each whole response once."""
-
-    def __init__(self, data: dist.ProcessGroup, sequence: dist.ProcessGroup) -> None:
-        self.data, self.sequence = data, sequence
-
-    def over_data(self, x: Tensor) -> Tensor:
-        total = x.detach().clone()
-        dist.all_reduce(total, group=self.data)
-        return total
-
-    def over_sequence(self, x: Tensor) -> Tensor:
-        return all_reduce(x, group=self.sequence)
 
 
 def run_args(changes: dict[str, Any]) -> Args:
@@ -95,7 +80,7 @@ def token_batch(data: dict[str, Any], keep: Tensor, samples: list[int], values: 
     )
 
 
-def loss_errors(rank: int, groups: Groups) -> dict[str, float]:
+def loss_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
     """Per case the largest difference between the split step and the whole one: loss, gradient, metrics."""
     data = everything()
     mask_sums = [max(float(m.sum()), 1.0) for m in data["loss_mask"].split(LENGTHS)]
@@ -126,7 +111,7 @@ def loss_errors(rank: int, groups: Groups) -> dict[str, float]:
     return errors
 
 
-def advantage_errors(rank: int, groups: Groups) -> dict[str, float]:
+def advantage_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
     """Whole responses, each data-parallel rank its own."""
     data = everything()
     lists = {name: list(data[name].split(LENGTHS)) for name in ("log_probs", "ref_log_probs", "rollout_log_probs")}
@@ -157,7 +142,7 @@ def worker(rank: int, port: int, output: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=4)
     data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     sequence = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    groups = Groups(data, sequence)
+    groups = DataParallelReduce(2, torch.device("cpu"), data, sequence)
     torch.save((loss_errors(rank, groups), advantage_errors(rank, groups)), f"{output}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
