@@ -94,6 +94,8 @@ class HttpEngineHandle:
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def pause(self, mode: PauseMode) -> None:
+        if mode == "retract" and not (await self.connect()).capabilities.retract:
+            raise EngineError(f"{self.url} does not survive an update in pause mode retract; use abort or in_place")
         await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:

@@ -35,9 +35,17 @@ EMBEDDED = Surface(
 SGLANG_0_5_23 = Surface(
     kind="sglang", capabilities=Capabilities(version_spans=True, retract=True, update_brackets=True)
 )
+SGLANG_0_5_15 = Surface(kind="sglang", capabilities=Capabilities())
+"""No begin and end of an update. Its scheduler takes requests back on ``retract``, but asserts when weights or cache
+change before they have run again, so it is never asked to: updates in flight abort, and go on with the tokens so far.
+Its answers name one weight version; which token is of which is known from the requests that were sent again."""
 
-_GENERATIONS: tuple[tuple[tuple[int, ...], Surface], ...] = (((0, 5, 23), SGLANG_0_5_23),)
-"""(oldest version, surface), newest first; older servers are served by adding an entry."""
+_GENERATIONS: tuple[tuple[tuple[int, ...], Surface], ...] = (
+    ((0, 5, 23), SGLANG_0_5_23),
+    ((0, 5, 15), SGLANG_0_5_15),
+)
+"""(oldest version, surface), newest first. 0.5.15.post1 and 0.5.23 were looked at; a release between them counts as
+the older generation."""
 
 
 def choose_surface(server_info: dict[str, Any], url: str) -> Surface:

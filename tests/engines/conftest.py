@@ -1,7 +1,8 @@
 """Tiny models and running engines for the engine tests.
 
-``contract_engine`` is what the contract suite runs against. Another kind of engine joins by an entry in
-``ENGINE_KINDS`` and a branch in ``_start``; what it cannot do is in its handle's ``Capabilities``.
+``contract_engine`` is what the contract suite runs against: the embedded engine and, in an environment that has
+it, real SGLang on the CPU (marked ``sglang``, see scripts/test_sglang.sh). What an engine cannot do is in its
+handle's ``Capabilities``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from engine_parts import ContractEngine, engine_args, save_tiny_llama
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # as the server sets it in deterministic mode; MKL reads it once
 
+from slime.config.machine import installed
 from slime.engines.http_handle import HttpEngineHandle
-from slime.engines.process import EngineProcess, start_embedded_engine
+from slime.engines.launch import start_engine as launch_engine
+from slime.engines.plan import EngineSpec
+from slime.engines.process import EngineProcess
 from slime.utils.async_utils import run
 
-ENGINE_KINDS = ("embedded",)
-START_SECONDS = 120.0
+ENGINE_KINDS: list[Any] = ["embedded"]
+if installed("sglang"):
+    ENGINE_KINDS.append(pytest.param("sglang", marks=pytest.mark.sglang))
+START_SECONDS = 240.0
 
 
 @pytest.fixture(scope="session")
@@ -37,13 +43,15 @@ def other_tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineProcess]]:
-    """``start_engine(model, **args)``: an embedded engine that is up; all are stopped by pid at the end."""
+    """``start_engine(model, **args)``: an engine that is up, the embedded one unless the arguments say otherwise; all
+    are stopped by pid at the end."""
     started: list[EngineProcess] = []
     logs = tmp_path_factory.mktemp("engine-logs")
 
     def start(model: Path, wait: bool = True, **changes: Any) -> EngineProcess:
         index = len(started)
-        process = start_embedded_engine(engine_args(model, **changes), index, log_path=logs / f"{index}.log")
+        args = engine_args(model, **changes)
+        process = launch_engine(args, EngineSpec(index, str(model)), log_path=logs / f"{index}.log")
         started.append(process)
         if wait:
             process.wait_ready(START_SECONDS)
@@ -67,7 +75,8 @@ def contract_engine(
 
 
 def _start(kind: str, model: Path, start_engine: Callable[..., EngineProcess]) -> str:
-    assert kind == "embedded"
+    if kind == "sglang":
+        return start_engine(model, rollout_backend="sglang", sglang={"device": "cpu", "max_total_tokens": 8192}).url
     return start_engine(model).url
 
 

@@ -71,8 +71,14 @@ def save_tiny_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def engine_args(model: Path, **changes: Any) -> Any:
-    """What ``start_embedded_engine`` and ``start_router`` read of the arguments."""
+    """What ``start_engine`` and ``start_router`` read of the arguments."""
     settings = {
+        "rollout_backend": "embedded",
+        "sglang": {},
+        "rollout_seed": 42,
+        "offload_rollout": False,
+        "use_rollout_routing_replay": False,
+        "update_weight_mode": "full",
         "hf_checkpoint": str(model),
         "rollout_dtype": None,
         "train_dtype": "float32",

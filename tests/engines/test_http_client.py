@@ -126,5 +126,8 @@ def test_surface_is_chosen_by_what_the_server_says() -> None:
     assert embedded.kind == "embedded" and embedded.capabilities.deterministic
     newest = choose_surface({"version": "0.6.0rc1"}, "u")
     assert newest.kind == "sglang" and newest.capabilities.update_brackets and not newest.capabilities.named_checksums
+    older = choose_surface({"version": "0.5.15.post1"}, "u").capabilities
+    assert not (older.update_brackets or older.retract or older.version_spans)
+    assert choose_surface({"version": "0.5.22"}, "u").capabilities == older
     with pytest.raises(EngineError, match=r"u is SGLang 0\.4\.1"):
         choose_surface({"version": "0.4.1"}, "u")

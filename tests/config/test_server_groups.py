@@ -1,0 +1,110 @@
+"""--sglang-config and --prefill-num-servers: from the file to the list of servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from slime.config.defaults import default_args
+from slime.config.server_groups import ServerGroupError, read_server_groups
+from slime.config.validate_resources import check_placement
+from slime.engines.plan import plan_engines
+from slime.rollout.state import concurrency
+
+TWO_MODELS = """
+sglang:
+  - name: actor
+    num_gpus_per_engine: 2
+    server_groups:
+      - {worker_type: prefill, num_gpus: 2}
+      - {worker_type: placeholder, num_gpus: 1}
+      - {worker_type: decode, num_gpus: 4, overrides: {mem-fraction-static: 0.8}}
+  - name: judge
+    model_path: /models/judge
+    engine_groups:
+      - {num_gpus: 1}
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "groups.yaml"
+    file.write_text(dedent(text))
+    return str(file)
+
+
+def test_servers_of_two_models_with_a_hole_between_them(tmp_path: Path) -> None:
+    args = default_args(
+        hf_checkpoint="/models/actor", rollout_backend="sglang", sglang_config=write(tmp_path, TWO_MODELS)
+    )
+    assert args.rollout_num_gpus == 8
+    specs = plan_engines(args)
+    assert [(s.index, s.model, s.worker_type, s.slot, s.num_gpus, s.updates) for s in specs] == [
+        (0, "actor", "prefill", 0, 2, True),
+        (1, "actor", "decode", 3, 2, True),
+        (2, "actor", "decode", 5, 2, True),
+        (3, "judge", "regular", 7, 1, False),
+    ]
+    assert [s.model_path for s in specs] == ["/models/actor"] * 3 + ["/models/judge"]
+    assert [s.options for s in specs] == [{}, *[{"mem_fraction_static": 0.8}] * 2, {}]
+    assert concurrency(args) == 2 * 512  # what decodes for the trained model
+    assert check_placement(args) == []
+
+
+def test_one_model_without_a_file() -> None:
+    args = default_args(
+        hf_checkpoint="m", rollout_backend="sglang", rollout_num_gpus=8, rollout_num_gpus_per_engine=2,
+        prefill_num_servers=1,
+    )  # fmt: skip
+    kinds = [(s.worker_type, s.slot, s.model) for s in plan_engines(args)]
+    assert kinds == [("prefill", 0, "default"), *[("decode", slot, "default") for slot in (2, 4, 6)]]
+    assert concurrency(args) == 3 * 512
+    args.prefill_num_servers = None
+    assert [s.worker_type for s in plan_engines(args)] == ["regular"] * 4
+    args.rollout_external_engine_addrs = ["a:1", "b:2", "c:3"]
+    assert plan_engines(args) == [] and concurrency(args) == 3 * 512
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("other: 1", "list of models under the key 'sglang'"),
+        ("sglang: [{name: a}]", "model 'a' has no server_groups"),
+        ("sglang: [{server_groups: [{num_gpus: 1}]}]", "model 1 has no name"),
+        ("sglang: [{name: a, server_grups: []}]", "did you mean 'server_groups'"),
+        ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "did you mean 'num_gpus'"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", "model 'a', group 1: num_gpus needs a whole number"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]", "no multiple"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "none of regular, prefill"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: encoder}]}]", "not built"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "either all regular, or prefill"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "placeholders only"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "names and values"),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
+            "two models have the name 'a'",
+        ),
+        ("sglang: [{name: a, model_path: /other, server_groups: [{num_gpus: 1}]}]", "no model gets the trainer's"),
+        ("sglang: [", "no YAML"),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_said_where(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ServerGroupError, match=says):
+        read_server_groups(write(tmp_path, text), "/models/actor", 1)
+
+
+def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
+    file = write(tmp_path, "sglang: [{name: a, server_groups: [{num_gpus: 2}]}]")
+    given = {"hf_checkpoint": "m", "rollout_backend": "sglang", "sglang_config": file}
+
+    def problems(**more: object) -> str:
+        return "\n".join(check_placement(default_args(**{**given, **more})))
+
+    assert problems() == ""
+    assert "its groups have 2 GPUs, --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
+    assert "use --rollout-backend sglang" in problems(rollout_backend="embedded")
+    assert "write the prefill group into the file" in problems(prefill_num_servers=1)
+    assert "starts nothing" in problems(rollout_external_engine_addrs=["h:1"])
+    assert "No such file" in problems(sglang_config=str(tmp_path / "none.yaml"))
+    assert "both kinds are needed" in problems(sglang_config=None, prefill_num_servers=2, rollout_num_gpus=2)

@@ -1,0 +1,146 @@
+"""What SGLang's servers and the router are started with, and that both are asked whether they know it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_parts import engine_args
+
+from slime.config.machine import installed
+from slime.engines.plan import EngineSpec
+from slime.engines.sglang.check import UnknownOptions, check_launch, problems_of
+from slime.engines.sglang.options import ServerPlace, server_environment, server_options, server_words
+
+SPEC = EngineSpec(3, "/m", num_gpus=4)
+PLACE = ServerPlace("127.0.0.1", 4000)
+
+
+def sglang_args(**changes: Any) -> Any:
+    return engine_args(Path("/m"), rollout_backend="sglang", **changes)
+
+
+def test_words_of_a_server_on_gpus() -> None:
+    args = sglang_args(
+        sglang={"device": "cuda", "pp_size": 2, "mem_fraction_static": 0.7}, offload_rollout=True,
+        train_dtype="bfloat16", deterministic=True, use_rollout_routing_replay=True, trust_remote_code=True,
+    )  # fmt: skip
+    words = " ".join(server_words(args, SPEC, PLACE))
+    for part in (
+        "--model-path /m", "--host 127.0.0.1 --port 4000", "--tp-size 2", "--pp-size 2", "--random-seed 45",
+        "--dtype bfloat16", "--mem-fraction-static 0.7", "--enable-memory-saver", "--enable-deterministic-inference",
+        "--enable-return-routed-experts", "--trust-remote-code", "--skip-server-warmup",
+    ):  # fmt: skip
+        assert part in words, words
+    assert "--enable-weights-cpu-backup" not in words and "nnodes" not in words and "torch_native" not in words
+
+
+def test_a_model_that_nobody_updates_keeps_its_weights_and_dtype() -> None:
+    args = sglang_args(sglang={"device": "cuda"}, offload_rollout=True)
+    options = server_options(args, EngineSpec(0, "/judge", updates=False), PLACE)
+    assert options["enable_weights_cpu_backup"] and "dtype" not in options
+
+
+def test_parts_of_servers() -> None:
+    args = sglang_args(sglang={"device": "cuda"})
+    node = server_options(args, SPEC, ServerPlace("10.0.0.2", 4000, 1, 2, "10.0.0.1:21000"))
+    assert (node["nnodes"], node["node_rank"], node["dist_init_addr"]) == (2, 1, "10.0.0.1:21000")
+    prefill = EngineSpec(0, "/m", worker_type="prefill", options={"mem_fraction_static": 0.5})
+    words = " ".join(server_words(args, prefill, ServerPlace("127.0.0.1", 4000, bootstrap_port=8123)))
+    assert "--disaggregation-mode prefill --disaggregation-bootstrap-port 8123" in words
+    assert "--mem-fraction-static 0.5" in words
+
+
+def test_on_the_cpu_the_users_flags_win_over_what_it_needs() -> None:
+    args = sglang_args(sglang={"device": "cpu", "max_total_tokens": 99}, offload_rollout=True)
+    options = server_options(args, SPEC, PLACE)
+    assert options["attention_backend"] == "torch_native" and options["max_total_tokens"] == 99
+    assert "enable_memory_saver" not in options  # there is nothing to give back
+    assert server_environment(args, SPEC)["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(sglang_args(sglang={"device": "cuda"}), SPEC)
+
+
+def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:
+    from slime.engines.sglang.check import _Parser
+
+    parser = _Parser(allow_abbrev=False)
+    parser.add_argument("--attention-backend", choices=("triton", "torch_native"))
+    parser.add_argument("--mem-fraction-static", type=float)
+    assert problems_of(parser, ["--attention-backend", "triton"], "sglang", "9") == []
+    (unknown,) = problems_of(parser, ["--mem-fraction-statik", "1"], "sglang", "9")
+    assert unknown == (
+        "--sglang-mem-fraction-statik: the installed SGLang 9 has no such option; did you mean "
+        "--sglang-mem-fraction-static?"
+    )
+    (wrong,) = problems_of(parser, ["--attention-backend", "x"], "sglang", "9")
+    assert wrong.startswith("--sglang-attention-backend: invalid choice: 'x'") and wrong.endswith("(says SGLang 9)")
+
+
+def test_the_router_is_asked_before_anything_starts() -> None:
+    check_launch(engine_args(Path("/m"), router={"policy": "manual"}), [])
+    with pytest.raises(UnknownOptions, match=r"--router-policy: invalid choice: 'mannual'"):
+        check_launch(engine_args(Path("/m"), router={"policy": "mannual"}), [])
+    with pytest.raises(UnknownOptions, match=r"--router-polizy: .* did you mean --router-policy\?"):
+        check_launch(engine_args(Path("/m"), router={"polizy": "manual"}), [])
+
+
+@pytest.mark.skipif(not installed("sglang"), reason="SGLang is not here; scripts/test_sglang.sh")
+@pytest.mark.sglang
+def test_the_installed_sglang_is_asked_before_anything_starts() -> None:
+    good = {"device": "cpu", "log_level": "warning", "mem_fraction_static": 0.5}
+    groups = EngineSpec(0, "/m", options={"max_running_requests": 8})
+    check_launch(sglang_args(sglang=good), [groups])
+    bad = EngineSpec(1, "/m", options={"max_runing_requests": 8})
+    with pytest.raises(UnknownOptions) as refused:
+        check_launch(sglang_args(sglang={**good, "attention_backend": "abacus"}), [groups, bad])
+    message = str(refused.value)
+    assert "did you mean --sglang-max-running-requests?" in message
+    assert "--sglang-attention-backend: invalid choice: 'abacus'" in message
+
+
+def test_real_kernels_win_over_the_stand_ins(tmp_path: Path) -> None:
+    """In a process of its own: with triton and sgl_kernel present nothing is put into the import system."""
+    for name in ("triton", "sgl_kernel", "sglang"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("real = True\n")
+    code = (
+        "import sys; before = list(sys.meta_path);"
+        "from slime.engines.sglang.cpu_kernels import install;"
+        "absent = install(); import triton, sgl_kernel;"
+        "assert absent == [] and sys.meta_path == before and triton.real and sgl_kernel.real, absent"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
+
+
+def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
+    """SGLang's own stubs serve for triton; a kernel that is called says that it is not there."""
+    if installed("triton") or installed("sgl_kernel"):
+        pytest.skip("the real ones are here")
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('must not be imported')\n")
+    (tmp_path / "sglang" / "_platform_stubs.py").write_text(
+        "import types\nclass _MockModule(types.ModuleType):\n    __path__ = []\n"
+        "_cdiv = _next_power_of_2 = _triton_key = lambda *a: 1\nclass _Config: pass\n"
+    )
+    code = (
+        "import json; from slime.engines.sglang.cpu_kernels import install;"
+        "absent = install(); install();"
+        "import triton.language, sgl_kernel;"
+        "value = triton.language.constexpr(7).value\n"
+        "try: sgl_kernel.spam_cpu()\nexcept NotImplementedError as e: said = str(e)\n"
+        "try: import sgl_kernel.scalar_type\nexcept ImportError: part = 'absent'\n"
+        "print(json.dumps([absent[:2], value, said, part]))"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, timeout=120, capture_output=True, text=True
+    )
+    absent, value, said, part = json.loads(done.stdout)
+    assert absent == ["triton", "sgl_kernel"] and value == 7 and part == "absent"
+    assert said == "sgl_kernel.spam_cpu: this machine has no CPU build of sgl_kernel"
