@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from slime.config.flag import flag
 
+_NO_REPLAY = "each pass routes anew; --use-tis (or IcePop) corrects for tokens whose probability changed with it"
+
 
 @dataclass
 class AlgorithmConfig:
@@ -92,8 +94,12 @@ class OffPolicyConfig:
     get_mismatch_metrics: bool = flag(False, help="measure only; needs --custom-tis-function-path")
     use_opsm: bool = flag(False, help="mask sequences that drifted from the policy")
     opsm_delta: float = flag(1e-4, help="drift from which a sequence is masked")
-    use_routing_replay: bool = flag(False, help="replay MoE routing of the old log-prob pass", status="planned")
-    use_rollout_routing_replay: bool = flag(False, help="replay MoE routing of the engine", status="planned")
+    use_routing_replay: bool = flag(
+        False, help="replay MoE routing of the old log-prob pass", status="refused", reason=_NO_REPLAY
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, help="replay MoE routing of the engine", status="refused", reason=_NO_REPLAY
+    )
 
 
 @dataclass
