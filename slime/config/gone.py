@@ -1,6 +1,8 @@
-"""Flags of older releases that no longer exist: refused with what to use instead."""
+"""Flags of older releases that no longer exist are refused, and variables that nothing reads are pointed out."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 GONE: dict[str, str] = {
     "--use-critic": "--advantage-estimator ppo brings the critic",
@@ -28,3 +30,32 @@ GONE: dict[str, str] = {
     "--rollout-num-gpus-per-node": "use --rollout-num-gpus",
     "--use-http2": "HTTP/1.1 with a connection pool is used",
 }
+
+UNREAD_VARIABLES: dict[str, str] = {
+    "SLIME_HOST_IP": "addresses are Ray's: ray start --node-ip-address",
+    "SLIME_PREFER_IPV6": "addresses are Ray's: ray start --node-ip-address",
+    "SLIME_ACCELERATOR": "CUDA is used where there is one",
+    "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups end with their processes",
+    "SLIME_GRAD_COALESCE_CHUNK_BYTES": "gradients are reduced by FSDP and Megatron",
+    "SLIME_ENABLE_EXPANDABLE_SEGMENTS": "set PYTORCH_CUDA_ALLOC_CONF with --train-env-vars",
+    "ENABLE_ROUTING_REPLAY": "use --use-routing-replay",
+    "ROUTING_REPLAY_STAGE": "use --use-routing-replay",
+    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "there is no int4 training",
+    "OPEN_TRAINING_INT4_FAKE_QAT_GROUP_SIZE": "there is no int4 training",
+}
+"""Environment variables of older releases that change nothing here."""
+_PREFIXES = {
+    "SLIME_LAYERWISE_ALIGNMENT_": "there is no such comparison",
+    "SLIME_DEEPGEMM_MOE_": "there are no DeepGEMM kernels here",
+}
+
+
+def unread_variables(environment: Mapping[str, str]) -> list[str]:
+    """One line for each variable that is set and that nothing reads."""
+    found = []
+    for name in sorted(environment):
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+        reason = UNREAD_VARIABLES.get(name) or _PREFIXES.get(prefix)
+        if reason:
+            found.append(f"environment variable {name}: no effect: {reason}")
+    return found

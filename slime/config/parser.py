@@ -15,7 +15,7 @@ from slime.config.args import FLAGS, Args
 from slime.config.defaults import resolve_defaults
 from slime.config.errors import ConfigError
 from slime.config.flag import Flag, convert
-from slime.config.gone import GONE
+from slime.config.gone import GONE, unread_variables
 from slime.config.overrides import apply_file
 from slime.config.states import check_states
 from slime.config.validate import validate
@@ -240,21 +240,33 @@ def load_args(
     extra_checks: Sequence[ExtraCheck] = (),
 ) -> Args:
     """Like :func:`parse_args`, but raises :class:`ConfigError` and prints nothing."""
+    args, problems = check_args(argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks)
+    if problems:
+        raise ConfigError(problems)
+    return args
+
+
+def check_args(
+    argv: Sequence[str] | None = None,
+    add_custom_arguments: AddArguments | None = None,
+    *,
+    asynchronous: bool = False,
+    extra_checks: Sequence[ExtraCheck] = (),
+) -> tuple[Args, list[str]]:
+    """The resolved arguments with everything that is wrong with them."""
     args, problems = read_command_line(sys.argv[1:] if argv is None else argv, add_custom_arguments)
     if args.custom_config_path:
         problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
     if args.override:
         problems += _apply_override(args)
     refused, notices = check_states(args)
-    args.notices += notices
+    args.notices += [*notices, *unread_variables(os.environ)]
     problems += refused
     problems += resolve_defaults(args, asynchronous=asynchronous)
     problems += validate(args, asynchronous=asynchronous, data_is_checked=bool(extra_checks))
     for check in extra_checks:
         problems += check(args)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return args
+    return args, list(dict.fromkeys(problems))
 
 
 def _apply_override(args: Args) -> list[str]:

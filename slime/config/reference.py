@@ -11,7 +11,7 @@ from pathlib import Path
 from slime.config import passthrough
 from slime.config.args import FLAGS
 from slime.config.flag import Flag
-from slime.config.gone import GONE
+from slime.config.gone import GONE, UNREAD_VARIABLES
 from slime.config.parser import metavar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +20,13 @@ FOR_USERS = {name: "the user's functions" for name in ("eval_max_context_len", "
 _DERIVED = ("slime/config/defaults.py", "slime/config/overrides.py", "slime/config/parser.py")
 _OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
 _MOST = 4
+_VARIABLES = {
+    "RAY_ADDRESS": "join this Ray cluster instead of starting one (set by `ray job submit`)",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that count as this machine's",
+    "HF_HOME": "where hub models are cached, as for `huggingface_hub`; `HF_HUB_CACHE` and `HF_HUB_OFFLINE` too",
+    "TENSORBOARD_DIR": "folder of TensorBoard events, instead of the run's",
+    "WANDB_MODE": "as for `wandb`, with all of its other variables; `--wandb-mode` and the like win",
+}
 
 _HEAD = """\
 # All flags
@@ -51,7 +58,7 @@ def page() -> str:
     ]
     parts += ["## Refused\n", "Using one of these is an error that gives the reason.\n", _reasons(refused), _limits()]
     parts += ["### Flags of older releases\n", _table(("flag", "instead"), ((f"`{k}`", v) for k, v in GONE.items()))]
-    parts += ["## Pass-through\n", _passed()]
+    parts += ["## Pass-through\n", _passed(), "\n## Environment variables\n", _variables()]
     return "\n".join(parts)
 
 
@@ -93,6 +100,11 @@ def _passed() -> str:
         rows = ((f"`{prefix}{name.replace('_', '-')}`", reason) for name, reason in reasons.items())
         lines += ["", f"{title} that slime sets itself:", "", _table(("flag", "why"), rows)]
     return "\n".join(lines)
+
+
+def _variables() -> str:
+    gone = _table(("of older releases", "instead"), ((f"`{k}`", v) for k, v in UNREAD_VARIABLES.items()))
+    return _table(("read", "meaning"), ((f"`{k}`", v) for k, v in _VARIABLES.items())) + "\n" + gone
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slime.config.args import FLAGS, Args
 from slime.config.errors import ConfigError
 from slime.config.flag import Flag, convert
-from slime.config.gone import GONE
+from slime.config.gone import GONE, UNREAD_VARIABLES, unread_variables
 from slime.config.parser import load_args, parse_args, read_command_line
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -69,6 +69,90 @@ def test_what_is_typed_is_what_args_hold(case: tuple[str, object]) -> None:
     assert getattr(args, name) == value
     assert type(getattr(args, name)) is type(value)
     assert args.explicit == {name}
+
+
+names = st.lists(st.sampled_from(sorted(FLAGS)), unique=True, min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    names.flatmap(lambda chosen: st.tuples(*(st.tuples(st.just(n), values_of(FLAGS[n])) for n in chosen))), st.data()
+)
+def test_any_command_line_in_any_order_and_either_form(
+    line: tuple[tuple[str, object], ...], data: st.DataObject
+) -> None:
+    typed: list[list[str]] = []
+    for name, value in line:
+        group = words(FLAGS[name], value)
+        if len(group) == 2 and FLAGS[name].kind not in ("list", "pairs") and data.draw(st.booleans()):
+            group = ["=".join(group)]
+        typed.append(group)
+    order = data.draw(st.permutations(typed))
+    args, problems = read_command_line([word for group in order for word in group])
+    assert problems == []
+    assert {name: getattr(args, name) for name, _ in line} == dict(line)
+    untouched = Args()
+    assert all(getattr(args, name) == getattr(untouched, name) for name in FLAGS if name not in dict(line))
+
+
+def near_misses(option: str) -> list[str]:
+    """How people get a flag wrong: underscores, a letter twice, two exchanged, one left out."""
+    letters = [i for i in range(4, len(option) - 1) if option[i].isalpha() and option[i + 1].isalpha()]
+    i = letters[len(letters) // 2]
+    return [
+        "--" + option[2:].replace("-", "_"),
+        option[:i] + option[i] + option[i:],
+        option[:i] + option[i + 1] + option[i] + option[i + 2 :],
+        option[:i] + option[i + 1 :],
+    ]
+
+
+def test_near_misses_are_told_the_flag_that_was_meant() -> None:
+    """Whichever way the name was hit wrong; where two flags are as near, one of them."""
+    tried = [
+        (miss, flag.option)
+        for flag in list(FLAGS.values())[::8]  # looking for what is near takes some milliseconds each
+        if len(flag.option) > 10
+        for miss in near_misses(flag.option)
+        if miss not in {other.option for other in FLAGS.values()}
+    ]
+    found = read_command_line([miss for miss, _ in tried])[1]
+    said = {problem.partition(":")[0]: problem.rpartition("did you mean ")[2].rstrip("?") for problem in found}
+    wrong = [(miss, meant, said.get(miss)) for miss, meant in tried if said.get(miss) != meant]
+    assert len(tried) > 120 and len(wrong) < 0.02 * len(tried), wrong
+    assert all(answer in {flag.option for flag in FLAGS.values()} for _, _, answer in wrong)
+
+
+WRONG_VALUES: dict[type, list[str]] = {int: ["x", "1.5", "inf"], float: ["x", "1,5"], dict: ["{", "[1]", "3"]}
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(sorted(FLAGS)), unique=True, min_size=2, max_size=12), st.data())
+def test_all_type_errors_are_told_together(chosen: list[str], data: st.DataObject) -> None:
+    line, expected = [], set()
+    for name in chosen:
+        flag = FLAGS[name]
+        wrong = ["not one of them"] if flag.choices else WRONG_VALUES.get(flag.value_type, [])
+        if flag.is_bool or not wrong:
+            continue
+        line += [flag.option, data.draw(st.sampled_from(wrong))]
+        expected.add(flag.option)
+    problems = read_command_line([*line, "--no-such-flag-at-all"])[1]
+    assert {problem.partition(":")[0] for problem in problems} == {*expected, "--no-such-flag-at-all"}
+    assert len(problems) == len(expected) + 1
+
+
+def test_variables_that_nothing_reads_are_pointed_out() -> None:
+    from slime.config.reference import _VARIABLES
+
+    said = unread_variables({"SLIME_HOST_IP": "1", "SLIME_DEEPGEMM_MOE_X": "1", "SLIME_TEST_MODEL": "m", "HOME": "/"})
+    assert [line.split(":")[0] for line in said] == [
+        "environment variable SLIME_DEEPGEMM_MOE_X",
+        "environment variable SLIME_HOST_IP",
+    ]
+    code = "".join(path.read_text() for path in (CHECKOUT / "slime").rglob("*.py") if path.name != "reference.py")
+    unread = [name for name in _VARIABLES if f'"{name}"' not in code and not name.startswith("WANDB_")]
+    assert unread == [] and not any(f'environ.get("{name}"' in code for name in UNREAD_VARIABLES)
 
 
 def test_every_default_survives_being_typed() -> None:
