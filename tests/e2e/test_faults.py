@@ -30,7 +30,9 @@ def engines():
     for process in psutil.process_iter():
         try:
             if process.environ().get("SLIME_TEST_RUN") == os.environ["SLIME_TEST_RUN"]:
-                if "slime.engines.embedded.server" in process.cmdline():
+                line = process.cmdline()
+                server = any(f"slime.engines.{kind}.server" in line for kind in ("embedded", "sglang"))
+                if server and "slime.engines.guard" not in line:
                     found.append(process)
         except psutil.Error:
             continue
@@ -48,7 +50,8 @@ def strike(url=None):
     port = (url or "").split(":")[-1]
     victims = [p for p in engines() if not port or p.cmdline()[p.cmdline().index("--port") + 1] == port]
     mark.write_text(str(victims[0].pid))
-    os.kill(victims[0].pid, int(blow[1]))
+    for process in [victims[0], *victims[0].children(recursive=True)]:
+        os.kill(process.pid, int(blow[1]))
 
 
 async def generate(args, sample, sampling_params):
@@ -168,6 +171,23 @@ def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, p
     result = runner.run(*sabotage(phase, blow), *more)
     rows = assert_went_on(runner, result)
     assert numbers(rows) == undisturbed["rows"]
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("phase", "blow"), [("generate", signal.SIGKILL), ("sync", signal.SIGSTOP)], ids=["generate", "sync"]
+)
+def test_real_sglang_is_struck_and_comes_back(runner, sabotage, phase, blow) -> None:
+    """The only server, on the CPU: killed over its requests, or stopped in the middle of a weight update."""
+    flags = [*sabotage(phase, blow), *QUICK, "--rollout-health-check-timeout", 20, "--distributed-timeout-minutes", 1]
+    flags[flags.index("--deterministic")] = "--no-deterministic"
+    flags[flags.index("embedded")] = "sglang"
+    flags += ["--sglang-device", "cpu", "--sglang-max-total-tokens", 8192, "--phase-timeout", 400]
+    rows = assert_went_on(runner, runner.run(*flags, timeout=800))
+    assert all(row["perf/audit_logprob_diff"] < 1e-3 for row in rows)
+    assert all(row["train/train_rollout_logprob_abs_diff"] < 1e-3 for row in rows)
 
 
 @pytest.mark.slow
