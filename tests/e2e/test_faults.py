@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 SABOTAGE = '''
 """A generate function, and a hook of the trainer, that each strike one engine once."""
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
@@ -50,8 +51,9 @@ def strike(url=None):
     port = (url or "").split(":")[-1]
     victims = [p for p in engines() if not port or p.cmdline()[p.cmdline().index("--port") + 1] == port]
     mark.write_text(str(victims[0].pid))
-    for process in [victims[0], *victims[0].children(recursive=True)]:
-        os.kill(process.pid, int(blow[1]))
+    for process in [*victims[0].children(recursive=True), victims[0]]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, int(blow[1]))
 
 
 async def generate(args, sample, sampling_params):
