@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The tests, in the environment of scripts/env.sh; ends with pytest's closing line.
 #
-#   bash scripts/test.sh [pytest arguments]        default: everything that is not marked slow
+#   bash scripts/test.sh [pytest arguments]        default: everything that is not marked slow, nor
+#                                                  sglang or megatron, which have scripts of their own
 #
 # The model that some tests need is fetched once (93 MB); without a network they are skipped.
 set -euo pipefail
@@ -19,5 +20,5 @@ fi
 
 case " $* " in
 *" -m "*) exec "$python" -m pytest "$@" ;;
-*) exec "$python" -m pytest -m "not slow" "$@" ;;
+*) exec "$python" -m pytest -m "not slow and not sglang and not megatron" "$@" ;;
 esac

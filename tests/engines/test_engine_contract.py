@@ -28,6 +28,26 @@ pytestmark = pytest.mark.real
 
 PROMPT = [20, 21, 22, 23, 24]
 
+MAY_SKIP = {
+    "embedded": set(),
+    "sglang": {"seeded_sampling", "release_while_busy", "named_checksums"},
+}
+"""Capabilities that the suite asks for and each kind of engine, here on the CPU, may lack."""
+
+
+def test_no_engine_skips_more_than_it_must(contract_engine: ContractEngine) -> None:
+    tests = [value for name, value in globals().items() if name.startswith("test_")]
+    marks = [mark for test in tests for mark in getattr(test, "pytestmark", [])]
+    marks += [m for mark in marks if mark.name == "parametrize" for value in mark.args[1] for m in _marks_of(value)]
+    asked = {name for mark in marks if mark.name == "capability" for name in mark.args}
+    lacking = {name for name in asked if not getattr(contract_engine.capabilities, name)}
+    assert asked > lacking and lacking == MAY_SKIP[contract_engine.kind]
+
+
+def _marks_of(value: Any) -> Any:
+    """Marks of one ``pytest.param``."""
+    return getattr(value, "marks", ())
+
 
 def post(url: str, body: dict[str, Any], path: str = "/generate") -> Any:
     return run(http.post(url + path, body, max_retries=0))

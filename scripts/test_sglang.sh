@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The tests that need real SGLang (marker sglang), on the CPU, in an environment of its own.
+#
+#   bash scripts/test_sglang.sh [pytest arguments]
+#
+# Nothing is skipped but what an engine on a CPU cannot do, and a test pins that list. The environment is made
+# once (SLIME_EXTRA=sglang-cpu bash scripts/env.sh).
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cd "$here/.."
+python="$(SLIME_EXTRA=sglang-cpu bash scripts/env.sh | tail -n 1)"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE
+
+exec "$python" -m pytest -m sglang -rs "$@"

@@ -1,0 +1,79 @@
+"""``train.py`` with real SGLang on the CPU: servers of its own behind a router, and one that runs already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.config.defaults import default_args
+from slime.engines.launch import start_engine
+from slime.engines.plan import plan_engines
+from slime.engines.process import EngineProcess
+
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def sglang_flags(flags: list[object]) -> list[object]:
+    named = dict(zip(flags, flags[1:], strict=False))
+    at = flags.index("--rollout-backend") + 1
+    assert named["--rollout-backend"] == "embedded"
+    return [*flags[:at], "sglang", *flags[at + 1 :], "--sglang-device", "cpu", "--sglang-max-total-tokens", 8192]
+
+
+def assert_trained(result, steps: int) -> None:
+    """All steps were made, with tokens whose log-probs are those of the weights that the trainer has."""
+    assert result.code == 0, result.output
+    rows = result.metrics()
+    assert len(rows) == steps
+    for row in rows:
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-3
+        assert row["perf/audit_logprob_diff"] < 1e-3  # also after the update of this step
+        assert row["rollout/http_retry_count"] == 0
+    assert any(abs(row["train/grad_norm"]) > 0 for row in rows)
+
+
+def test_grpo_over_two_servers_and_the_router(runner, sglang_flags: list[object]) -> None:
+    result = runner.run(*sglang_flags, "--rollout-num-gpus", 2, "--router-policy", "round_robin", timeout=600)
+    assert_trained(result, 3)
+    for number in range(2):
+        log = (result.folder / "logs" / f"engine-{number}.log").read_text()
+        assert "/generate" in log or "Prefill batch" in log, log[-2000:]
+    assert runner.wait_gone() == []
+
+
+def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(runner, sglang_flags: list[object]) -> None:
+    result = runner.run(*sglang_flags, "--sglang-attention-backend", "abacus", timeout=300)
+    assert result.code != 0
+    assert "--sglang-attention-backend: invalid choice: 'abacus'" in result.output
+    assert not list((result.folder / "logs").glob("engine-*.log"))
+    assert runner.wait_gone() == []
+
+
+@pytest.fixture
+def running_server(tiny_model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
+    args = default_args(
+        hf_checkpoint=str(tiny_model), rollout_backend="sglang", train_dtype="float32", rollout_num_gpus=1,
+        sglang={"device": "cpu", "max_total_tokens": 8192},
+    )  # fmt: skip
+    (spec,) = plan_engines(args)
+    server = start_engine(args, spec, log_path=tmp_path / "server.log")
+    try:
+        server.wait_ready(300)
+        yield server
+    finally:
+        server.stop()
+
+
+def test_a_server_that_runs_already_gets_weights_by_disk_and_lives_on(
+    runner, sglang_flags: list[object], running_server: EngineProcess, tmp_path: Path
+) -> None:
+    result = runner.run(
+        *sglang_flags, "--rollout-external-engine-addrs", running_server.url.removeprefix("http://"),
+        "--update-weight-transport", "disk", "--update-weight-disk-dir", tmp_path / "weights", timeout=600,
+    )  # fmt: skip
+    assert_trained(result, 3)
+    assert runner.wait_gone() == []
+    assert running_server.alive()
