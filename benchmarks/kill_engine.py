@@ -132,7 +132,8 @@ def main() -> int:
     options = parse()
     folder = Path(options.output or tempfile.mkdtemp(prefix="kill-engine-"))
     folder.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"ok": False, "device": options.device, "shape": options.shape, "folder": str(folder)}
+    print(f"everything is written below {folder}")
+    result: dict[str, Any] = {"ok": False, "device": options.device, "shape": options.shape}
     try:
         model = write_model(options.shape, folder / "model")
         result |= run(options, folder, model)
@@ -151,6 +152,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=540.0, help="seconds for the whole run")
     parser.add_argument("--sync-minutes", type=int, default=1, help="deadline of one bucket (SIGSTOP waits for it)")
     parser.add_argument("--output", help="folder for model, logs and metrics; default: a temporary one")
+    parser.add_argument("--attention-backend", default="triton", help="SGLang's; triton is in every build of it")
     parser.add_argument("flags", nargs="*", help="more flags of train.py, after --")
     return parser.parse_args()
 
@@ -170,7 +172,8 @@ def command(options: argparse.Namespace, folder: Path, model: Path) -> list[str]
     ]  # fmt: skip
     if options.device == "cuda":
         flags += ["--rollout-backend", "sglang", "--update-weight-buffer-size", 64 * 2**20]
-        flags += ["--sglang-mem-fraction-static", 0.3, "--sglang-disable-cuda-graph", "--no-compile-layers"]
+        flags += ["--sglang-attention-backend", options.attention_backend, "--sglang-mem-fraction-static", 0.3]
+        flags += ["--sglang-disable-cuda-graph", "--no-compile-layers"]
     else:
         flags += ["--rollout-backend", "embedded", "--update-weight-buffer-size", 20000]
     return [sys.executable, str(CHECKOUT / "train.py"), *map(str, flags), *options.flags]
