@@ -60,7 +60,7 @@ def values_of(flag: Flag) -> st.SearchStrategy[object]:
     return st.lists(one, min_size=1, max_size=4) if flag.takes_list else one
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(sorted(FLAGS)).flatmap(lambda name: st.tuples(st.just(name), values_of(FLAGS[name]))))
 def test_what_is_typed_is_what_args_hold(case: tuple[str, object]) -> None:
     name, value = case

@@ -1,0 +1,115 @@
+"""Loss masks of the kinds of ``--loss-mask-type`` with the chat templates of the models that they are for.
+
+What is trained on stands in ⟦ ⟧; everything around it is the template's and is compared token by token too.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime.data.masks import MultiTurnLossMaskGenerator
+from slime.data.tokenizers import load_tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+R1_TOKENS = ["<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
+QWEN = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+END, ASK = "<|im_end|>\n", "<|im_start|>assistant\n"
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def answer(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def said(text: str) -> str:
+    return f"<|im_start|>user\n{text}{END}"
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+CALL = answer("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}])
+RESULTS = said("<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>")
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "two turns": [user("Hi"), answer("Hello!"), user("2+2?"), answer("4")],
+    "first not trained": [user("Hi"), answer("no", step_loss_mask=0), user("2+2?"), answer("4")],
+    "system": [{"role": "system", "content": "Be brief."}, user("Hi"), answer("Hello!")],
+    "thoughts": [
+        user("q"),
+        answer("<think>\nold\n</think>\n\none"),
+        user("r"),
+        answer("<think>\nnew\n</think>\n\ntwo"),
+    ],
+    "reasoning field": [user("q"), answer("one", reasoning_content="why")],
+    "tools": [user("q"), CALL, {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, answer("done")],
+}
+JSON_CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+XML_CALL = "<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
+BRIEF = f"<|im_start|>system\nBe brief.{END}"
+
+EXPECTED: dict[tuple[str, str], dict[str, str]] = {
+    ("qwen2_5", "qwen"): {
+        "two turns": f"{QWEN}{said('Hi')}{ASK}⟦Hello!{END}⟧{said('2+2?')}{ASK}⟦4{END}⟧",
+        "first not trained": f"{QWEN}{said('Hi')}{ASK}no{END}{said('2+2?')}{ASK}⟦4{END}⟧",
+        "system": f"{BRIEF}{said('Hi')}{ASK}⟦Hello!{END}⟧",
+        "tools": f"{said('q')}{ASK}⟦{JSON_CALL}{END}⟧{RESULTS}{ASK}⟦done{END}⟧",
+    },
+    ("qwen3", "qwen3"): {
+        "two turns": f"{said('Hi')}{ASK}⟦Hello!{END}⟧{said('2+2?')}{ASK}⟦<think>\n\n</think>\n\n4{END}⟧",
+        "first not trained": f"{said('Hi')}{ASK}no{END}{said('2+2?')}{ASK}⟦<think>\n\n</think>\n\n4{END}⟧",
+        "system": f"{BRIEF}{said('Hi')}{ASK}⟦<think>\n\n</think>\n\nHello!{END}⟧",
+        "thoughts": f"{said('q')}{ASK}⟦one{END}⟧{said('r')}{ASK}⟦<think>\nnew\n</think>\n\ntwo{END}⟧",
+        "reasoning field": f"{said('q')}{ASK}⟦<think>\nwhy\n</think>\n\none{END}⟧",
+        "tools": f"{said('q')}{ASK}⟦{JSON_CALL}{END}⟧{RESULTS}{ASK}⟦<think>\n\n</think>\n\ndone{END}⟧",
+    },
+    ("qwen3_5", "qwen3_5"): {  # its header opens the thoughts
+        "two turns": f"{said('Hi')}{ASK}⟦Hello!{END}⟧{said('2+2?')}{ASK}<think>\n⟦\n</think>\n\n4{END}⟧",
+        "system": f"{BRIEF}{said('Hi')}{ASK}<think>\n⟦\n</think>\n\nHello!{END}⟧",
+        "thoughts": f"{said('q')}{ASK}⟦one{END}⟧{said('r')}{ASK}<think>\n⟦new\n</think>\n\ntwo{END}⟧",
+        "reasoning field": f"{said('q')}{ASK}<think>\n⟦why\n</think>\n\none{END}⟧",
+        "tools": f"{said('q')}{ASK}<think>\n⟦\n</think>\n\n{XML_CALL}{END}⟧{RESULTS}"
+        f"{ASK}<think>\n⟦\n</think>\n\ndone{END}⟧",
+    },
+    ("deepseek_r1_distill", "distill_qwen"): {  # the last answer alone
+        "two turns": f"{BOS}<｜User｜>Hi<｜Assistant｜>Hello!{EOS}<｜User｜>2+2?<｜Assistant｜><think>\n⟦4{EOS}⟧",
+        "system": f"{BOS}Be brief.<｜User｜>Hi<｜Assistant｜><think>\n⟦Hello!{EOS}⟧",
+        "thoughts": f"{BOS}<｜User｜>q<｜Assistant｜>\n\none{EOS}<｜User｜>r<｜Assistant｜>"
+        f"<think>\n⟦new\n</think>\n\ntwo{EOS}⟧",
+    },
+}
+CASES = [(*model, name) for model, texts in EXPECTED.items() for name in texts]
+
+
+@pytest.fixture(scope="module")
+def base(smollm2: Path) -> Any:
+    """A real fast tokenizer with the markers of ChatML."""
+    return load_tokenizer(smollm2)
+
+
+@pytest.mark.parametrize(("template", "kind", "name"), CASES)
+def test_every_token_of_a_models_own_template(base: Any, template: str, kind: str, name: str) -> None:
+    tokenizer = copy.deepcopy(base)
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    if kind == "distill_qwen":
+        tokenizer.add_tokens(R1_TOKENS, special_tokens=True)
+        tokenizer.bos_token, tokenizer.eos_token = BOS, EOS
+    tools = [ADD] if name == "tools" else None
+    ids, mask = MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(CONVERSATIONS[name], tools=tools)
+    marked, inside = "", 0
+    for token, trained in zip(ids, mask, strict=True):
+        marked += {(0, 1): "⟦", (1, 0): "⟧"}.get((inside, trained), "") + tokenizer.decode([token])
+        inside = trained
+    marked += "⟧" * inside
+    expected = EXPECTED[template, kind][name]
+    if tools:  # before it the template describes the tools
+        assert "⟦" not in marked.partition(said("q"))[0]
+        marked = said("q") + marked.partition(said("q"))[2]
+        ids = tokenizer(marked.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]
+    assert marked == expected
+    assert ids == tokenizer(expected.replace("⟦", "").replace("⟧", ""), add_special_tokens=False)["input_ids"]
