@@ -35,7 +35,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("/tmp/colocate"), help="folder for logs and JSON")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape, for a trial")
-    options, options.flags = parser.parse_known_args()
+    options, flags = parser.parse_known_args()
+    options.flags = flags  # of train.py
     if options.tiny:
         options.shape = "tiny"
     options.model = options.model or Path("/tmp") / f"random-{options.shape}"

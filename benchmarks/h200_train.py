@@ -50,7 +50,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("/tmp/h200_train"), help="folder for the run and its JSON")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and batch, for a trial")
-    options, options.flags = parser.parse_known_args()
+    options, flags = parser.parse_known_args()
+    options.flags = flags  # of train.py
     if options.tiny:
         options.shape, options.response_tokens, options.max_tokens_per_gpu = "tiny", 12, 512
     if options.what == "curve" and options.model is None:

@@ -40,7 +40,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("/tmp/rollout_throughput"), help="folder for logs and JSON")
     parser.add_argument("--device", default="cuda", help="cpu for a trial of the script")
     parser.add_argument("--tiny", action="store_true", help="a tiny shape and few tokens, for a trial")
-    options, options.flags = parser.parse_known_args()
+    options, flags = parser.parse_known_args()
+    options.flags = flags  # of train.py
     if options.tiny:
         options.shape, options.requests, options.concurrency = "tiny", 16, 8
         options.input_tokens, options.output_tokens = 32, 16
@@ -109,7 +110,7 @@ class Ours:
         self.rollouts += 1
         samples = flatten(output.samples)
         tokens = sum(sample.response_length for sample in samples)
-        assert all(len(sample.rollout_log_probs) == sample.response_length for sample in samples)
+        assert all(len(sample.rollout_log_probs or []) == sample.response_length for sample in samples)
         return {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds, "requests": len(samples)}
 
 
@@ -117,7 +118,7 @@ def raw_turn(options: argparse.Namespace, url: str, requests: int, seed: int) ->
     """``sglang.bench_serving``, in a process of its own."""
     result = options.output / f"bench_serving_{seed}.jsonl"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-c", _BENCH_SERVING, "--backend", "sglang", "--base-url", url]
+    command: list[Any] = [sys.executable, "-c", _BENCH_SERVING, "--backend", "sglang", "--base-url", url]
     command += ["--dataset-name", "random-ids", "--num-prompts", requests, "--random-input-len", options.input_tokens]
     command += ["--random-output-len", options.output_tokens, "--random-range-ratio", 1.0, "--tokenize-prompt"]
     command += ["--max-concurrency", options.concurrency, "--return-logprob", "--disable-stream", "--disable-tqdm"]

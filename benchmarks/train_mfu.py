@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     # torchrun's own store listens on MASTER_PORT: rank 0 opens a second one beside it, for which this must be off.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
     started = time.perf_counter()
-    backend = create_backend(args, "actor", rank, world, address, port + (1 if world > 1 else 0), local_rank)
+    backend: Any = create_backend(args, "actor", rank, world, address, port + (1 if world > 1 else 0), local_rank)
     loading = time.perf_counter() - started
     device = getattr(backend, "device", torch.device(options.device))
     rate = matmul_rate(device)

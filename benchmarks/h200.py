@@ -1,0 +1,287 @@
+"""The measurements of a GPU machine in one call: parts in sequence, each with a deadline; a short table at the end.
+
+    python benchmarks/h200.py --parts mfu,rollout,colocate --output results
+    python benchmarks/h200.py --parts curve,step --smollm2 FOLDER --gsm8k train.jsonl --output results
+
+A part that fails or hangs costs its own figures only. The table goes to the terminal, all figures to
+``h200_<parts>.json``, the end of every part's output to ``h200_<parts>.log``. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+BENCHMARKS = CHECKOUT / "benchmarks"
+LOG_BYTES = 12_000
+KEPT = ("*.csv", "*_metrics.jsonl", "*_reward_curve.png")
+MEMORY_SECONDS = 30.0
+MARK = "SLIME_BENCHMARK_PART"
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One measurement. ``command`` makes its words from the options and a folder of its own."""
+
+    seconds: float
+    command: Callable[[argparse.Namespace, Path], list[Any]]
+    show: Callable[[Figures], str]
+
+
+def script(name: str, *words: Any) -> Callable[[argparse.Namespace, Path], list[Any]]:
+    def command(options: argparse.Namespace, folder: Path) -> list[Any]:
+        return [sys.executable, BENCHMARKS / name, *words, "--output", folder, *trial(options)]
+
+    return command
+
+
+def trial(options: argparse.Namespace) -> list[str]:
+    return ["--device", "cpu", "--tiny"] if options.device == "cpu" else []
+
+
+def several_gpus(*words: Any, flags: tuple[Any, ...] = ()) -> Callable[[argparse.Namespace, Path], list[Any]]:
+    """``train_mfu.py`` under torchrun; ``flags`` are the trainer's."""
+
+    def command(options: argparse.Namespace, folder: Path) -> list[Any]:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", options.gpus]
+        measured = [BENCHMARKS / "train_mfu.py", *words, "--output", folder, *trial(options)]
+        return [*launch, *measured, *(("--", *flags) if flags else ())]
+
+    return command
+
+
+def curve(options: argparse.Namespace, folder: Path) -> list[Any]:
+    return [*script("h200_train.py", "curve", "--seconds", 260)(options, folder), "--model", options.smollm2]
+
+
+def step(options: argparse.Namespace, folder: Path) -> list[Any]:
+    words = script("h200_train.py", "step", "--seconds", 480)(options, folder)
+    return [*words, "--prompts", options.gsm8k] if options.gsm8k else words
+
+
+def weight_sync(options: argparse.Namespace, folder: Path) -> list[Any]:
+    return [sys.executable, BENCHMARKS / "weight_sync.py", *trial(options)]
+
+
+def kill_engine(options: argparse.Namespace, folder: Path) -> list[Any]:
+    own = ["--device", "cpu", "--shape", "tiny"] if options.device == "cpu" else []
+    return [sys.executable, BENCHMARKS / "kill_engine.py", *own, "--output", folder]
+
+
+def cuda_tests(options: argparse.Namespace, folder: Path) -> list[Any]:
+    tests = [CHECKOUT / "tests" / "backends", CHECKOUT / "tests" / "models", CHECKOUT / "tests" / "weights"]
+    flags = ["-m", "cuda", "-q", "-p", "no:cacheprovider", "--rootdir", CHECKOUT, "-x", "--tb=short"]
+    return [sys.executable, "-m", "pytest", *flags, *tests]
+
+
+def show_mfu(f: Figures) -> str:
+    expected = f["expected_gib"]
+    return (
+        f"MFU {f['train_mfu']:.1%}, log-probs {f['log_probs_mfu']:.1%} of {f['matmul_tflops']} TFLOP/s; "
+        f"{f['train_tokens_per_gpu_per_second']:.0f} tokens/s/GPU; peak {f['peak_gib']} GiB, must {expected['sum']}"
+    )
+
+
+def show_step(f: Figures) -> str:
+    t = f["times"]
+    phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in t["phases"].items())
+    share = t["generation_and_training_share"]
+    return (
+        f"{f['steps']} steps, exit {f['exit_code']}; {t['step_seconds']:.2f} s: {phases} other "
+        f"{t['other_seconds']:.2f}; audit {t['audit_seconds']:.2f} apart; generation + training {share:.1%}"
+    )
+
+
+def show_curve(f: Figures) -> str:
+    rewards = " ".join(f"{reward:.2f}" for reward in f["rewards"][:: max(len(f["rewards"]) // 10, 1)])
+    return f"reward {rewards}; held out {f['accuracy_before']} -> {f['accuracy_after']}; {show_step(f)}"
+
+
+def show_colocate(f: Figures) -> str:
+    return (
+        f"engine {f['engine_gb']} GB -> {f['residue_gb']} GB; release + resume {f['release_and_resume_seconds']} s; "
+        f"same text {f['text_equal']}; grown {f['grown_gb']} GB"
+    )
+
+
+def show_rollout(f: Figures) -> str:
+    return f"{f['ours_tokens_per_second']:.0f} / {f['raw_tokens_per_second']:.0f} tokens/s: ratio {f['ratio']:.3f}"
+
+
+def show_any(f: Figures) -> str:
+    return json.dumps(f)[:600]
+
+
+MEGATRON = ("--backend", "megatron")
+PARTS: dict[str, Part] = {
+    "cuda_tests": Part(150, cuda_tests, show_any),
+    "mfu": Part(240, script("train_mfu.py"), show_mfu),
+    "mfu_4_micro_batches": Part(240, script("train_mfu.py", "--micro-batches", 4, "--steps", 3), show_mfu),
+    "mfu_not_compiled": Part(200, script("train_mfu.py", "--no-compile", "--recompute", "--steps", 3), show_mfu),
+    "mfu_gpus": Part(300, several_gpus(), show_mfu),
+    "mfu_megatron": Part(300, script("train_mfu.py", *MEGATRON), show_mfu),
+    "mfu_megatron_gpus": Part(300, several_gpus(*MEGATRON, flags=("--tensor-model-parallel-size", 2)), show_mfu),
+    "rollout": Part(420, script("rollout_throughput.py", "--seconds", 260), show_rollout),
+    "colocate": Part(240, script("colocate.py"), show_colocate),
+    "curve": Part(300, curve, show_curve),
+    "step": Part(520, step, show_step),
+    "weight_sync": Part(420, weight_sync, show_any),
+    "kill_engine": Part(560, kill_engine, show_any),
+}
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", required=True, help=f"comma-separated: {', '.join(PARTS)}")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the table's figures and logs")
+    parser.add_argument("--work", type=Path, help="folder for what the parts leave; default: a temporary one")
+    parser.add_argument("--seconds", type=float, default=580.0, help="for all parts together")
+    parser.add_argument("--gpus", type=int, default=4, help="of the parts with several")
+    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, for `curve`")
+    parser.add_argument("--gsm8k", type=Path, help="rows of GSM8K, for `step`")
+    parser.add_argument("--device", default="cuda", help="cpu for a trial of the scripts")
+    options = parser.parse_args()
+    options.parts = options.parts.split(",")
+    unknown = [name for name in options.parts if name not in PARTS]
+    if unknown:
+        parser.error(f"unknown parts {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if "curve" in options.parts and options.smollm2 is None:
+        parser.error("the part `curve` needs --smollm2")
+    for name in ("output", "smollm2", "gsm8k"):  # parts run in folders of their own
+        path = getattr(options, name)
+        setattr(options, name, path.resolve() if path else None)
+    return options
+
+
+def run_part(name: str, options: argparse.Namespace, folder: Path, seconds: float) -> Figures:
+    """Its figures, how it ended and how long it took; never raises for what the part does."""
+    part = PARTS[name]
+    log = folder / "output.log"
+    folder.mkdir(parents=True, exist_ok=True)
+    limit = min(part.seconds, seconds)
+    started = time.monotonic()
+    mark = f"{os.getpid()}-{name}"
+    env = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env["PYTHONPATH"] = os.pathsep.join([env.get("PYTHONPATH", ""), str(CHECKOUT)]).strip(os.pathsep)
+    if name.endswith("_gpus"):
+        env.setdefault("OMP_NUM_THREADS", "8")  # torchrun's own default of 1 makes loading slow
+    with open(log, "wb") as file:
+        command = list(map(str, part.command(options, folder)))
+        file.write((" ".join(command) + "\n").encode())
+        file.flush()
+        child = subprocess.Popen(command, cwd=folder, env=env, stdout=file, stderr=file, start_new_session=True)
+        try:
+            status = f"exit {child.wait(limit)}"
+        except subprocess.TimeoutExpired:
+            status = f"not done in {limit:.0f} s"
+        end_all(child, mark)
+    figures = last_json(log)
+    return {"status": status, "seconds": round(time.monotonic() - started, 1), "figures": figures}
+
+
+def end_all(child: subprocess.Popen[bytes], mark: str) -> None:
+    """The part and whatever it left behind: first asked, then killed. They carry the part's mark."""
+    import psutil
+
+    left = [process for process in psutil.process_iter() if _carries(process, mark)]
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(sign)
+        _, left = psutil.wait_procs(left, timeout=15)
+        left = [process for process in psutil.process_iter() if _carries(process, mark)]
+    child.wait()
+    wait_for_memory()
+
+
+def _carries(process: Any, mark: str) -> bool:
+    import psutil
+
+    try:
+        return process.environ().get(MARK) == mark
+    except psutil.Error:
+        return False
+
+
+def wait_for_memory() -> None:
+    """The next part measures memory: wait until the last one's is back."""
+    if shutil.which("nvidia-smi") is None:
+        return
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    until = time.monotonic() + MEMORY_SECONDS
+    while time.monotonic() < until:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split()
+        if all(int(word) < 1500 for word in said if word.isdigit()):
+            return
+        time.sleep(1.0)
+
+
+def last_json(log: Path) -> Figures | None:
+    for line in reversed(log.read_text(encoding="utf-8", errors="replace").splitlines()):
+        if line.startswith("{"):
+            try:
+                found: Figures = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            return found
+    return None
+
+
+def keep(options: argparse.Namespace, work: Path, results: dict[str, Figures]) -> None:
+    """Few files, for whoever carries them: figures, the end of each log, curves."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    stem = "h200_" + "_".join(results)
+    (options.output / f"{stem[:80]}.json").write_text(json.dumps(results, indent=1) + "\n")
+    with open(options.output / f"{stem[:80]}.log", "w", encoding="utf-8") as file:
+        for name in results:
+            for log in [work / name / "output.log", *sorted((work / name).glob("**/engine*.log"))[:2]]:
+                if log.is_file():
+                    text = log.read_text(encoding="utf-8", errors="replace")[-LOG_BYTES:]
+                    file.write(f"===== {name}: {log.relative_to(work)}\n{text}\n")
+            for pattern in KEPT:
+                for path in (work / name).glob(pattern):
+                    shutil.copy2(path, options.output / path.name)
+
+
+def main() -> None:
+    options = parse_options()
+    work = options.work or Path(tempfile.mkdtemp(prefix="h200-"))
+    started = time.monotonic()
+    results: dict[str, Figures] = {}
+    for name in options.parts:
+        left = options.seconds - (time.monotonic() - started)
+        if left < 30:
+            results[name] = {"status": "no time left", "seconds": 0.0, "figures": None}
+            continue
+        print(f"--- {name}", flush=True)
+        results[name] = run_part(name, options, work / name, left)
+        keep(options, work, results)
+        outcome = results[name]
+        if outcome["figures"] is None or outcome["status"] != "exit 0":
+            tail = (work / name / "output.log").read_text(encoding="utf-8", errors="replace")
+            print("\n".join(tail.splitlines()[-25:]), flush=True)
+    print("=" * 100)
+    for name, outcome in results.items():
+        shown = PARTS[name].show(outcome["figures"]) if outcome["figures"] else "no figures"
+        print(f"{name:20} {outcome['status']:>20} {outcome['seconds']:6.0f} s  {shown}")
+    keep(options, work, results)
+    print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()
