@@ -37,8 +37,6 @@ class Algorithm:
     compute: Advantages
     ppo_kl: PpoKl = gspo.token_kl
     policy_loss: PolicyLoss = policy_loss.clipped_loss
-    kl_in_reward: bool = False
-    """``--kl-coef`` takes effect."""
     pg_reducer: Callable[..., Reducer] | None = None
     """Its own reduction of the policy loss, with the arguments of ``--custom-pg-loss-reducer-function-path``;
     None for that of the run."""
@@ -50,9 +48,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     "cispo": Algorithm(grpo.compute, policy_loss=cispo.cispo_loss),
     "rloo": Algorithm(grpo.compute),
     "dr_grpo": Algorithm(grpo.compute, pg_reducer=dr_grpo.pg_loss_reducer),
-    "ppo": Algorithm(gae.compute, kl_in_reward=True),
-    "reinforce_plus_plus": Algorithm(reinforce_plus_plus.compute, kl_in_reward=True),
-    "reinforce_plus_plus_baseline": Algorithm(reinforce_plus_plus.compute_baseline, kl_in_reward=True),
+    "ppo": Algorithm(gae.compute),
+    "reinforce_plus_plus": Algorithm(reinforce_plus_plus.compute),
+    "reinforce_plus_plus_baseline": Algorithm(reinforce_plus_plus.compute_baseline),
 }
 
 

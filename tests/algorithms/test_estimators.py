@@ -138,6 +138,21 @@ def test_group_estimators_spread_the_reward_and_ignore_kl_in_the_reward(name: st
         assert a.tolist() == r.tolist() == pytest.approx([reward] * len(a))
 
 
+def test_the_checks_of_the_flags_know_which_estimators_have_a_baseline_and_a_kl_in_the_reward() -> None:
+    from slime.config.validate_algorithm import GROUP_BASELINE, KL_IN_REWARD
+    from slime.data.rewards import BASELINES
+
+    changed = set()
+    for name in ALGORITHMS:
+        batches = [make_batch([3, 1]), make_batch([3, 1])]
+        for batch, coefficient in zip(batches, (0.0, 0.5), strict=True):
+            compute_advantages(make_args(advantage_estimator=name, kl_coef=coefficient), batch, Identity())
+        if not torch.equal(batches[0]["advantages"][0], batches[1]["advantages"][0]):
+            changed.add(name)
+    assert changed == set(KL_IN_REWARD)
+    assert set(BASELINES) == set(GROUP_BASELINE)
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_absent_log_probs_are_no_error_without_kl(name: str) -> None:
     """The default single-step run reuses the current log-probs, so the batch has none (trap 3)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -160,7 +161,8 @@ def test_nothing_is_missing_from_the_file() -> None:
     assert {case["estimator"] for case in estimators} == set(ALGORITHMS) >= set(BASELINES)
     assert {case["loss"] for case in losses} == set(LOSSES)
     assert {case["inputs"].get("kl_loss_type") for case in functions} >= set(KL_TYPES)
-    with_own_loss = {name for name, one in ALGORITHMS.items() if one != ALGORITHMS["grpo"] and not one.kl_in_reward}
+    shared = attrgetter("ppo_kl", "policy_loss", "pg_reducer")
+    with_own_loss = {name for name, one in ALGORITHMS.items() if shared(one) != shared(ALGORITHMS["grpo"])}
     assert {case.get("estimator") for case in losses} >= with_own_loss
     settings = [case["args"] for case in functions if case["function"] == "compute_mis_weights"]
     assert {(a["tis_level"], a["tis_mode"]) for a in settings if "tis_mode" in a} == set(
