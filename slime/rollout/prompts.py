@@ -52,7 +52,9 @@ def conversation_ids(state: GenerateState, sample: Sample) -> list[int]:
 def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
     """Ids of a text with the media of ``sample`` in it."""
     if not sample.multimodal_inputs:
-        return encode(state.tokenizer, text)
+        if state.encoded[0] != text:  # the samples of a group come one after the other
+            state.encoded = text, encode(state.tokenizer, text)
+        return list(state.encoded[1])
     if state.processor is None:
         raise ValueError(f"sample {sample.index} has media, but the model of --hf-checkpoint has no processor")
     media = processor_inputs(sample.multimodal_inputs)

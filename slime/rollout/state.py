@@ -28,6 +28,7 @@ class GenerateState:
         aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
         rollout_id: the rollout under way.
         eval_datasets: read once, by their settings.
+        encoded: the text that was tokenised last, and its ids.
         pool: the standing pool of a fully asynchronous run.
     """
 
@@ -37,6 +38,7 @@ class GenerateState:
     aborted: bool
     rollout_id: int | None
     eval_datasets: dict[bytes, Any]
+    encoded: tuple[str, list[int]]
     pool: Any
 
     def __new__(cls, args: Any) -> GenerateState:
@@ -60,6 +62,7 @@ class GenerateState:
             given = self.sampling_params["stop_token_ids"] or []
             self.sampling_params["stop_token_ids"] = sorted({*given, *self.media_token_ids})
         self.eval_datasets = {}
+        self.encoded = "", []
         self.pool = None
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
