@@ -41,11 +41,13 @@ def test_every_estimator_of_the_registry_has_a_run(bench: Any) -> None:
     assert named == set(ALGORITHMS)
 
 
-def test_the_commands_are_ones_that_train_py_takes(bench: Any, smollm2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_commands_are_ones_that_train_py_takes(bench: Any, smollm2: Path, tmp_path: Path, device: str) -> None:
     from slime.cli.make_data import make_products
 
     rows, _ = make_products(tmp_path / "data")
-    args = bench.parse_args(["--model", str(smollm2), "--output-dir", str(tmp_path)])
+    words = ["--model", str(smollm2), "--output-dir", str(tmp_path), "--device", device]
+    args = bench.parse_args(words)
     for estimator in bench.ESTIMATORS:
         parsed = parse_train_args(bench.train_flags(args, bench.Job(estimator, 2), rows))
         assert parsed.num_steps_per_rollout == 2 and parsed.seed == 2 and parsed.run_name == f"{estimator}-seed2"
