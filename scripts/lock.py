@@ -21,7 +21,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 LOCK = CHECKOUT / "requirements" / "cpu.txt"
 BUILD = ("setuptools",)  # slime's build back end; installed with the rest so that nothing is fetched later
 LEFT_OUT = ("slime", "torch")  # torch stands apart: which build is right depends on the machine
-ALONE = {"sglang-cpu": ("sglang==0.5.23", "torchvision", "xgrammar", "apache-tvm-ffi", "compressed-tensors")}
+ALONE = {"sglang-cpu": ("sglang==0.5.23", "xgrammar", "apache-tvm-ffi", "compressed-tensors")}
 """Packages of an extra whose own needs are left out: SGLang asks for gigabytes of CUDA and another torch."""
 EXTRA_HEADER = """\
 # What slime[{extra}] adds to cpu.txt, pinned; made by scripts/lock.py --extra {extra}, do not edit by hand.

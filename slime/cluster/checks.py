@@ -14,10 +14,25 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     from slime.config.parser import parse_args
 
     words = list(argv) if argv is not None else None
-    return parse_args(words, asynchronous=asynchronous, extra_checks=(_check_data,))
+    return parse_args(words, asynchronous=asynchronous, extra_checks=(_check_data, _check_server_options))
 
 
 def _check_data(args: Args) -> list[str]:
     from slime.data.validate import check_data
 
     return check_data(args)
+
+
+def _check_server_options(args: Args) -> list[str]:
+    """Ask the installed SGLang and router; what is wrong with the plan itself is told by the configuration."""
+    from slime.config.server_groups import ServerGroupError
+    from slime.engines.plan import plan_engines
+    from slime.engines.sglang.check import check_launch
+
+    if args.debug_train_only:
+        return []
+    try:
+        specs = plan_engines(args)
+    except (ServerGroupError, OSError):
+        return []
+    return check_launch(args, specs)

@@ -47,12 +47,10 @@ class RolloutManager:
         from slime.cluster.health import HealthMonitor
         from slime.engines.http import init_http_client
         from slime.engines.plan import plan_engines
-        from slime.engines.sglang.check import check_launch
         from slime.observability import progress
 
         args = self.args
         specs = plan_engines(args)
-        check_launch(args, specs)
         launch = launcher(args, specs, placement, self.log_dir, engine_environment(args))
         external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
         self.fleet = EngineFleet(args, self.log_dir, launch, specs, external)

@@ -17,9 +17,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.slow, pytest.mar
 
 @pytest.fixture
 def sglang_flags(flags: list[object]) -> list[object]:
-    named = dict(zip(flags, flags[1:], strict=False))
     at = flags.index("--rollout-backend") + 1
-    assert named["--rollout-backend"] == "embedded"
+    assert flags[at] == "embedded"
     return [*flags[:at], "sglang", *flags[at + 1 :], "--sglang-device", "cpu", "--sglang-max-total-tokens", 8192]
 
 
@@ -46,9 +45,9 @@ def test_grpo_over_two_servers_and_the_router(runner, sglang_flags: list[object]
 
 def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(runner, sglang_flags: list[object]) -> None:
     result = runner.run(*sglang_flags, "--sglang-attention-backend", "abacus", timeout=300)
-    assert result.code != 0
+    assert result.code == 2
     assert "--sglang-attention-backend: invalid choice: 'abacus'" in result.output
-    assert not list((result.folder / "logs").glob("engine-*.log"))
+    assert not result.folder.exists()
     assert runner.wait_gone() == []
 
 

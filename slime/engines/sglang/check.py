@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slime.config.machine import installed
+
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.plan import EngineSpec
@@ -24,44 +26,38 @@ CHECK_SECONDS = 180.0
 _MARK = "@@slime "
 
 
-class UnknownOptions(RuntimeError):
-    """SGLang or the router will not take what it would be given; one line per option."""
+def check_launch(args: Args, specs: Sequence[EngineSpec]) -> list[str]:
+    """What the SGLang and the router that are installed here do not take of the user's options, one line each.
 
-
-def check_launch(args: Args, specs: Sequence[EngineSpec]) -> None:
-    """Check the command lines of all servers and of the router against what is installed here.
-
-    Raises:
-        UnknownOptions: with suggestions.
+    Nothing is asked where nothing was given, nor for engines that run elsewhere.
     """
     from slime.engines.router import DEFAULTS, router_options
     from slime.engines.sglang.options import ServerPlace, runs_on_cpu, server_words
 
     lines: dict[str, list[str]] = {}
-    if args.rollout_backend == "sglang":
+    if args.rollout_backend == "sglang" and installed("sglang"):
         for spec in specs:
-            words = server_words(args, spec, ServerPlace("127.0.0.1", 1))
-            lines.setdefault(json.dumps(spec.options, sort_keys=True), words)
-    router = router_options({**DEFAULTS, **args.router}) if args.router else []
+            if args.sglang or spec.options:
+                words = server_words(args, spec, ServerPlace("127.0.0.1", 1))
+                lines.setdefault(json.dumps(spec.options, sort_keys=True), words)
+    router = [router_options({**DEFAULTS, **args.router})] if args.router else []
     if not lines and not router:
-        return
-    cpu = bool(specs) and runs_on_cpu(args, specs[0])
+        return []
+    cpu = bool(lines) and runs_on_cpu(args, specs[0])
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"} if cpu else dict(os.environ)
     command = [sys.executable, "-m", "slime.engines.sglang.check"]
-    asked = json.dumps({"sglang": list(lines.values()), "router": [router] if router else []})
+    asked = json.dumps({"sglang": list(lines.values()), "router": router})
     try:
         answer = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=CHECK_SECONDS, env=env, check=False
         )
     except subprocess.TimeoutExpired:
-        raise UnknownOptions(f"SGLang did not say within {CHECK_SECONDS:.0f} s which options it has") from None
+        return [f"SGLang and its router did not say within {CHECK_SECONDS:.0f} s which options they have"]
     said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
     if said is None:
         tail = answer.stderr.strip()[-2000:]
-        raise UnknownOptions(f"the installed SGLang could not be asked for its options ({answer.returncode}):\n{tail}")
-    problems = list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
-    if problems:
-        raise UnknownOptions("\n".join(problems))
+        return [f"SGLang and its router could not be asked for their options (exit {answer.returncode}):\n{tail}"]
+    return list(dict.fromkeys(json.loads(said.removeprefix(_MARK))))
 
 
 class _Refused(Exception):

@@ -1,6 +1,6 @@
-"""Lets stock SGLang serve on a CPU where Triton, ``sgl_kernel`` and a matching torchvision do not exist.
+"""Lets stock SGLang serve on a CPU where Triton, ``sgl_kernel`` and torchvision do not exist.
 
-SGLang imports all three whatever the device, although its torch-native path for the CPU calls none of them. They
+SGLang imports all three whatever the device, although text models on its torch-native path call none of them. They
 are stood in for in the server's process alone: nothing is installed or edited, and a real package always wins,
 because the finder stands last on ``sys.meta_path``. With all three present :func:`install` changes nothing.
 """
@@ -15,15 +15,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-_TORCHVISION_OPERATORS = ("nms", "qnms")  # torchvision declares their shapes at import
+PACKAGES = ("triton", "sgl_kernel", "torchvision")  # PyPI's torchvision does not load beside a CPU build of torch
 
 
 def install() -> list[str]:
     """Stand in for what is absent, in this process; returns the names. Call it before SGLang is imported."""
-    absent = [name for name in ("triton", "sgl_kernel") if importlib.util.find_spec(name) is None]
-    if absent and not any(isinstance(finder, _StandIns) for finder in sys.meta_path):
+    if any(isinstance(finder, _StandIns) for finder in sys.meta_path):
+        return []
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if "torchvision" in absent:
+        _tell_transformers()
+    if absent:
         sys.meta_path.append(_StandIns(absent))
-    return absent + _declare_torchvision_operators()
+    return absent
+
+
+def _tell_transformers() -> None:
+    """transformers asks once whether there is torchvision, and would take the stand-in for it."""
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()
+    import_utils.is_torchvision_v2_available()
 
 
 class _StandIns:
@@ -36,10 +48,10 @@ class _StandIns:
         package = name.partition(".")[0]
         if package not in self.packages or (package == "sgl_kernel" and name != package):
             return None  # SGLang goes on without parts of sgl_kernel
-        return importlib.machinery.ModuleSpec(name, self, is_package=package == "triton")  # type: ignore[arg-type]
+        return importlib.machinery.ModuleSpec(name, self, is_package=package != "sgl_kernel")  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _KernelModule(spec.name) if spec.name == "sgl_kernel" else _triton_module(spec.name)
+        return _KernelModule(spec.name) if spec.name == "sgl_kernel" else _mock_module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """The module is complete as created."""
@@ -58,7 +70,7 @@ class _KernelModule(ModuleType):
         return missing
 
 
-def _triton_module(name: str) -> ModuleType:
+def _mock_module(name: str) -> ModuleType:
     """A module of SGLang's own Triton stand-ins (it has them for Apple's GPUs), with what torch asks for besides."""
     stubs = _sglang_stubs()
     module: ModuleType = stubs._MockModule(name)
@@ -101,25 +113,3 @@ def _sglang_stubs() -> Any:
         sys.modules[name] = module  # its dataclasses look themselves up
         spec.loader.exec_module(module)
     return sys.modules[name]
-
-
-def _declare_torchvision_operators() -> list[str]:
-    """PyPI's torchvision is built for CUDA: beside a CPU build of torch its library does not load, and its import
-    ends at the first operator that is not there. Declared by name, the import goes through."""
-    package = importlib.util.find_spec("torchvision")
-    if package is None or not package.submodule_search_locations:
-        return []
-    import torch
-
-    library = next(Path(package.submodule_search_locations[0]).glob("_C*.so"), None)
-    if library is None or "torchvision" in sys.modules:
-        return []
-    try:
-        torch.ops.load_library(str(library))
-    except OSError:
-        for operator in _TORCHVISION_OPERATORS:
-            torch.library.define(
-                f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            )
-        return ["torchvision"]
-    return []
