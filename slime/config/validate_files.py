@@ -147,6 +147,17 @@ def check_debug_files(args: Args) -> list[str]:
     return problems
 
 
+def check_sinks(args: Args) -> list[str]:
+    if not args.use_wandb:
+        idle = [flag.option for name, flag in FLAGS.items() if name.startswith("wandb_") and name in args.explicit]
+        idle = [option for option in idle if option != "--wandb-always-use-train-step"]
+        if idle:
+            args.notices.append(f"{', '.join(idle)}: no effect without --use-wandb")
+    if args.tb_experiment_name and not args.tb_project_name:
+        return ["--tb-experiment-name needs --tb-project-name, the folder that it lies in"]
+    return []
+
+
 def check_hooks(args: Args) -> list[str]:
     """Every function that a flag names can be found."""
     return [problem for option, name, path in _hooks(args) if (problem := _hook_problem(option, name, path))]
@@ -180,6 +191,7 @@ FILE_RULES = (
     check_load,
     check_disk_sync,
     check_debug_files,
+    check_sinks,
     check_hooks,
 )
 

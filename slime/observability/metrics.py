@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.observability.run_dir import RunDir
+from slime.observability.run_dir import SECRETS, RunDir, plain
 
 STEP_KEYS = ("train/step", "rollout/step", "eval/step")
 
@@ -54,7 +54,9 @@ class MetricsLogger:
         if resume_from is not None:
             roll_back(run_dir.metrics, resume_from)
         self._file = run_dir.metrics.open("a", encoding="utf-8")
-        self._tensorboard = _TensorBoard(_tensorboard_dir(args, run_dir), purge_step=resume_from)
+        self._tensorboard = None
+        if getattr(args, "use_tensorboard", True):
+            self._tensorboard = _TensorBoard(_tensorboard_dir(args, run_dir), purge_step=resume_from)
         self._wandb = _start_wandb(args, run_dir) if getattr(args, "use_wandb", False) else None
 
     def log(self, metrics: Mapping[str, Any], step: int, step_key: str = "rollout/step") -> None:
@@ -78,7 +80,8 @@ class MetricsLogger:
         row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
-        self._tensorboard.write(numbers, step, now)
+        if self._tensorboard is not None:
+            self._tensorboard.write(numbers, step, now)
         if self._wandb is not None:
             self._wandb.log({step_key: step, **numbers})
 
@@ -95,7 +98,8 @@ class MetricsLogger:
     def close(self) -> None:
         """Flush and close all sinks; safe to call twice."""
         self._file.close()
-        self._tensorboard.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
@@ -139,15 +143,12 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _tensorboard_dir(args: Any, run_dir: RunDir) -> Path:
-    """``outputs/<run>/tensorboard``; with ``--use-tensorboard`` and names, where the contract says."""
-    root = os.environ.get("TENSORBOARD_DIR")
-    if getattr(args, "use_tensorboard", False):
-        if root:
-            return Path(root)
-        project = getattr(args, "tb_project_name", None)
-        if project:
-            experiment = getattr(args, "tb_experiment_name", None) or run_dir.path.name
-            return Path("tensorboard_log") / project / experiment
+    """``$TENSORBOARD_DIR``, ``tensorboard_log/<project>/<experiment>``, or ``outputs/<run>/tensorboard``."""
+    project = getattr(args, "tb_project_name", None)
+    if os.environ.get("TENSORBOARD_DIR"):
+        return Path(os.environ["TENSORBOARD_DIR"])
+    if project:
+        return Path("tensorboard_log") / project / (getattr(args, "tb_experiment_name", None) or run_dir.path.name)
     return run_dir.tensorboard
 
 
@@ -197,10 +198,12 @@ def _start_wandb(args: Any, run_dir: RunDir) -> Any:
         resume="allow" if getattr(args, "wandb_run_id", None) else None,
         mode=getattr(args, "wandb_mode", None),
         dir=getattr(args, "wandb_dir", None) or str(run_dir.path),
-        config={key: str(value) for key, value in vars(args).items() if key != "wandb_key"},
+        config={key: plain(value) for key, value in vars(args).items() if key not in SECRETS},
     )
+    axis = "train/step" if getattr(args, "wandb_always_use_train_step", False) else "rollout/step"
     for key in STEP_KEYS:
         wandb.define_metric(key)
-        wandb.define_metric(key.split("/")[0] + "/*", step_metric=key)
-    wandb.define_metric("perf/*", step_metric="rollout/step")
+    for group in ("train", "rollout", "perf", "passrate", "multi_turn", "eval"):
+        own = "eval/step" if group == "eval" and axis == "rollout/step" else axis
+        wandb.define_metric(f"{group}/*", step_metric=own)
     return run

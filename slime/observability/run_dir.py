@@ -93,19 +93,19 @@ class RunDir:
 
         values = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else {}
         values = {**values, **vars(args)} if hasattr(args, "__dict__") else values
-        plain = {key: "***" if key in SECRETS and value else _plain(value) for key, value in values.items()}
-        text = yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
+        kept = {key: "***" if key in SECRETS and value else plain(value) for key, value in values.items()}
+        text = yaml.safe_dump(kept, sort_keys=True, allow_unicode=True)
         _replace(self.config, text)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What YAML can hold; anything else as its text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value)
 
 

@@ -35,7 +35,9 @@ def make(index: int, group: int | None, reward: float = 0.0) -> Sample:
 
 def arguments(folder: Path, **more: object) -> SimpleNamespace:
     template = str(folder / "dump_{rollout_id}.pt")
-    return SimpleNamespace(dump_details=None, save_debug_rollout_data=template, load_debug_rollout_data=template, **more)
+    return SimpleNamespace(
+        dump_details=None, save_debug_rollout_data=template, load_debug_rollout_data=template, **more
+    )
 
 
 def test_a_rollout_comes_back_as_it_was_grouped_by_value(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -74,6 +75,7 @@ def test_a_row_that_was_cut_in_the_middle_is_left_out_and_a_broken_one_named(tmp
         read_metrics(path)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["rollout/step", "eval/step"]), st.integers(0, 9)), max_size=20),
     st.integers(0, 10),
@@ -106,6 +108,49 @@ def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: object) -> 
     with pytest.raises(MetricsError, match="rollout/odd"):
         log.log({"rollout/odd": value}, 0)
     log.close()
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format after a header of 7 bytes."""
+    at, parts = 7, b""
+    while at + 7 <= len(content):
+        if 32768 - at % 32768 < 7:  # the rest of a block is padding
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package, offline: what it wrote is read back from its own file."""
+    wandb = pytest.importorskip("wandb", reason="pip install 'slime[wandb]'")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    names = {"wandb_team": "us", "wandb_project": "p", "wandb_group": "g", "wandb_run_id": "id7", "lr": 1e-6}
+    log, run = logger(tmp_path, use_wandb=True, wandb_mode="offline", wandb_dir=str(tmp_path / "w"),
+                      wandb_key=None, use_tensorboard=False, **names)  # fmt: skip
+    log.log({"train/loss": 0.5}, 0)
+    log.log({"eval/x": 0.25}, 3, "eval/step")
+    log.close()
+    assert not any(run.tensorboard.iterdir()), "--no-use-tensorboard"
+    (file,) = (tmp_path / "w").rglob("*.wandb")
+    records = [Record.FromString(data) for data in wandb_records(file.read_bytes())]
+    rows = [{i.nested_key[0] if i.nested_key else i.key: json.loads(i.value_json) for i in r.history.item}
+            for r in records if r.HasField("history")]  # fmt: skip
+    assert [{k: v for k, v in row.items() if k[0] != "_"} for row in rows] == [
+        {"rollout/step": 0, "train/loss": 0.5},
+        {"eval/step": 3, "eval/x": 0.25},
+    ]
+    (begun,) = (r.run for r in records if r.HasField("run"))
+    assert (begun.entity, begun.project, begun.run_group, begun.run_id) == ("us", "p", "g", "id7")
+    config = {item.key: json.loads(item.value_json) for item in begun.config.update}
+    assert config["lr"] == 1e-6 and "wandb_key" not in config
+    assert wandb.run is None
 
 
 def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
