@@ -245,9 +245,9 @@ def last_json(log: Path) -> Figures | None:
 def keep(options: argparse.Namespace, work: Path, results: dict[str, Figures]) -> None:
     """Few files, for whoever carries them: figures, the end of each log, curves."""
     options.output.mkdir(parents=True, exist_ok=True)
-    stem = "h200_" + "_".join(results)
-    (options.output / f"{stem[:80]}.json").write_text(json.dumps(results, indent=1) + "\n")
-    with open(options.output / f"{stem[:80]}.log", "w", encoding="utf-8") as file:
+    stem = ("h200_" + "_".join(options.parts))[:80]
+    (options.output / f"{stem}.json").write_text(json.dumps(results, indent=1) + "\n")
+    with open(options.output / f"{stem}.log", "w", encoding="utf-8") as file:
         for name in results:
             for log in [work / name / "output.log", *sorted((work / name).glob("**/engine*.log"))[:2]]:
                 if log.is_file():
@@ -280,7 +280,13 @@ def main() -> None:
         shown = PARTS[name].show(outcome["figures"]) if outcome["figures"] else "no figures"
         print(f"{name:20} {outcome['status']:>20} {outcome['seconds']:6.0f} s  {shown}")
     keep(options, work, results)
-    print(json.dumps(results), flush=True)
+    short = {name: {**o, "figures": _short(o["figures"])} for name, o in results.items()}
+    print(json.dumps(short), flush=True)
+
+
+def _short(figures: Figures | None) -> Figures | None:
+    """Without what is long: it is in the file."""
+    return figures and {name: value for name, value in figures.items() if len(json.dumps(value)) < 700}
 
 
 if __name__ == "__main__":
