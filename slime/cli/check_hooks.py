@@ -1,0 +1,141 @@
+"""``slime check-hooks <flags of train.py>``: try the functions that the flags name before a run does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from slime.cli.errors import CommandError
+from slime.cli.hook_bench import Bench
+from slime.cli.hook_guard import Complaint, complaint_of
+from slime.config.args import FLAGS, Args
+from slime.config.hooks import HookError, load_function
+from slime.config.parser import check_args
+from slime.config.validate_files import HOOK_NAMES
+
+LIMIT_SECONDS = 60.0
+_EXCLUDED = ("eval_function_path",)  # by default it is the rollout function, which has its own line
+
+
+def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
+    """Check every hook that the command line names.
+
+    Args:
+        argv: as for train.py. ``--check-timeout SECONDS`` bounds each call (default 60).
+        say: takes the lines of the report.
+
+    Returns:
+        0 where all fit their contract, 1 where one does not.
+
+    Raises:
+        CommandError: there is nothing to check, or no tokenizer to make samples with.
+    """
+    words, limit = _own_flag(list(argv))
+    args, problems = check_args(words)
+    hooks = list(named_hooks(args))
+    if not hooks:
+        raise CommandError("these flags name no functions of your own: there is nothing to check")
+    failed = 0
+    with Bench(args, limit) as bench:
+        for option, name, path in hooks:
+            failed += _report(bench, option, name, path, say)
+    others = [line for line in problems if not any(line.startswith(option) for option, _, _ in hooks)]
+    if others:
+        say("besides, train.py would refuse these flags here:")
+        for line in others:
+            say(f"      {line}")
+    fine = len(hooks) - failed
+    say(f"{fine} of {len(hooks)} hooks fit their contract")
+    return 1 if failed else 0
+
+
+def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
+    """(option, argument name, path) of the user's functions, in the order in which they are tried."""
+    from slime.cli.hook_probes import PROBES
+
+    order = {name: i for i, name in enumerate(PROBES)}
+    for name in sorted((name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat")), key=lambda n: order.get(n, 99)):  # fmt: skip  # noqa: E501
+        value, flag = getattr(args, name), FLAGS[name]
+        paths = list(value or []) if flag.kind == "repeat" else [value]
+        same = name in _EXCLUDED and value == args.rollout_function_path
+        for path in paths:
+            if path and path != flag.default and not same:
+                yield flag.option, name, path
+    yield from _of_evaluation(args)
+
+
+def _of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
+    from slime.data.eval_config import BY_TYPE, resolve_eval_datasets
+
+    try:
+        datasets = resolve_eval_datasets(args)
+    except (ValueError, TypeError, FileNotFoundError):
+        return  # said by the check of the arguments
+    for config in datasets:
+        for name in ("custom_generate_function_path", "custom_rm_path"):
+            path = getattr(config, name)
+            if path and path not in (getattr(args, name), BY_TYPE):
+                yield f"data set {config.name}: {name}", name, path
+
+
+def _report(bench: Bench, option: str, name: str, path: str, say: Callable[[str], None]) -> int:
+    bench.notes.clear()
+    try:
+        text = _try(bench, option, name, path)
+    except Complaint as complaint:
+        say(f"FAIL  {option} {path}")
+        say(f"      {complaint.text}")
+        if complaint.place:
+            say(f"      {complaint.place}")
+        return 1
+    say(f"ok    {option} {path}: {text}")
+    for note in dict.fromkeys(bench.notes):
+        say(f"note  {note}")
+    return 0
+
+
+def _try(bench: Bench, option: str, name: str, path: str) -> str:
+    from slime.cli import hook_probes, hook_probes_train
+
+    fn = _load(name, path)
+    probe = hook_probes.PROBES.get(name) or hook_probes_train.PROBES.get(name)
+    if probe is None and name not in hook_probes_train.CALLS:
+        return "found; it is called in a run only"
+    if option.startswith("data set"):
+        bench = copy.copy(bench)
+        bench.args = copy.copy(bench.args)
+        setattr(bench.args, name, path)
+    try:
+        return hook_probes_train.signature_only(name, fn) if probe is None else probe(bench, fn)
+    except (Complaint, CommandError):
+        raise
+    except Exception as error:  # what the run's own code says of what the hook returned
+        raise complaint_of(error, fn) from error
+
+
+def _load(name: str, path: str) -> Any:
+    try:
+        return load_function(path, HOOK_NAMES.get(name))
+    except HookError as error:
+        raise Complaint(str(error)) from error
+    except BaseException as error:  # the user's module ran and failed
+        place = ""
+        trace = error.__traceback__
+        while trace is not None:
+            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+            trace = trace.tb_next
+        if isinstance(error, SyntaxError):
+            place = f"{error.filename}:{error.lineno}"
+        raise Complaint(f"importing it raised {type(error).__name__}: {error}", place) from error
+
+
+def _own_flag(argv: list[str]) -> tuple[list[str], float]:
+    if "--check-timeout" not in argv:
+        return argv, LIMIT_SECONDS
+    at = argv.index("--check-timeout")
+    try:
+        limit = float(argv[at + 1])
+    except (IndexError, ValueError):
+        raise CommandError("--check-timeout needs a number of seconds") from None
+    return argv[:at] + argv[at + 2 :], limit

@@ -1,0 +1,187 @@
+"""What hooks are tried on: the user's own first prompts, answers to them, and an engine that answers for real."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from slime.cli.errors import CommandError
+from slime.config.args import Args
+from slime.config.data_peek import file_of
+from slime.data.sample import Group, Sample, flatten
+
+PROMPTS = 2
+SAMPLES = 4
+NEW_TOKENS = 24
+ENGINE_SECONDS = 90.0
+
+
+class Bench:
+    """Small copies of a run's arguments and data. Use it as a context manager: it stops the engine that it started.
+
+    The engine is the embedded one with a tiny random model that speaks the user's vocabulary: what it says
+    makes no sense, as the answers of an untrained model do, but every field of its answers is real.
+    """
+
+    def __init__(self, args: Args, limit: float) -> None:
+        self.args = copy.copy(args)
+        self.limit = limit
+        self.notes: list[str] = []
+        self.generated: list[Group] | None = None  # of the user's own generate function
+        self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")
+        self._engine: Any = None
+        small = {
+            "rollout_batch_size": PROMPTS,
+            "over_sampling_batch_size": PROMPTS,
+            "n_samples_per_prompt": min(args.n_samples_per_prompt, SAMPLES),
+            "rollout_max_response_len": min(args.rollout_max_response_len, NEW_TOKENS),
+            "save": self._folder.name,
+            "load": None,
+            "partial_rollout": False,
+            "phase_timeout": limit,
+            "reward_timeout": min(args.reward_timeout, limit),
+            "streaming_data": False,
+            "num_data_workers": 0,
+        }
+        for name, value in small.items():
+            setattr(self.args, name, value)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+        self._folder.cleanup()
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        from slime.data.tokenizers import load_tokenizer
+
+        if not self.args.hf_checkpoint:
+            raise CommandError("no --hf-checkpoint: hooks are tried on samples, and these need a tokenizer")
+        try:
+            return load_tokenizer(self.args.hf_checkpoint)
+        except (OSError, ValueError) as error:
+            raise CommandError(f"--hf-checkpoint {self.args.hf_checkpoint}: no tokenizer there ({error})") from error
+
+    @functools.cached_property
+    def source(self) -> Any:
+        """The built-in data source over the first prompts of ``--prompt-data``, or over a made-up one."""
+        from slime.data.source import RolloutDataSourceWithBuffer
+
+        spec = self.args.prompt_data
+        if spec and self.args.rollout_global_dataset and file_of(spec).is_file():
+            if "@[" not in spec:
+                self.args.prompt_data = f"{spec}@[:{PROMPTS}]"
+            return RolloutDataSourceWithBuffer(self.args)
+        self.notes.append("no --prompt-data that can be read: tried on a made-up prompt")
+        return RolloutDataSourceWithBuffer(self.args, _MadeUp(bool(self.args.apply_chat_template)))
+
+    def prompts(self) -> list[Group]:
+        """Fresh groups, not yet generated; every call gives the same."""
+        if not hasattr(self, "_first"):
+            self._first = self.source.get_samples(PROMPTS)
+        return copy.deepcopy(self._first)
+
+    def answered(self, rewards: bool = True) -> list[Group]:
+        """Groups with responses: those of the user's generate function where it was tried, else written ones.
+
+        In each group the first answer is the label in a box, others are wrong, wordy or cut. Rewards: 1 for
+        the first, else 0.
+        """
+        groups = copy.deepcopy(self.generated) if self.generated is not None else self.prompts()
+        for group in groups:
+            for place, sample in enumerate(flatten(group)):
+                if self.generated is None:
+                    self._answer(sample, place)
+                if rewards and sample.reward is None:
+                    sample.reward = self._reward(place)
+        return groups
+
+    def _reward(self, place: int) -> Any:
+        value = 1.0 if place == 0 else 0.0
+        return {self.args.reward_key: value} if self.args.reward_key else value
+
+    def _answer(self, sample: Sample, place: int) -> None:
+        label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
+        texts = [f"</think>The answer is \\boxed{{{label}}}.\nAnswer: {label}", "I do not know.", "So 1 + 1 = 3 and"]
+        text = texts[min(place, 2)] + " then" * max(place - 2, 0)
+        prompt = self.encode_prompt(sample)
+        response = self.encode(text) or [0]
+        sample.tokens, sample.response, sample.response_length = prompt + response, text, len(response)
+        sample.rollout_log_probs = [-0.5] * len(response)
+        sample.loss_mask = [1] * len(response)
+        sample.weight_versions = ["0.0"]
+        sample.status = Sample.Status.TRUNCATED if place >= 2 else Sample.Status.COMPLETED
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_prompt(self, sample: Sample) -> list[int]:
+        if isinstance(sample.prompt, str):
+            return self.encode(sample.prompt) or [0]
+        if self.tokenizer.chat_template:
+            return self.encode(self.tokenizer.apply_chat_template(sample.prompt, tokenize=False))
+        return self.encode("\n".join(str(message.get("content")) for message in sample.prompt)) or [0]
+
+    def start_engine(self) -> None:
+        """Serve; ``args.sglang_router_ip`` and ``args.sglang_router_port`` then point at it."""
+        if self._engine is not None:
+            return
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from transformers.utils import logging
+
+        from slime.engines.process import start_embedded_engine
+
+        logging.disable_progress_bar()
+        folder = Path(self._folder.name) / "model"
+        self.tokenizer.save_pretrained(folder)
+        shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(self.tokenizer),
+                **shape,  # type: ignore[arg-type]
+                num_key_value_heads=1,
+                max_position_embeddings=1 << 15,
+                tie_word_embeddings=True,
+                bos_token_id=self.tokenizer.bos_token_id,
+                eos_token_id=self.tokenizer.eos_token_id,
+            )
+        ).save_pretrained(folder)
+        options = copy.copy(self.args)
+        options.hf_checkpoint, options.rollout_dtype, options.embedded_device = str(folder), "float32", "cpu"
+        options.embedded_max_running_requests, options.embedded_max_total_tokens = 16, 1 << 16
+        options.threads_per_process, options.deterministic = 1, False
+        self._engine = start_embedded_engine(options, 0, log_path=Path(self._folder.name) / "engine.log")
+        self._engine.wait_ready(ENGINE_SECONDS)
+        host, port = self._engine.url.removeprefix("http://").split(":")
+        self.args.sglang_router_ip, self.args.sglang_router_port = host, int(port)
+        self.args.rollout_backend = "embedded"
+
+
+class _MadeUp:
+    """Two prompts where the user named none."""
+
+    def __init__(self, messages: bool) -> None:
+        self.messages = messages
+
+    def __len__(self) -> int:
+        return 2
+
+    def shuffle(self, epoch_id: int) -> None:
+        """The order does not matter."""
+
+    def __getitem__(self, i: int) -> Sample:
+        text = f"What is {i + 2} + 2?"
+        prompt: Any = [{"role": "user", "content": text}] if self.messages else text
+        return Sample(prompt=prompt, label=str(i + 4))

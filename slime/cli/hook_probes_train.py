@@ -1,0 +1,169 @@
+"""One probe per hook of the trainer: advantages, losses and corrections on a small batch, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from slime.cli.hook_bench import Bench
+from slime.cli.hook_guard import check_signature, guarded, not_async, wrong
+
+Probe = Callable[[Bench, Any], str]
+
+
+def _rank_batch(bench: Bench, args: Any) -> dict[str, Any]:
+    """The batch that a training rank gets, with log-probs of all models filled in."""
+    import torch
+
+    from slime.data.convert import samples_to_train_data, split_train_data
+    from slime.data.wire import to_rank_batch
+
+    args.custom_convert_samples_to_train_data_path = None
+    data = samples_to_train_data(args, bench.answered())
+    args.global_batch_size, args.micro_batch_size, args.use_dynamic_batch_size = len(set(data["rollout_ids"])), 1, False
+    batch: dict[str, Any] = to_rank_batch(split_train_data(args, data, 1)[0])
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low: float, high: float) -> list[Any]:
+        return [low + (high - low) * torch.rand(n, generator=generator) for n in batch["response_lengths"]]
+
+    batch["log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
+    batch["rollout_log_probs"] = [x + 0.01 for x in batch["log_probs"]]
+    batch["rollout_id"] = 0
+    if args.use_critic:
+        batch["values"] = draw(-1, 1)
+    return batch
+
+
+def _check_per_token(fn: Any, batch: dict[str, Any], *names: str) -> None:
+    for name in names:
+        values = batch.get(name)
+        if values is None:
+            raise wrong(fn, f"it must set rollout_data[{name!r}]: one tensor [response_length] per sample")
+        lengths = [len(value) for value in values]
+        if lengths != list(batch["response_lengths"]):
+            raise wrong(fn, f"{name} has lengths {lengths}, the responses {list(batch['response_lengths'])}")
+
+
+def advantages(bench: Bench, fn: Any) -> str:
+    from slime.algorithms.advantages import compute_advantages
+    from slime.algorithms.sequences import IDENTITY
+
+    not_async(fn)
+    args = copy.copy(bench.args)
+    args.compute_advantages_and_returns = True
+    batch = _rank_batch(bench, args)
+    check_signature(fn, "fn(args, rollout_data)", args, batch)
+    guarded(fn, lambda: compute_advantages(args, batch, IDENTITY, fn), bench.limit)
+    _check_per_token(fn, batch, "advantages", "returns")
+    return f"advantages and returns of {len(batch['tokens'])} samples"
+
+
+def postprocess(bench: Bench, fn: Any) -> str:
+    from slime.algorithms.advantages import compute_advantages
+    from slime.algorithms.sequences import IDENTITY
+
+    not_async(fn)
+    args = copy.copy(bench.args)
+    batch = _rank_batch(bench, args)
+    compute_advantages(args, batch, IDENTITY)
+    check_signature(fn, "fn(args, rollout_id, rollout_data)", args, 0, batch)
+    result = guarded(fn, lambda: fn(args, 0, batch), bench.limit).result
+    if result is not None:
+        bench.notes.append("what it returns is not used: it must change rollout_data in place")
+    _check_per_token(fn, batch, *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns))
+    return "called with " + ", ".join(sorted(name for name in batch if batch[name] is not None))
+
+
+def loss(bench: Bench, fn: Any) -> str:
+    """``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``."""
+    check_signature(fn, "fn(args, batch, logits, sum_of_sample_mean)", bench.args, {}, None, None)
+    return _backward(bench, fn, {"loss_type": "custom_loss"})
+
+
+def tis(bench: Bench, fn: Any) -> str:
+    """``--custom-tis-function-path``: keywords only."""
+    names = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
+    check_signature(fn, f"fn(args=…, {', '.join(f'{n}=…' for n in names)})", args=None, **dict.fromkeys(names))
+    return _backward(bench, fn, {"use_tis": True, "loss_type": "policy_loss"})
+
+
+def reducer(bench: Bench, fn: Any) -> str:
+    check_signature(fn, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)", [], [], [], False)
+    return _backward(bench, fn, {"loss_type": "policy_loss"})
+
+
+def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
+    """Through :func:`slime.backends.loss.compute_loss`, the one loss path of all backends, and back."""
+    import torch
+
+    from slime.algorithms.advantages import compute_advantages
+    from slime.algorithms.sequences import IDENTITY
+    from slime.backends.loss import compute_loss
+    from slime.backends.token_batch import TokenBatch
+
+    not_async(fn)
+    args = copy.copy(bench.args)
+    for name, value in settings.items():
+        setattr(args, name, value)
+    batch = _rank_batch(bench, args)
+    compute_advantages(args, batch, IDENTITY)
+    targets = torch.cat(
+        [t[len(t) - n :] for t, n in zip(batch["tokens"], batch["response_lengths"], strict=True)]
+    ).long()
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(len(targets), len(bench.tokenizer), generator=generator).requires_grad_()
+    table = torch.log_softmax(logits, -1)
+    scores = table.gather(1, targets[:, None])[:, 0]
+    entropy = -(table.exp() * table).sum(-1) if args.entropy_coef else None
+    count = len(batch["tokens"])
+    tokens = TokenBatch.from_rank_batch(
+        batch, range(count), log_probs=scores, entropy=entropy, logits=logits, targets=targets
+    )
+    tokens.values = None
+
+    def both() -> tuple[Any, Any]:
+        value, metrics = compute_loss(args, tokens, num_rollouts=count, num_tokens=float(len(targets)))
+        if value.dim() != 0:
+            raise wrong(fn, f"the loss has shape {tuple(value.shape)}: return a scalar")
+        if not value.requires_grad:
+            raise wrong(fn, "the loss has no gradient: it was detached, or made from numbers")
+        value.backward()
+        return value, metrics
+
+    value, metrics = guarded(fn, both, bench.limit).result
+    if not torch.isfinite(value) or logits.grad is None or not torch.isfinite(logits.grad).all():
+        raise wrong(fn, f"loss {float(value):g}: it or its gradient is not finite")
+    if not logits.grad.abs().sum():
+        bench.notes.append("the gradient of the loss is 0 for this batch")
+    return f"loss {float(value):.4g} with gradient; metrics {', '.join(sorted(metrics))}"
+
+
+PROBES: dict[str, Probe] = {
+    "custom_advantage_function_path": advantages,
+    "rollout_data_postprocess_path": postprocess,
+    "custom_loss_function_path": loss,
+    "custom_tis_function_path": tis,
+    "custom_pg_loss_reducer_function_path": reducer,
+}
+
+CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "custom_model_provider_path": ("fn(pre_process=…, post_process=…)", 0, ("pre_process", "post_process")),
+    "custom_megatron_init_path": ("fn(args)", 1, ()),
+    "custom_megatron_before_log_prob_hook_path": ("fn(args, model, store_prefix)", 3, ()),
+    "custom_megatron_before_train_step_hook_path": (
+        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
+        6,
+        (),
+    ),
+    "custom_update_weight_post_write_path": ("fn(args, version_dir, rollout_engines)", 3, ()),
+}
+"""Hooks that need a model or a cluster: only their signature is checked; words, positional arguments, keywords."""
+
+
+def signature_only(name: str, fn: Any) -> str:
+    words, positional, keywords = CALLS[name]
+    not_async(fn)
+    check_signature(fn, words, *[None] * positional, **dict.fromkeys(keywords))
+    return "its signature fits; it is called in training only"

@@ -1,0 +1,75 @@
+"""A reward model on a sentence encoder: how near the response's meaning is to the label's.
+
+``--custom-rm-path slime.rollout.rm_hub.encoder.EmbeddingSimilarity --rm-model-path FOLDER``, with a folder
+such as ``slime fetch-model all-minilm-l6-v2`` makes. The score is the cosine of mean-pooled token
+embeddings, cut at 0. Source: Reimers and Gurevych 2019, "Sentence-BERT", arXiv:1908.10084, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_BATCH = 64
+_LONGEST = 512  # tokens, where the tokenizer names no limit
+
+
+class EmbeddingSimilarity:
+    """A class-style reward model; see :mod:`slime.rollout.rm_hub.model_rm`.
+
+    Args:
+        model_path: Hugging Face folder of an encoder and its tokenizer. On CUDA where there is one.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        self.model: Any = AutoModel.from_pretrained(model_path).eval().to(self.device)
+        limits = (
+            getattr(self.model.config, "max_position_embeddings", None),
+            self.tokenizer.model_max_length,
+            _LONGEST,
+        )
+        self.longest = min(int(limit) for limit in limits if limit)
+
+    def compute_reward(self, prompts: Sequence[Any], responses: Sequence[str], labels: Sequence[Any]) -> list[float]:
+        """In [0, 1]; of several accepted labels (a list) the nearest counts.
+
+        Raises:
+            ValueError: a sample without a label.
+        """
+        accepted = [label if isinstance(label, list) else [label] for label in labels]
+        if any(label in (None, "") for several in accepted for label in several) or not all(accepted):
+            raise ValueError("EmbeddingSimilarity compares with the label, and a sample has none (--label-key)")
+        left = [response for response, several in zip(responses, accepted, strict=True) for _ in several]
+        scores = iter(self.similarity(left, [str(label) for several in accepted for label in several]))
+        return [max(next(scores) for _ in several) for several in accepted]
+
+    def similarity(self, left: Sequence[str], right: Sequence[str]) -> list[float]:
+        """Cosine of each pair, cut at 0."""
+        texts = list(dict.fromkeys([*left, *right]))
+        place = {text: i for i, text in enumerate(texts)}
+        vectors = self.embed(texts)
+        return [max(float(vectors[place[a]] @ vectors[place[b]]), 0.0) for a, b in zip(left, right, strict=True)]
+
+    def embed(self, texts: Sequence[str]) -> Any:
+        """Unit vectors, float32 [n, hidden] on the CPU."""
+        import torch
+
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of like length share a batch
+        vectors: list[Any] = [None] * len(texts)
+        for start in range(0, len(order), _BATCH):
+            rows = order[start : start + _BATCH]
+            inputs = self.tokenizer(
+                [texts[i] for i in rows], padding=True, truncation=True, max_length=self.longest, return_tensors="pt"
+            ).to(self.device)
+            with torch.inference_mode():
+                hidden = self.model(**inputs).last_hidden_state.float()
+            mask = inputs["attention_mask"].unsqueeze(-1).float()
+            pooled = torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1).cpu()
+            for row, vector in zip(rows, pooled, strict=True):
+                vectors[row] = vector
+        return torch.stack(vectors)

@@ -1,0 +1,150 @@
+"""Rewards from a model that an SGLang server (or the embedded engine) serves; ``--rm-url`` says where and how.
+
+``--custom-rm-path slime.rollout.rm_hub.sglang_scorer.score --rm-url http://HOST:PORT/FORM``, with the form by
+the last part of the address:
+
+* ``/generate``: a judge. The reward is P(yes) / (P(yes) + P(no)) as the next token after :data:`JUDGE`
+  (``judge_template`` of ``--custom-config-path`` replaces it). Any engine.
+* ``/v1/score``: the same judge through SGLang's scoring endpoint.
+* ``/classify``: a reward model (sequence classification, ``--is-embedding``): its score of the conversation.
+* ``/v1/embeddings``: an encoder: cosine of response and label, cut at 0.
+
+``--rm-model-path`` names the served model's folder where its tokenizer is needed (all but embeddings;
+default: ``--hf-checkpoint``). With ``--group-rm`` use ``score_group``: one request for all samples of a group.
+Each call is bounded by ``--reward-timeout``; a server that answers with an error is tried again as by
+``remote_rm``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from slime.data.sample import Sample
+from slime.engines.http import post
+
+JUDGE = (
+    "Question:\n{prompt}\n\nReference answer: {label}\n\nAnswer to judge:\n{response}\n\n"
+    "Does the answer to judge agree with the reference answer? Reply Yes or No.\nReply:"
+)
+YES, NO = " Yes", " No"  # the first token of each is what is compared
+_RETRIES = 5
+
+
+async def score(args: Any, sample: Sample, **kwargs: Any) -> float:
+    """Score one sample."""
+    return (await score_group(args, [sample]))[0]
+
+
+async def score_group(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[float]:
+    """Score samples in one request.
+
+    Raises:
+        ValueError: no ``--rm-url``, or one that ends in none of the four forms.
+        HttpError: the server refused, or failed again and again.
+    """
+    url = getattr(args, "rm_url", None) or ""
+    form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
+    if form is None:
+        raise ValueError(
+            f"--rm-url {url or 'is missing'}: the scorer needs an address that ends in {', '.join(_FORMS)}"
+        )
+    scores: list[float] = await _FORMS[form](args, url, samples)
+    return scores
+
+
+async def _generate(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+    tokenizer, ids = _judge_tokens(args)
+    body = {
+        "input_ids": [_encode(tokenizer, _judge_text(args, tokenizer, sample)) for sample in samples],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [list(ids)] * len(samples),
+    }
+    answers = await post(url, body, max_retries=_RETRIES)
+    rewards = []
+    for answer in answers:
+        found = {int(item[1]): float(item[0]) for item in answer["meta_info"]["output_token_ids_logprobs"][0]}
+        rewards.append(_share(found[ids[0]], found[ids[1]]))
+    return rewards
+
+
+async def _v1_score(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+    tokenizer, ids = _judge_tokens(args)
+    texts = [_encode(tokenizer, _judge_text(args, tokenizer, sample)) for sample in samples]
+    body = {
+        "query": [],
+        "items": texts,
+        "label_token_ids": list(ids),
+        "apply_softmax": True,
+        "model": args.rm_model_path or args.hf_checkpoint,
+    }
+    answer = await post(url, body, max_retries=_RETRIES)
+    return [float(row[0]) for row in answer["scores"]]
+
+
+async def _classify(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+    tokenizer = _tokenizer(args)
+    body = {"input_ids": [_encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]}
+    answers = await post(url, body, max_retries=_RETRIES)
+    return [float(answer["embedding"][0]) for answer in (answers if isinstance(answers, list) else [answers])]
+
+
+async def _embeddings(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+    texts = [text or " " for sample in samples for text in (sample.response, str(sample.label))]
+    answer = await post(url, {"model": "default", "input": texts}, max_retries=_RETRIES)
+    vectors = [item["embedding"] for item in sorted(answer["data"], key=lambda item: item["index"])]
+    return [max(_cosine(a, b), 0.0) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+_FORMS = {"/generate": _generate, "/v1/score": _v1_score, "/classify": _classify, "/v1/embeddings": _embeddings}
+
+
+def _tokenizer(args: Any) -> Any:
+    from slime.utils.processing_utils import load_tokenizer
+
+    return load_tokenizer(getattr(args, "rm_model_path", None) or args.hf_checkpoint)
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _judge_tokens(args: Any) -> tuple[Any, tuple[int, int]]:
+    tokenizer = _tokenizer(args)
+    yes, no = (_encode(tokenizer, word)[0] for word in (YES, NO))
+    if yes == no:
+        raise ValueError(f"the judge's tokenizer begins {YES!r} and {NO!r} with the same token")
+    return tokenizer, (yes, no)
+
+
+def _judge_text(args: Any, tokenizer: Any, sample: Sample) -> str:
+    template = getattr(args, "judge_template", None) or JUDGE
+    fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
+    for name, value in fields.items():  # not str.format: answers are full of braces
+        template = template.replace("{" + name + "}", value)
+    return template
+
+
+def _conversation(tokenizer: Any, sample: Sample) -> str:
+    """As the reward model was trained on it: its chat template where it has one."""
+    if isinstance(sample.prompt, str) or not tokenizer.chat_template:
+        return _last_words(sample.prompt) + sample.response
+    messages = [*sample.prompt, {"role": "assistant", "content": sample.response}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+def _last_words(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
+
+
+def _share(yes: float, no: float) -> float:
+    """P(yes) of the two."""
+    return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
+
+
+def _cosine(left: Sequence[float], right: Sequence[float]) -> float:
+    norm = math.sqrt(math.fsum(x * x for x in left) * math.fsum(x * x for x in right))
+    return math.fsum(x * y for x, y in zip(left, right, strict=True)) / norm if norm else 0.0

@@ -1,0 +1,292 @@
+"""``slime check-hooks``: what it says of hooks that are right and of many that are wrong in their own ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slime.cli.check_hooks import check_hooks
+from slime.cli.errors import CommandError
+from slime.cli.hook_bench import Bench
+from slime.cli.main import main
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture
+def check(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
+    """Write a file of hooks, check those that the flags name, return exit status and report."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    rows = [{"prompt": f"What is 3 times {n}?", "label": str(3 * n)} for n in range(4, 9)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def run(code: str, *flags: str) -> tuple[int, str]:
+        (tmp_path / "hooks.py").write_text(code)
+        from slime.config import hooks
+
+        sys.modules.pop("hooks", None)
+        hooks.load_function.cache_clear()
+        hooks._load_file.cache_clear()
+        lines: list[str] = []
+        common = ["--hf-checkpoint", str(smollm2), "--prompt-data", "data.jsonl", "--train-backend", "fsdp"]
+        status = check_hooks([*common, *flags], lines.append)
+        return status, "\n".join(lines)
+
+    return run
+
+
+GOOD = """
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+async def rm(args, sample, **kw): return float(sample.label in sample.response)
+async def group(args, samples, **kw): return [{"score": float(s.label in s.response)} for s in samples]
+def keep(args, group): return DynamicFilterOutput(keep=len({s.reward for s in group}) > 1, reason="same")
+def hook(args, sample, rollout_id): sample.metadata["seen"] = rollout_id
+def buffer(args, rollout_id, buffer, num_samples):
+    out, buffer[:] = buffer[:num_samples], buffer[num_samples:]
+    return out
+def mark(args, groups): groups[0][0].remove_sample = True
+def everything(args, groups, source): assert len(groups) == 2 and len(source) == 2
+def post(args, samples): r = [s.reward for s in samples]; return r, [x - 0.5 for x in r]
+def log(rollout_id, args, samples, metrics, seconds): metrics["mine"] = 1.0
+def evals(rollout_id, args, data, metrics): return True
+def advantages(args, data):
+    data["advantages"] = [m.float() * r for m, r in zip(data["loss_masks"], data["rewards"])]
+    data["returns"] = data["advantages"]
+def loss(args, batch, logits, mean):
+    nll = -logits.log_softmax(-1).gather(1, batch["targets"][:, None])[:, 0]
+    return mean(nll), {"nll": mean(nll).detach()}
+def tis(*, args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    return pg_loss * 0.5, loss_masks, {"mine": pg_loss}
+def reducer(total_lengths, response_lengths, loss_masks, calculate_per_token_loss): return lambda x: x.sum()
+def late(args, rollout_id, data): data["advantages"] = [a * 2 for a in data["advantages"]]
+def convert(args, samples):
+    return {"tokens": [s.tokens for s in samples], "response_lengths": [s.response_length for s in samples],
+            "rewards": [s.reward for s in samples], "raw_reward": [s.reward for s in samples],
+            "loss_masks": [s.loss_mask for s in samples], "rollout_ids": [s.index for s in samples]}
+class Source:
+    def __init__(self, args): self.args, self.n = args, 0
+    def get_samples(self, count):
+        from slime.utils.types import Sample
+        return [[Sample(prompt="p", index=i) for i in range(self.args.n_samples_per_prompt)] for _ in range(count)]
+    def add_samples(self, groups): pass
+    def save(self, rollout_id): pass
+    def load(self, rollout_id=None): pass
+    def __len__(self): return 7
+class Model:
+    def compute_reward(self, prompts, responses): return [float(len(r)) for r in responses]
+"""
+
+RIGHT = {
+    "rm": (["--custom-rm-path", "hooks.py:rm"], "8 rewards from 0 to 1"),
+    "colon": (["--custom-rm-path", "hooks:rm"], "8 rewards from 0 to 1"),
+    "group rm": (
+        ["--custom-rm-path", "hooks.py:group", "--group-rm", "--reward-key", "score"],
+        "8 rewards from 0 to 1",
+    ),
+    "model": (["--custom-rm-path", "hooks.py:Model"], "8 rewards from"),
+    "filter": (["--dynamic-sampling-filter-path", "hooks.py:keep"], "mixed: kept, all 0: dropped, all 1: dropped"),
+    "sample hook": (["--rollout-sample-hook-path", "hooks.py:hook"], "returned None"),
+    "buffer": (["--buffer-filter-path", "hooks.py:buffer"], "chose 2 of 4 groups, 2 stay"),
+    "mark": (["--rollout-sample-filter-path", "hooks.py:mark"], "removes 1 of 8 samples"),
+    "all": (["--rollout-all-samples-process-path", "hooks.py:everything"], "saw 2 groups"),
+    "post": (["--custom-reward-post-process-path", "hooks.py:post"], "8 rewards, trained ones from -0.5 to 0.5"),
+    "log": (["--custom-rollout-log-function-path", "hooks.py:log"], "adds to the usual metrics"),
+    "evals": (["--custom-eval-rollout-log-function-path", "hooks.py:evals"], "replaces the usual metrics"),
+    "advantages": (["--custom-advantage-function-path", "hooks.py:advantages"], "of 8 samples"),
+    "loss": (["--loss-type", "custom_loss", "--custom-loss-function-path", "hooks.py:loss"], "metrics loss, nll"),
+    "tis": (["--use-tis", "--custom-tis-function-path", "hooks.py:tis"], "mine"),
+    "reducer": (["--custom-pg-loss-reducer-function-path", "hooks.py:reducer"], "with gradient"),
+    "late": (["--rollout-data-postprocess-path", "hooks.py:late"], "called with advantages"),
+    "convert": (["--custom-convert-samples-to-train-data-path", "hooks.py:convert"], "8 samples with"),
+    "source": (["--data-source-path", "hooks.py:Source"], "groups of 4, 7 prompts an epoch, saves and loads"),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_hooks_that_are_right(check: Callable[..., tuple[int, str]], name: str) -> None:
+    flags, said = RIGHT[name]
+    status, report = check(GOOD, *flags)
+    assert status == 0 and report.startswith("ok    --") and said in report, report
+    assert "1 of 1 hooks fit their contract" in report
+
+
+RM, FILTER, POST = "--custom-rm-path", "--dynamic-sampling-filter-path", "--custom-reward-post-process-path"
+WRONG = {
+    "signature": (RM, "async def f(sample): return 1.0", r"called as fn(args, sample), but is defined as f(sample): too many positional arguments", 1),
+    "raises": (RM, "async def f(args, sample, **kw):\n    x = 1\n    return x / 0", "it raised ZeroDivisionError: division by zero", 3),
+    "none": (RM, "async def f(args, sample, **kw):\n    if sample.label == 'x':\n        return 1.0", "it returned None: a return is missing on some path", 1),
+    "text": (RM, "async def f(args, sample, **kw): return 'good'", "it returned 'good' (str), which is no number", 1),
+    "nan": (RM, "async def f(args, sample, **kw): return float('nan')", "a reward is a finite number", 1),
+    "dict without key": (RM, "async def f(args, sample, **kw): return {'acc': 1}", "a dict with the keys acc: say which one trains with --reward-key", 1),
+    "hangs": (RM, "import time\ndef f(args, sample):\n    time.sleep(1000)", "it did not return within 2 s", 3),
+    "list for one": (RM, "async def f(args, samples, **kw): return [1.0] * len(samples)", "without --group-rm it gets one sample", 1),
+    "import": (RM, "import no_such_module_of_mine\nasync def f(args, sample): return 1.0", "importing it raised ModuleNotFoundError", 1),
+    "syntax": (RM, "async def f(args, sample)\n    return 1.0", "importing it raised SyntaxError", 1),
+    "absent": (RM, "async def g(args, sample): return 1.0", "has no 'f'; it defines g", None),
+    "class": (RM, "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): return [1.0]", "wants model_path: give --rm-model-path", 1),
+    "filter answer": (FILTER, "def f(args, group):\n    return 'yes'", "returned 'yes', not a bool or DynamicFilterOutput", 1),
+    "async filter": (FILTER, "async def f(args, group):\n    return True", "it is an async def, but this hook is called without await", 1),
+    "one list": (POST, "def f(args, samples):\n    return [s.reward for s in samples]", "it must return (raw_rewards, rewards)", 1),
+    "short": (POST, "def f(args, samples):\n    return [0.0], [0.0]", "it returned 1 raw_rewards for 8 samples", 1),
+    "hook answer": ("--rollout-sample-hook-path", "def f(args, sample):\n    return 3", "it returned int; it must return None or a Sample", 1),
+    "pickle": ("--rollout-sample-hook-path", "import threading\ndef f(args, sample):\n    sample.lock = threading.Lock()", "sample.lock cannot be pickled", None),
+    "keys": ("--custom-convert-samples-to-train-data-path", "def f(args, samples):\n    return {'tokens': [s.tokens for s in samples]}", "response_lengths, rewards missing; it returned tokens", 1),
+    "advantages": ("--custom-advantage-function-path", "def f(args, data):\n    data['advantages'] = [a[:1] for a in data['log_probs']]\n    data['returns'] = data['advantages']", "advantages", 1),
+    "source": ("--data-source-path", "class f:\n    def __init__(self, args): pass\n    def get_samples(self, n): return []", "the class has no add_samples, save, load, __len__", 1),
+    "detached": ("--custom-loss-function-path", "def f(args, batch, logits, mean):\n    return mean(logits.detach().sum(-1)), {}", "the loss has no gradient", 1),
+    "signature only": ("--custom-megatron-init-path", "def f():\n    pass", "called as fn(args), but is defined as f()", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_hooks_that_are_wrong(check: Callable[..., tuple[int, str]], name: str) -> None:
+    option, code, said, line = WRONG[name]
+    status, report = check(code, option, "hooks.py:f", "--check-timeout", "2" if name == "hangs" else "30")
+    first, *rest = report.splitlines()
+    assert status == 1 and first == f"FAIL  {option} hooks.py:f", report
+    assert said in "\n".join(rest), report
+    assert line is None or any(f"hooks.py:{line}" in text for text in rest), report
+    assert "0 of 1 hooks fit their contract" in report
+
+
+def test_surprises_are_notes(check: Callable[..., tuple[int, str]]) -> None:
+    status, report = check("async def f(args, sample, **kw): return 0.0", RM, "hooks.py:f")
+    assert status == 0 and "note  it gives 0 to all 8 answers, among them \\boxed{label}" in report
+    status, report = check("def f(args, group): return False", FILTER, "hooks.py:f")
+    assert status == 0 and "drops every group that was tried" in report
+    code = "import time\nasync def f(args, sample, **kw):\n    time.sleep(0.4)\n    return float(sample.index)"
+    status, report = check(code, RM, "hooks.py:f")
+    assert status == 0 and "it blocks its event loop for" in report and "hooks.py:3 in f" in report
+
+
+def test_several_hooks_and_those_of_evaluation_sets(check: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    entry = {"name": "mine", "path": "data.jsonl", "custom_rm_path": "hooks.py:broken"}
+    (tmp_path / "eval.yaml").write_text(json.dumps({"eval": {"datasets": [entry]}}))
+    code = GOOD + "\nasync def broken(args, sample, **kw): return sample.no_such_thing"
+    flags = [RM, "hooks.py:rm", FILTER, "hooks.py:keep", "--eval-config", "eval.yaml", "--rollout-batch-size", "0"]
+    status, report = check(code, *flags)
+    assert status == 1 and "2 of 3 hooks fit their contract" in report
+    assert "FAIL  data set mine: custom_rm_path hooks.py:broken" in report and "AttributeError" in report
+    assert "besides, train.py would refuse these flags here:\n      --rollout-batch-size 0" in report
+
+
+def test_without_hooks_or_tokenizer_it_says_so(check: Callable[..., tuple[int, str]]) -> None:
+    with pytest.raises(CommandError, match="nothing to check"):
+        check(GOOD)
+    with pytest.raises(CommandError, match="no tokenizer there"):
+        check_hooks(["--hf-checkpoint", "no-such-folder", RM, "hooks.py:rm"])
+
+
+# --- generate functions: with the real embedded engine ---------------------------------------------
+
+GENERATE = """
+from slime.utils.http_utils import post
+from slime.utils.processing_utils import load_tokenizer
+async def ask(args, sample, params):
+    prompt = load_tokenizer(args.hf_checkpoint)(sample.prompt)["input_ids"]
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    out = await post(url, {"input_ids": prompt, "sampling_params": params, "return_logprob": True})
+    scored = out["meta_info"]["output_token_logprobs"]
+    sample.tokens, sample.response = prompt + [t[1] for t in scored], out["text"]
+    sample.response_length, sample.rollout_log_probs = len(scored), [t[0] for t in scored]
+    return sample
+async def good(args, sample, sampling_params):
+    return await ask(args, sample, sampling_params)
+async def custom_generate(args, samples, evaluation=False):
+    for sample in samples:
+        sample.response = "text alone"
+    return samples
+async def mask(args, sample, sampling_params):
+    await ask(args, sample, sampling_params)
+    sample.loss_mask = [1, 1]
+    return sample
+async def nothing(args, sample, sampling_params):
+    await ask(args, sample, sampling_params)
+async def response_only(args, sample, sampling_params):
+    await ask(args, sample, sampling_params)
+    sample.tokens = sample.tokens[-sample.response_length:]
+    return sample
+async def blocks(args, sample, sampling_params):
+    import time
+    time.sleep(0.4)
+    return await ask(args, sample, sampling_params)
+async def signature(args, sample): return sample
+async def floats(args, sample, sampling_params):
+    await ask(args, sample, sampling_params)
+    sample.tokens = [float(t) for t in sample.tokens]
+    return sample
+async def wrong_address(args, sample, sampling_params):
+    return await post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generates", {}, max_retries=0)
+def generate_rollout(args, rollout_id, data_source, evaluation=False):
+    from slime.rollout.sglang_rollout import generate_rollout as default
+    return default(args, rollout_id, data_source, evaluation)
+def flat(args, rollout_id, data_source, evaluation=False):
+    return data_source.get_samples(1)[0]
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[tuple[str, int]]:
+    from slime.config.parser import check_args
+
+    args, _ = check_args(["--hf-checkpoint", str(smollm2), "--train-backend", "fsdp"])
+    with Bench(args, 30.0) as bench:
+        bench.start_engine()
+        yield bench.args.sglang_router_ip, bench.args.sglang_router_port
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("option", "name", "status", "said"),
+    [
+        ("--custom-generate-function-path", "good", 0, ": 4 samples, "),
+        ("--custom-generate-function-path", "custom_generate", 0, "note  no rollout_log_probs: the trainer recomputes"),
+        ("--custom-generate-function-path", "mask", 1, "has 2 entries in loss_mask, but response_length is"),
+        ("--custom-generate-function-path", "nothing", 1, "returned NoneType, not a Sample or a list of them"),
+        ("--custom-generate-function-path", "response_only", 1, "it must be prompt tokens + response tokens"),
+        ("--custom-generate-function-path", "blocks", 1, "it holds the event loop for"),
+        ("--custom-generate-function-path", "signature", 1, "called as fn(args, sample, sampling_params)"),
+        ("--custom-generate-function-path", "floats", 1, "which is no token id"),
+        ("--custom-generate-function-path", "wrong_address", 1, "answered 404"),
+        ("--rollout-function-path", "generate_rollout", 0, ": 2 groups in"),
+        ("--rollout-function-path", "flat", 1, "groups are lists of samples, one list per prompt"),
+    ],
+)
+def test_generation(check, engine, monkeypatch, option: str, name: str, status: int, said: str) -> None:
+    def shared(bench: Bench) -> None:
+        bench.args.sglang_router_ip, bench.args.sglang_router_port = engine
+        bench.args.rollout_backend = "embedded"
+
+    monkeypatch.setattr(Bench, "start_engine", shared)
+    flags = ["--rm-type", "random"] if "rollout" in option else []
+    got, report = check(GENERATE, option, f"hooks.py:{name}", *flags)
+    assert got == status and said in report, report
+
+
+@pytest.mark.real
+def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text(GENERATE + "\nasync def rm(args, sample, **kw): return 1.0\n")
+    flags = ["--hf-checkpoint", str(smollm2), "--custom-rm-path", "hooks:rm", "--apply-chat-template"]
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.cli.main", "check-hooks", *flags], cwd=tmp_path, capture_output=True, text=True,
+        timeout=180, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok    --custom-rm-path hooks:rm" in done.stdout and "made-up prompt" in done.stdout
+
+
+def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["check-hooks", "--help"])
+    assert stopped.value.code == 0 and "same flags" not in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["summary", "x", "--no-such-flag"])
+    assert stopped.value.code == 2
+    assert main(["check-hooks", "--check-timeout"]) == 1
