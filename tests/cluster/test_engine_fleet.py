@@ -324,7 +324,7 @@ def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Engin
 
         fleet = EngineFleet(args, tmp_path, launch, specs(count))
         fleet.start(lambda done, total: None)
-        monitor = HealthMonitor(fleet, interval, timeout=2.0, first_wait=0.0)
+        monitor = HealthMonitor(fleet, interval, timeout=10.0, first_wait=0.0)
         monitor.start()
         started.append((fleet, monitor))
         return fleet, monitor
