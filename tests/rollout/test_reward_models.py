@@ -1,0 +1,111 @@
+"""Rewards by real models: a sentence encoder in a process of its own, and a judge behind the embedded engine."""
+
+import asyncio
+import math
+from types import SimpleNamespace
+
+import pytest
+from rollout_parts import SmallEngine, arguments, source_of
+
+from slime.data.sample import Sample, flatten
+from slime.rollout.rm_hub import batched_async_rm
+from slime.rollout.rm_hub.sglang_scorer import JUDGE, score, score_group
+from slime.rollout.sglang_rollout import generate_rollout_async
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(280)]
+
+ENCODER = "slime.rollout.rm_hub.encoder.EmbeddingSimilarity"
+SCORER = "slime.rollout.rm_hub.sglang_scorer"
+
+
+async def test_an_encoder_ranks_answers_by_their_meaning(minilm):
+    args = SimpleNamespace(custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0)
+    responses = ["A man eats something.", "The sky is blue.", "A man is eating food.", ""]
+    samples = [Sample(response=text, label="A man is eating food.") for text in responses]
+    near, far, same, empty = await batched_async_rm(args, samples)
+    assert same == pytest.approx(1.0, abs=1e-5) and 0.7 < near < same and far < 0.3 and empty < 0.4
+    several = Sample(response="Paris", label=["London", "Paris"])
+    assert await batched_async_rm(args, [several]) == [pytest.approx(1.0, abs=1e-5)]
+    with pytest.raises(RuntimeError, match="a sample has none"):
+        await batched_async_rm(args, [Sample(response="x")])
+
+
+async def test_an_encoders_batch_does_not_change_its_scores(minilm):
+    """Padding to the longest of a batch must not leak into the mean of the others."""
+    from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
+
+    model = EmbeddingSimilarity(str(minilm))
+    texts = ["short", "a sentence of some length about nothing", "word " * 300]
+    together = model.embed(texts)
+    for text, vector in zip(texts, together, strict=True):
+        assert float(model.embed([text])[0] @ vector) == pytest.approx(1.0, abs=1e-5)
+        assert float(vector.norm()) == pytest.approx(1.0, abs=1e-5)
+
+
+async def test_an_encoder_rewards_a_rollout(tokenizer_dir, minilm):
+    args = arguments(tokenizer_dir, custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0)
+    async with SmallEngine() as engine:
+        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 120)
+    assert all(0.0 <= sample.reward <= 1.0 for sample in flatten(output.samples))
+    assert output.metrics["rollout/reward_timeout_count"] == 0
+
+
+@pytest.fixture(scope="module")
+def judge(smollm2, tmp_path_factory):
+    from slime.engines.process import start_embedded_engine
+
+    args = arguments(
+        smollm2, rollout_dtype="float32", train_dtype="float32", embedded_device="cpu", embedded_max_running_requests=8,
+        embedded_max_total_tokens=None, threads_per_process=1,
+    )  # fmt: skip
+    engine = start_embedded_engine(args, 0, log_path=tmp_path_factory.mktemp("log") / "engine.log")
+    try:
+        engine.wait_ready(120)
+        yield engine.url
+    finally:
+        engine.stop()
+
+
+def to_judge():
+    return [Sample(prompt="What is 2 + 2?", response=text, label="4") for text in ("4", "The answer is 5, of course.")]
+
+
+def judged_by_transformers(model_path, samples):
+    """P(Yes) of the two, by transformers itself in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    yes, no = (tokenizer(word, add_special_tokens=False)["input_ids"][0] for word in (" Yes", " No"))
+    found = []
+    for sample in samples:
+        text = JUDGE.replace("{prompt}", sample.prompt).replace("{label}", sample.label)
+        ids = tokenizer(text.replace("{response}", sample.response), return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = model(ids).logits[0, -1].double()
+        found.append(1 / (1 + math.exp(logits[no] - logits[yes])))
+    return found
+
+
+async def test_a_judge_behind_the_embedded_engine(smollm2, judge):
+    args = SimpleNamespace(rm_url=f"{judge}/generate", rm_model_path=None, hf_checkpoint=str(smollm2))
+    expected = judged_by_transformers(smollm2, to_judge())
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3), "the judge tells the two answers apart"
+    assert await score_group(args, to_judge()) == pytest.approx(expected, abs=1e-4)
+    assert await score(args, to_judge()[1]) == pytest.approx(expected[1], abs=1e-4)
+
+
+async def test_a_judge_as_the_reward_of_groups(smollm2, tokenizer_dir, judge):
+    args = arguments(
+        tokenizer_dir, custom_rm_path=f"{SCORER}.score_group", group_rm=True, rm_url=f"{judge}/generate",
+        rm_model_path=str(smollm2), reward_timeout=120.0,
+    )  # fmt: skip
+    async with SmallEngine() as engine:
+        output = await asyncio.wait_for(generate_rollout_async(engine.serve(args), 0, source_of(args)), 200)
+    assert all(0 < sample.reward < 1 for sample in flatten(output.samples))
+
+
+async def test_an_address_of_no_known_form_is_refused():
+    with pytest.raises(ValueError, match="ends in /generate, /v1/score, /classify, /v1/embeddings"):
+        await score(SimpleNamespace(rm_url="http://127.0.0.1:1/rank"), Sample())

@@ -1,0 +1,76 @@
+"""Rewards from models behind real SGLang: a judge, a reward model and an encoder, against transformers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from slime.data.sample import Sample
+from slime.rollout.rm_hub.sglang_scorer import score_group
+
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(600)]
+
+
+class served:
+    """A real SGLang server over a model, on the CPU."""
+
+    def __init__(self, model, folder, **options):
+        from slime.engines.launch import start_engine
+        from slime.engines.plan import EngineSpec
+
+        args = SimpleNamespace(
+            hf_checkpoint=str(model), rollout_dtype="float32", train_dtype="float32", rollout_seed=1, deterministic=False,
+            trust_remote_code=False, threads_per_process=1, offload_rollout=False, use_rollout_routing_replay=False,
+            rollout_backend="sglang", sglang={"device": "cpu", "max_total_tokens": 4096, "dtype": "float32", **options},
+            router={}, sglang_router_request_timeout_secs=120,
+        )  # fmt: skip
+        self.engine = start_engine(args, EngineSpec(0, str(model)), log_path=folder / "engine.log")
+
+    def __enter__(self):
+        self.engine.wait_ready(300)
+        return self.engine.url
+
+    def __exit__(self, *_):
+        self.engine.stop()
+
+
+def settings(url, model):
+    return SimpleNamespace(rm_url=url, rm_model_path=str(model), hf_checkpoint=str(model))
+
+
+async def test_a_judge_through_generate_and_through_score(smollm2, tmp_path):
+    from test_reward_models import judged_by_transformers, to_judge
+
+    expected = judged_by_transformers(smollm2, to_judge())
+    with served(smollm2, tmp_path) as url:
+        for form in ("generate", "v1/score"):
+            assert await score_group(settings(f"{url}/{form}", smollm2), to_judge()) == pytest.approx(expected, abs=1e-3)
+
+
+async def test_an_encoder(minilm, tmp_path):
+    from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
+
+    pairs = [("A man eats something.", "A man is eating food."), ("The sky is blue.", "A man is eating food.")]
+    expected = EmbeddingSimilarity(str(minilm)).similarity(*zip(*pairs, strict=True))
+    samples = [Sample(response=response, label=label) for response, label in pairs]
+    with served(minilm, tmp_path, is_embedding=True) as url:
+        assert await score_group(settings(f"{url}/v1/embeddings", minilm), samples) == pytest.approx(expected, abs=1e-3)
+
+
+async def test_a_reward_model_with_a_score_head(smollm2, tmp_path):
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path / "reward-model"
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(smollm2, num_labels=1, dtype=torch.float32)
+    torch.nn.init.normal_(model.score.weight, std=0.05)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    samples = [Sample(prompt="What is 2 + 2? ", response=text, label="4") for text in ("4", "The answer is 5.")]
+    with torch.no_grad():
+        ids = [tokenizer(s.prompt + s.response, return_tensors="pt")["input_ids"] for s in samples]
+        expected = [float(model(i).logits[0, 0]) for i in ids]
+    with served(folder, tmp_path, is_embedding=True) as url:
+        assert await score_group(settings(f"{url}/classify", folder), samples) == pytest.approx(expected, abs=2e-3)
