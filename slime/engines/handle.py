@@ -34,6 +34,7 @@ class Capabilities:
     retract: bool = False
     update_brackets: bool = False  # tensor updates stand between begin and end
     named_checksums: bool = False  # checksums under Hugging Face names
+    weight_comparison: bool = False  # check_weights: snapshot and compare
 
 
 class EngineError(RuntimeError):

@@ -157,7 +157,8 @@ class HttpEngineHandle:
         await self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     async def load_from_disk(self, path: str, weight_version: str) -> None:
-        body = {"model_path": path, "weight_version": weight_version, "flush_cache": False}
+        # Not the format that the server was started with, which need not be one of files.
+        body = {"model_path": path, "load_format": "auto", "weight_version": weight_version, "flush_cache": False}
         await self._post("/update_weights_from_disk", body, self.update_seconds)
 
     async def call_loader(self, loader: str, request: str) -> None:
@@ -179,6 +180,8 @@ class HttpEngineHandle:
         return {f"rank{i}.{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
+        if action != "reset_tensors" and not (await self.connect()).capabilities.weight_comparison:
+            raise EngineError(f"{self.url} cannot compare its weights: SGLang does that on CUDA only")
         await self._post("/weights_checker", {"action": action}, self.update_seconds)
 
     # --- memory --------------------------------------------------------------------------------

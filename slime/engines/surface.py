@@ -30,12 +30,14 @@ EMBEDDED = Surface(
         retract=True,
         update_brackets=True,
         named_checksums=True,
+        weight_comparison=True,
     ),
 )
 SGLANG_0_5_23 = Surface(
-    kind="sglang", capabilities=Capabilities(version_spans=True, retract=True, update_brackets=True)
+    kind="sglang",
+    capabilities=Capabilities(version_spans=True, retract=True, update_brackets=True, weight_comparison=True),
 )
-SGLANG_0_5_15 = Surface(kind="sglang", capabilities=Capabilities())
+SGLANG_0_5_15 = Surface(kind="sglang", capabilities=Capabilities(weight_comparison=True))
 """No begin and end of an update. Its scheduler takes requests back on ``retract``, but asserts when weights or cache
 change before they have run again, so it is never asked to: updates in flight abort, and go on with the tokens so far.
 Its answers name one weight version; which token is of which is known from the requests that were sent again."""
@@ -61,6 +63,7 @@ def choose_surface(server_info: dict[str, Any], url: str) -> Surface:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     for oldest, surface in _GENERATIONS:
         if numbers >= oldest:
-            return surface
+            compares = server_info.get("device") != "cpu"  # it calls torch.cuda
+            return replace(surface, capabilities=replace(surface.capabilities, weight_comparison=compares))
     known = ".".join(map(str, _GENERATIONS[-1][0]))
     raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime speaks with {known} and later")
