@@ -14,7 +14,7 @@ _NO_BUFFER = "there is no buffer server; write the exchange as --rollout-functio
 class DataConfig:
     _title = "data"
 
-    prompt_data: str = flag(None, help="JSONL or Parquet file; path@[a:b] takes a slice")
+    prompt_data: str = flag(None, help="JSONL, Parquet or JSON file; path@[a:b] takes a slice")
     input_key: str = flag("prompt", help="column of the prompt (text or messages)")
     label_key: str = flag("label", help="column of the label, if rows have it")
     metadata_key: str = flag("metadata", help="column of metadata (object or JSON string)")

@@ -16,12 +16,14 @@ def file_of(prompt_data: str) -> Path:
 
 
 def first_row(prompt_data: str) -> dict[str, Any] | None:
-    """The first row of a JSONL or Parquet file, or None when it cannot be read (the data room says why)."""
+    """The first row of a JSONL, Parquet or JSON file, or None when it cannot be read (the data room says why)."""
     file = file_of(prompt_data)
     if not file.is_file():
         return None
     if file.suffix == ".parquet":
         return _first_parquet_row(file)
+    if file.suffix == ".json":
+        return _first_listed_row(file)
     with file.open(encoding="utf-8", errors="replace") as lines:
         line = next((line for line in lines if line.strip()), "")
     try:
@@ -29,6 +31,14 @@ def first_row(prompt_data: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _first_listed_row(file: Path) -> dict[str, Any] | None:
+    try:
+        rows = json.loads(file.read_bytes())
+    except ValueError:
+        return None
+    return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else None
 
 
 def _first_parquet_row(file: Path) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
-"""Rows of a JSONL or Parquet file by number, each with the place where it stands.
+"""Rows of a JSONL, Parquet or JSON file by number, each with the place where it stands.
 
-A file is never held: :class:`RowFile` knows how many rows there are and reads those that are asked for, in memory
-that does not grow with the file.
+A JSONL or Parquet file is never held: :class:`RowFile` knows how many rows there are and reads those that are asked
+for, in memory that does not grow with the file.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Problems:
 
 
 class Row(NamedTuple):
-    where: str  # "file:line" or "file, row n"
+    where: str  # "file:line" or "file, row n" (from 1)
     data: dict[str, Any]
 
 
 class RawRow(NamedTuple):
-    """A row as it stands in the file: a line of JSON, or the columns of a Parquet row."""
+    """A row as it stands in the file: a line of JSON, or columns that the format decoded."""
 
     where: str
     content: bytes | dict[str, Any]
@@ -96,7 +96,7 @@ class RowFile:
             what = "is a folder, not a file" if path.is_dir() else "does not exist"
             raise DataError([f"data file {path} {what} (looked for {path.absolute()})"])
         if path.suffix not in _READERS:
-            raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl or .parquet"])
+            raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"])
         self.spec, self.path = spec, path
         self._stat = self._identity()
         self._reader = _READERS[path.suffix](path)
@@ -234,7 +234,30 @@ class _Parquet:
             self.batch = next(self.batches)
 
 
-_READERS: dict[str, type[_Reader]] = {".jsonl": _JsonLines, ".parquet": _Parquet}
+class _JsonList:
+    """A file that is one list of objects; it cannot be read in parts."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            rows = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        except (ValueError, RecursionError) as error:
+            raise DataError([f"{path}: not valid JSON: {_explain(error)} (one object a line is .jsonl)"]) from error
+        if not isinstance(rows, list):
+            raise DataError([f"{path}: a .json file must be a list of objects, this is a {type(rows).__name__}"])
+        self.path, self.rows = path, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
+        for row in rows:
+            content = self.rows[row]
+            if not isinstance(content, dict):
+                content = json.dumps(content).encode()  # to be refused with its place
+            yield RawRow(f"{self.path}, row {row + 1}", content)
+
+
+_READERS: dict[str, type[_Reader]] = {".jsonl": _JsonLines, ".parquet": _Parquet, ".json": _JsonList}
 
 
 def _blank(line: bytes, number: int) -> bool:

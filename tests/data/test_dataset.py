@@ -146,7 +146,7 @@ def test_unusable_files(tmp_path: Path) -> None:
     assert "does not exist" in problems_of(str(tmp_path / "absent.jsonl"))[0]
     assert "is a folder" in problems_of(str(tmp_path))[0]
     (tmp_path / "rows.csv").write_text("a,b\n")
-    assert "unknown type '.csv'; data files are .jsonl or .parquet" in problems_of(str(tmp_path / "rows.csv"))[0]
+    assert "unknown type '.csv'; data files are .jsonl, .parquet or .json" in problems_of(str(tmp_path / "rows.csv"))[0]
     (tmp_path / "rows.parquet").write_bytes(b"not parquet")
     assert "not a Parquet file" in problems_of(str(tmp_path / "rows.parquet"))[0]
     assert problems_of(write(tmp_path / "empty.jsonl", [""])) == [f"{tmp_path}/empty.jsonl: no rows"]
@@ -283,12 +283,40 @@ def test_the_order_of_an_epoch_depends_on_nothing_else(file: Path) -> None:
     assert [s.prompt for s in one.samples] != [s.prompt for s in different.samples]
 
 
-def test_the_shared_data_sets(datasets_dir: Path) -> None:
-    gsm8k = Dataset(f"{datasets_dir}/gsm8k/test.jsonl", prompt_key="question", label_key="answer")
-    assert len(gsm8k) == 1319
-    dapo = f"{datasets_dir}/dapo/dapo_math_17k.parquet@[-20:]"
-    samples = Dataset(dapo, label_key="reward_model.ground_truth", metadata_key="extra_info").samples
-    assert len(samples) == 20 and all(s.label and isinstance(s.prompt, list) for s in samples)
+def test_a_list_of_objects(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('[{"prompt": "a", "label": 1}, {"prompt": "b", "label": 2}, {"prompt": "c", "label": 3}]')
+    for streaming in (False, True):
+        data = Dataset(f"{path}@[1:]", streaming=streaming)
+        assert [data[i].label for i in range(len(data))] == ["2", "3"]  # type: ignore[union-attr]
+    path.write_text('[{"prompt": "a"}, 3]')
+    assert problems_of(str(path)) == [f"{path}, row 2: a row must be a JSON object, this is a int"]
+    path.write_text('{"prompt": "a"}')
+    assert problems_of(str(path)) == [f"{path}: a .json file must be a list of objects, this is a dict"]
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}')
+    assert "(one object a line is .jsonl)" in problems_of(str(path))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "label", "rows"),
+    [
+        ("gsm8k/train.jsonl", "question", "answer", 7473),
+        ("gsm8k/test.jsonl", "question", "answer", 1319),
+        ("dapo/dapo_math_17k.parquet", "prompt", "reward_model.ground_truth", 17917),
+        ("aime/aime24.jsonl", "problem", "answer", 30),
+        ("aime/AIME25_retool.jsonl", "input", "output", 30),
+        ("math500/math500.jsonl", "problem", "answer", 500),
+        ("hotpotqa/hotpot_dev_v1_simplified.json", "question", "answer", 7405),
+    ],
+)
+def test_the_shared_data_sets(datasets_dir: Path, name: str, prompt: str, label: str, rows: int) -> None:
+    path = f"{datasets_dir}/{name}"
+    held = Dataset(path, prompt_key=prompt, label_key=label)
+    assert len(held) == rows and all(sample.label for sample in held.samples)
+    streamed = Dataset(path, prompt_key=prompt, label_key=label, streaming=True)
+    for data in (held, streamed):
+        data.shuffle(1)
+    assert [streamed[i].prompt for i in range(300) if i < rows] == [s.prompt for s in held.samples[:300]]  # type: ignore[union-attr]
 
 
 def test_a_real_template(smollm2: Path, file: Path) -> None:
