@@ -242,6 +242,7 @@ def transformer_config(
         "bias_activation_fusion": device.type == "cuda",
         "bias_dropout_fusion": False,
         "barrier_with_L1_time": False,
+        "moe_token_dispatcher_type": "alltoall",  # allgather, Megatron's default, wants packs of equal length
         "deterministic_mode": False,
     }
     if layout.vpp > 1:
@@ -251,7 +252,6 @@ def transformer_config(
     if moe:
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
         fields["moe_enable_routing_replay"] = bool(args.use_routing_replay)
-        fields["moe_token_dispatcher_type"] = "alltoall"  # allgather, Megatron's default, wants equal lengths
         fields.pop("moe_router_bias_update_rate", None)
         fields["moe_router_bias_update_rate"] = float(settings.get("moe_router_bias_update_rate") or 0.0)
     fields |= _recompute(args, settings)

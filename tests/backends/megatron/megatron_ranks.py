@@ -1,0 +1,154 @@
+"""What the ranks of ``test_megatron_layouts.py`` run: one launch, every layout in turn."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model, sizes of its parallel dimensions (Megatron's flags), and flags of slime's."""
+
+    model: str
+    world: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    role: str = "actor"
+
+    @property
+    def name(self) -> str:
+        words = [self.model, *(f"{k}={v}" for k, v in {**self.megatron, **self.flags}.items())]
+        return " ".join([*words, f"on {self.world}", *([self.role] if self.role != "actor" else [])])
+
+    @property
+    def reference(self) -> tuple[Any, ...]:
+        """What its results are compared with: the same model and flags on one rank of FSDP."""
+        return self.model, self.role, tuple(sorted(self.flags.items()))
+
+
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+EP, ETP, VPP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
+SP = "sequence_parallel"
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+FULL = {"recompute_granularity": "full"}
+REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
+
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_sparse", "glm4", "glm4_moe")
+EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe")
+
+PLAN: list[Layout] = [
+    # every family at TP1, TP2, PP2 and, with experts, EP2
+    *(Layout(model) for model in FAMILIES),
+    *(Layout(model, 2, {TP: 2, SP: model not in ("llama", "qwen2")}) for model in FAMILIES),
+    *(Layout(model, 2, {PP: 2}) for model in FAMILIES),
+    *(Layout(model, 2, {EP: 2}) for model in EXPERTS),
+    # every layout of two ranks
+    Layout("qwen3", 2, {}),
+    Layout("qwen3", 2, {CP: 2}),
+    Layout("qwen3", 2, {PP: 2, VPP: 2}),
+    Layout("llama3", 2, {PP: 2, VPP: 2, **OVERLAP}),
+    Layout("qwen3", 2, OVERLAP),
+    Layout("qwen3_moe", 2, {**OVERLAP, EP: 2}),
+    Layout("llama", 2, {TP: 2, **FULL}),
+    Layout("qwen3_moe", 2, {PP: 2, **FULL}),
+    Layout("qwen3", 2, {"use_distributed_optimizer": False}),
+    Layout("qwen3_moe", 2, {EP: 2, "use_distributed_optimizer": False}),
+    Layout("qwen3_moe", 2, {TP: 2, ETP: 1}),
+    Layout("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}),
+    Layout("glm4_moe", 2, {CP: 2}),
+    Layout("qwen3_moe", 2, {CP: 2, EP: 2}),
+    # of four
+    Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
+    Layout("qwen3", 4, {TP: 2, CP: 2}),
+    Layout("llama", 4, {TP: 2, SP: True, **OVERLAP}),
+    Layout("qwen3", 4, {PP: 2, CP: 2}),
+    Layout("qwen3", 4, {PP: 4}),
+    Layout("qwen3", 4, {CP: 4}),
+    Layout("llama", 4, {TP: 4}),
+    Layout("qwen3_moe", 4, {TP: 2, EP: 2}),
+    Layout("qwen3_moe", 4, {TP: 2, EP: 2, ETP: 1}),
+    Layout("qwen3_moe", 4, {PP: 2, EP: 2}),
+    Layout("glm4_moe", 4, {EP: 4}),
+    Layout("glm4_moe", 4, {TP: 2, ETP: 1, EP: 4}),
+    # algorithms that sum over a sequence, a reference model of other weights, a critic
+    Layout("qwen3", 2, {CP: 2}, dict(REINFORCE)),
+    Layout("qwen3", 2, {TP: 2}, dict(REINFORCE)),
+    Layout("llama", 2, {PP: 2}, dict(kl_coef=0.01, kl_loss_type="k3")),
+    Layout("llama", 2, {TP: 2, SP: True}, dict(advantage_estimator="ppo"), role="critic"),
+    Layout("qwen3", 2, {PP: 2}, dict(advantage_estimator="ppo"), role="critic"),
+    Layout("qwen3", 2, {CP: 2}, dict(advantage_estimator="ppo"), role="critic"),
+]
+
+
+def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
+    """Scores, two optimizer steps on different samples (the second leaves half of the groups out), and weights."""
+    from slime.backends.train_loop import train_on_rollout
+
+    out: dict[str, Any] = {}
+    critic = backend.role == "critic"
+    if not critic:
+        out["loaded"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
+        out.update(backend.log_probs(samples_of(0, 0), with_entropy=True, temperature=1.0))
+    else:
+        out["values"] = backend.values(samples_of(0, 0))
+    out["metrics"] = [train_on_rollout(backend, args, samples_of(seed, zero))[0] for seed, zero in ((0, 0), (3, 2))]
+    if not critic:
+        out["weights"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    else:
+        out["values_after"] = backend.values(samples_of(0, 0))
+    return out
+
+
+def rank_batch(seed: int, zero_groups: int, rank: int, size: int) -> dict[str, Any]:
+    """Group g goes to data-parallel rank g mod size; micro-batches of four samples of unequal length."""
+    from fsdp_helpers import make_batch, make_samples
+
+    samples = make_samples(seed=seed, zero_groups=zero_groups)
+    mine = [s for s in samples if s["group"] % size == rank]
+    return make_batch(mine, [[list(range(i, i + 4)) for i in range(0, len(mine), 4)]], samples)
+
+
+def make_arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
+    from fsdp_helpers import make_args
+
+    flags = dict(layout.flags)
+    if flags.get("kl_coef"):
+        flags["ref_load"] = str(paths[f"{layout.model}_reference"])
+    args = make_args(paths[layout.model], train_backend=backend, world_size=layout.world, **flags)
+    args.megatron = dict(layout.megatron) if backend == "megatron" else {}
+    return args
+
+
+def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[str, Any]:
+    from slime.backends.create import create_backend
+
+    args = make_arguments(layout, paths, "megatron")
+    backend: Any = create_backend(args, layout.role, rank, layout.world, "127.0.0.1", port)
+    mine = backend.data_parallel_rank, backend.data_parallel_size
+    out = results_of(backend, args, lambda seed, zero: rank_batch(seed, zero, *mine))
+    return out | {"data_rank": mine}
+
+
+def worker(rank: int, ports: Any, paths: dict[str, Path], plan: list[Layout]) -> None:
+    """One rank (``launch.py``). Each world size is a process group of the first so many ranks."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    results: dict[str, Any] = {}
+    for world in (4, 2, 1):
+        if rank >= world:
+            break
+        for layout in (x for x in plan if x.world == world):
+            try:
+                results[layout.name] = run(layout, rank, paths, ports.get(world))
+            except Exception:  # the others go on: each layout is a test of its own
+                results[layout.name] = {"error": traceback.format_exc()}
+                print(f"rank {rank}: {layout.name}\n{traceback.format_exc()}", flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    torch.save(results, paths["output"] / f"rank{rank}.pt")

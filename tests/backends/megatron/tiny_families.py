@@ -1,0 +1,87 @@
+"""A tiny random Hugging Face model of every family that has a Megatron map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsdp_helpers import VOCAB
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Glm4Config,
+    Glm4MoeConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+    tie_word_embeddings=False,
+    pad_token_id=None,  # with one, transformers gives its embedding no gradient
+    bos_token_id=1,
+    eos_token_id=2,
+)
+EXPERTS: dict[str, Any] = dict(moe_intermediate_size=16, num_experts_per_tok=2)
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL | dict(tie_word_embeddings=True)),
+    "llama3": LlamaConfig(
+        **SMALL,
+        rope_parameters=dict(
+            rope_type="llama3",
+            rope_theta=500000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+    ),
+    "qwen2": Qwen2Config(**{k: v for k, v in SMALL.items() if k != "head_dim"}),
+    "qwen3": Qwen3Config(**SMALL | dict(head_dim=12, tie_word_embeddings=True)),
+    "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4, norm_topk_prob=True),
+    "qwen3_moe_sparse": Qwen3MoeConfig(
+        **SMALL, **EXPERTS, num_experts=4, norm_topk_prob=False, mlp_only_layers=[1], decoder_sparse_step=1
+    ),
+    "glm4": Glm4Config(**SMALL, attention_bias=True, rms_norm_eps=1e-5, partial_rotary_factor=0.5),
+    "glm4_moe": Glm4MoeConfig(
+        **SMALL,
+        **EXPERTS,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        use_qk_norm=True,
+        partial_rotary_factor=0.5,
+    ),
+}
+
+
+def save_family(name: str, path: Path, seed: int = 0) -> Path:
+    """All parameters random (norms and biases too), as a folder of float32 safetensors."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *_trained_buffers(model)]:
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(path)
+    assert AutoConfig.from_pretrained(path).model_type == CONFIGS[name].model_type
+    return path
+
+
+def _trained_buffers(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
