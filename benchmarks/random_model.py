@@ -103,7 +103,7 @@ def _write_weights(config: Any, output: Path, seed: int) -> None:
         weight_map.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    for name, shape in _checkpoint_shapes(config).items():
+    for name, shape in checkpoint_shapes(config).items():
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=torch.bfloat16)
         else:
@@ -121,7 +121,7 @@ def _write_weights(config: Any, output: Path, seed: int) -> None:
     (output / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+def checkpoint_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor on disk: one per expert, tied ones once."""
     c = config
     heads, kv_heads = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim

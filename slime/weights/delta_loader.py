@@ -84,7 +84,6 @@ def _take_full(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.d
 
 def _take_delta(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.device) -> _Touched:
     """All buckets are patched and verified before the model is touched."""
-    touched = {}
     changed = [(index, bucket) for index, bucket in enumerate(manifest.buckets) if bucket.file is not None]
     for index, bucket in enumerate(manifest.buckets):
         if index >= len(copy.buckets) or copy.buckets[index].entries != bucket.entries:
@@ -96,10 +95,11 @@ def _take_delta(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.
 
     with ThreadPoolExecutor(_READERS) as pool:
         reading = [pool.submit(read, bucket) for _, bucket in changed]
-        for position, (index, bucket) in enumerate(changed):
-            copy.patch(index, reading[position].result(), manifest.encoding, device)
-            touched[index] = _verify(copy.buckets[index], bucket, manifest.checksum)
-    return touched
+        checking = {}
+        for (index, bucket), changes in zip(changed, reading, strict=True):
+            copy.patch(index, changes.result(), manifest.encoding, device)
+            checking[index] = pool.submit(_verify, copy.buckets[index], bucket, manifest.checksum)
+        return {index: names.result() for index, names in checking.items()}
 
 
 def _verify(ours: HostBucket, sent: PublishedBucket, checksum: str) -> set[str]:

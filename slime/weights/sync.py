@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.engines.handle import EngineError, EngineHandle, EngineInfo, PauseMode
-from slime.models.digest import tensor_digest
 from slime.weights import audit
 from slime.weights.fleet import Failures, WeightSyncError, on_each
 from slime.weights.handoff import Handoff
@@ -130,6 +129,8 @@ class _Sender:
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
         """Cut the stream into buckets and hand them over, with their digests when engines can show theirs."""
         digests = self.report.digests if self._compares_digests(plan) else None
+        if digests is not None:
+            from slime.models.digest import tensor_digest
         dtype = _engine_dtype(plan, self.args)
         try:
             for bucket in iter_buckets(source, self.args.update_weight_buffer_size, self._transforms(plan, dtype)):
