@@ -170,6 +170,9 @@ def check(args: Any) -> list[str]:
     for name in args.router:
         if name in ROUTER_SET_BY_SLIME:
             problems.append(f"--router-{name.replace('_', '-')} is set by slime: {ROUTER_SET_BY_SLIME[name]}")
+    if args.sglang and args.rollout_backend == "embedded":
+        given = ", ".join(f"--sglang-{name.replace('_', '-')}" for name in sorted(args.sglang))
+        args.notices.append(f"{given}: no effect: the embedded engine generates (--rollout-backend)")
     if args.rollout_backend == "sglang" and installed_sglang() in SGLANG_VERSIONS:
         problems += _absent_in(args.sglang, sglang_table_version())
     return problems

@@ -72,6 +72,11 @@ def _config_file(args: Args) -> list[str]:
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Rules about this machine; a cluster that Ray reaches is asked when it is joined."""
     problems = _absent_packages(args)
+    if args.rollout_backend == "sglang":
+        _embedded_flags(args)
+        on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
+        if args.deterministic and on_cpu and not args.rollout_external_engine_addrs:
+            problems.append("--deterministic: SGLang has deterministic kernels for CUDA only; use the embedded engine")
     if args.record_memory_history and not machine.cuda:
         problems.append("--record-memory-history records CUDA allocations, and there is no CUDA here: leave it out")
     if args.train_dtype == "float32" and machine.cuda:
@@ -79,6 +84,13 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     if machine.in_cluster:
         return problems
     return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
+
+
+def _embedded_flags(args: Args) -> None:
+    given = sorted(name for name in args.explicit if name.startswith("embedded_"))
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        args.notices.append(f"{options}: for the embedded engine; SGLang's own are --sglang-…")
 
 
 def _absent_packages(args: Args) -> list[str]:

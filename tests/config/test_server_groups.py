@@ -8,8 +8,9 @@ from textwrap import dedent
 import pytest
 
 from slime.config.defaults import default_args
+from slime.config.machine import Machine
 from slime.config.server_groups import ServerGroupError, read_server_groups
-from slime.config.validate_resources import check_placement
+from slime.config.validate_resources import check_machine, check_placement
 from slime.engines.plan import plan_engines
 from slime.rollout.state import concurrency
 
@@ -108,3 +109,11 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
     assert "starts nothing" in problems(rollout_external_engine_addrs=["h:1"])
     assert "No such file" in problems(sglang_config=str(tmp_path / "none.yaml"))
     assert "both kinds are needed" in problems(sglang_config=None, prefill_num_servers=2, rollout_num_gpus=2)
+
+
+def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
+    cpu, gpu = Machine(0, 2, False), Machine(1, 2, False)
+    args = default_args(hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9)
+    assert any("--deterministic: SGLang" in problem for problem in check_machine(args, cpu))
+    assert not any("--deterministic" in problem for problem in check_machine(args, gpu))
+    assert any("--embedded-max-total-tokens: for the embedded engine" in notice for notice in args.notices)
