@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.cluster.placement import Slots, plan_slots
+from slime.cluster.placement import Place, Placement, Slots, plan_slots
 from slime.cluster.prefetch import staleness_bound
 
 
@@ -56,3 +56,21 @@ def test_staleness_bound_holds_in_a_simulated_loop(buffer_size: int, interval: i
             version = step + 1
     assert staleness_bound(buffer_size, interval) == bound
     assert worst <= bound
+
+
+def test_gpus_of_engines_that_span_slots_and_nodes() -> None:
+    """8 GPUs on two nodes, bundles in any order, 2 of them train."""
+    bundles = {("10.0.0.9", 0): 3, ("10.0.0.9", 1): 5, ("10.0.0.9", 2): 0, ("10.0.0.9", 3): 7}
+    bundles |= {("10.0.0.10", gpu): bundle for gpu, bundle in enumerate((6, 1, 4, 2))}
+    places = [
+        Place(tuple(int(part) for part in address.split(".")), gpu, bundle, address)
+        for (address, gpu), bundle in bundles.items()
+    ]
+    placement = Placement.__new__(Placement)
+    placement.slots, placement.places = Slots(2, 6, 2), sorted(places)
+    assert placement.engine_nodes(0, 2) == [(0, "10.0.0.9", [2, 3])]
+    assert placement.engine_nodes(2, 2) == [(2, "10.0.0.10", [0, 1])]
+    assert placement.engine_nodes(0, 4) == [(0, "10.0.0.9", [2, 3]), (2, "10.0.0.10", [0, 1])]
+    assert placement.engine_nodes(5, 1) == [(5, "", None)]  # Ray shows a single GPU to its actor itself
+    placement.places = None
+    assert placement.engine_nodes(0, 4) == [(0, "", None)]
