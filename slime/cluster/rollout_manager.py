@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.config.args import Args
+    from slime.config.layout import ParallelLayout
     from slime.engines.handle import EngineHandle, MemoryTag
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ IDLE_DEADLINE_SECONDS = 60.0
 class RolloutManager:
     """One per run. Generation runs on one thread; :meth:`status` answers meanwhile on another."""
 
-    def __init__(self, args: Args, run_dir: str, data_parallel_size: int) -> None:
+    def __init__(self, args: Args, run_dir: str, layout: ParallelLayout) -> None:
         from slime.cluster.logs import redirect_output
         from slime.config.hooks import load_function
 
@@ -29,7 +30,7 @@ class RolloutManager:
         redirect_output(self.log_dir, "rollout-manager")
         self.args = args
         self.run_dir = Path(run_dir)
-        self.data_parallel_size = data_parallel_size
+        self.layout = layout
         self.data_source = load_function(args.data_source_path)(args)
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
@@ -109,8 +110,7 @@ class RolloutManager:
         self.fleet.settled()  # one that is just being started takes its memory first
 
         async def release(engine: EngineHandle) -> None:
-            await until_idle(engine)  # SGLang dies of a release while it is busy
-            await engine.flush_cache()
+            await flush_when_idle(engine)  # SGLang dies of a release while it is busy
             await engine.release(())
 
         self._on_engines(release)
@@ -158,7 +158,7 @@ class RolloutManager:
         if self.args.debug_rollout_only:
             return {"refs": [], "metrics": metrics, "texts": texts}
         train_data = samples_to_train_data(self.args, groups)
-        parts = split_train_data(self.args, train_data, self.data_parallel_size)
+        parts = split_train_data(self.args, train_data, self.layout.dp, self.layout.schedule())
         for part in parts:
             part["rollout_id"] = rollout_id
         return {"refs": [ray.put(part) for part in parts], "metrics": metrics, "texts": texts}
@@ -272,22 +272,31 @@ class RolloutManager:
             self.fleet.stop()
 
 
-async def until_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_SECONDS) -> None:
-    """Return when nothing runs or waits on an engine.
+async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_SECONDS) -> None:
+    """Flush an engine's cache once nothing runs or waits on it.
+
+    A refusal is tried again: requests that are just ending are in no count.
 
     Raises:
-        EngineError: requests are still there at the deadline (seconds).
+        EngineError: still not idle at the deadline (seconds).
     """
     import asyncio
 
     from slime.engines.handle import EngineError
 
     until = time.monotonic() + deadline
-    while (load := await engine.load())["running"] or load["waiting"]:
+    while True:
+        load = await engine.load()
+        busy = f"{load['running']} running and {load['waiting']} waiting requests"
+        if not (load["running"] or load["waiting"]):
+            try:
+                return await engine.flush_cache()
+            except EngineError as error:
+                busy = str(error)
         if time.monotonic() > until:
             raise EngineError(
-                f"{engine.url} has {load['running']} running and {load['waiting']} waiting requests {deadline:.0f} s "
-                "after the rollout: it must be idle to release its memory. Who sends them?"
+                f"{engine.url} was not idle {deadline:.0f} s after the rollout ({busy}): it must be to release its "
+                "memory. Who sends it requests?"
             )
         await asyncio.sleep(0.02)
 

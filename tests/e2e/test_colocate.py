@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from slime.cluster.rollout_manager import until_idle
+from slime.cluster.rollout_manager import flush_when_idle
 from slime.engines.handle import EngineError
 
 PHASES = ("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload")
@@ -28,19 +28,31 @@ def test_a_later_iteration_uses_no_more_memory_than_the_first(runner, flags) -> 
     assert runner.wait_gone() == []
 
 
-class Busy:
+class Engine:
+    """Counts down its requests, and refuses a flush once more after the last has gone, as SGLang may."""
+
     url = "http://engine"
 
     def __init__(self, loads: list[int]) -> None:
         self.loads = loads
+        self.refusals = 1
+        self.flushed = False
 
     async def load(self) -> dict[str, int]:
-        return {"running": self.loads.pop(0) if self.loads else 1, "waiting": 0, "tokens": 0}
+        return {"running": self.loads.pop(0) if len(self.loads) > 1 else self.loads[0], "waiting": 0, "tokens": 0}
+
+    async def flush_cache(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise EngineError("400: requests are pending")
+        self.flushed = True
 
 
 def test_an_engine_is_idle_before_it_gives_memory_back() -> None:
-    engine = Busy([2, 1, 0])
-    asyncio.run(until_idle(engine))  # type: ignore[arg-type]
-    assert engine.loads == []
-    with pytest.raises(EngineError, match="must be idle"):
-        asyncio.run(until_idle(Busy([]), deadline=0.05))  # type: ignore[arg-type]
+    engine = Engine([2, 1, 0])
+    asyncio.run(flush_when_idle(engine))  # type: ignore[arg-type]
+    assert engine.flushed and engine.loads == [0]
+    busy = Engine([1])
+    with pytest.raises(EngineError, match=r"not idle .*\(1 running"):
+        asyncio.run(flush_when_idle(busy, deadline=0.05))  # type: ignore[arg-type]
+    assert not busy.flushed
