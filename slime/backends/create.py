@@ -49,9 +49,10 @@ def create_backend(
     _init_process_group(args, rank, world_size, master_addr, master_port, device)
     torch.manual_seed(args.seed + rank)
     if args.train_backend == "megatron":
-        from slime.backends.megatron.core import prepare
+        from slime.backends.megatron.core import prepare, require_cuda
 
         prepare()
+        require_cuda()
         from slime.backends.megatron.backend import MegatronBackend
 
         return MegatronBackend(args, role, rank, world_size, device)

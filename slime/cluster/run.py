@@ -78,6 +78,7 @@ class Run:
         from slime.cluster.placement import Placement
         from slime.cluster.rollout_manager import RolloutManager
         from slime.cluster.session import connect
+        from slime.config.layout import ParallelLayout
 
         with self.phase("start"):
             connect(self.args)
@@ -88,7 +89,11 @@ class Run:
             self.manager = (
                 ray.remote(RolloutManager)
                 .options(num_cpus=0, max_concurrency=8)
-                .remote(self.args, str(self.dir.path), max(slots.train, 1))
+                .remote(
+                    self.args,
+                    str(self.dir.path),
+                    ParallelLayout.from_args(self.args) if slots.train else ParallelLayout(),
+                )
             )
             starting = None if self.args.debug_train_only else self.manager.start_engines.remote(self.placement)
             in_turn = self.args.offload_rollout and self.placement.on_gpu and starting is not None

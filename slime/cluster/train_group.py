@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from slime.cluster.rollout_manager import thread_environment
+from slime.config.layout import ParallelLayout
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -213,9 +214,9 @@ class TrainGroup:
 
         Returns rank 0's ``metrics`` and ``timings``, and ``values`` of all ranks.
         """
-        per_rank = len(self.ranks) // len(batch_refs)
+        layout = ParallelLayout.from_args(self.args)
         refs = [
-            rank.train.remote(rollout_id, [batch_refs[i // per_rank]], values[i] if values else None)
+            rank.train.remote(rollout_id, [batch_refs[layout.data_rank(i)]], values[i] if values else None)
             for i, rank in enumerate(self.ranks)
         ]
         results = self._call(refs, f"to train on rollout {rollout_id}", self.args.phase_timeout, interruptible=False)

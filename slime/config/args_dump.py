@@ -1,10 +1,8 @@
-"""The resolved configuration as YAML, for ``outputs/<run>/config.yaml``."""
+"""The resolved configuration as one mapping: what a snapshot remembers, and what repeats a run."""
 
 from __future__ import annotations
 
 from typing import Any
-
-import yaml
 
 from slime.config.args import FLAGS, Args
 
@@ -27,12 +25,6 @@ def to_dict(args: Args) -> dict[str, Any]:
     others = {name: value for name, value in values.items() if name not in skip and _plain(value)}
     known.pop("override")
     return {**known, **passed, **others}
-
-
-def to_yaml(args: Args) -> str:
-    """:func:`to_dict` as YAML text, in the order of the reference page; secrets are left out."""
-    head = "".join(f"# {notice}\n" for notice in args.notices)
-    return head + yaml.safe_dump(to_dict(args), sort_keys=False, allow_unicode=True)
 
 
 def _hidden(name: str, value: Any) -> Any:

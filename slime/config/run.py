@@ -15,7 +15,6 @@ class RunConfig:
         None,
         help="what trains; default: megatron on CUDA where installed, else fsdp (Hugging Face models)",
         choices=("fsdp", "megatron"),
-        limits={"megatron": ("planned", "use --train-backend fsdp")},
     )
     rollout_backend: str = flag(
         None,

@@ -62,7 +62,12 @@ class ModelConfig:
     only_train_params_name_list: list[str] | None = flag(None, help="regular expressions: train only these")
     freeze_params_name_list: list[str] | None = flag(None, help="regular expressions: freeze these")
     keep_old_actor: bool = flag(False, help="keep the weights that generated, to compute old log-probs")
-    fsdp_cpu_offload: bool = flag(False, help="keep FSDP shards in CPU memory", status="planned")
+    fsdp_cpu_offload: bool = flag(
+        False,
+        help="keep FSDP shards in CPU memory",
+        status="refused",
+        reason="shards stay where they compute; --offload-train moves them out between the trainer's phases",
+    )
     fsdp_state_dict_cpu_offload: bool = flag(
         True,
         kind="toggle",

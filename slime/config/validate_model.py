@@ -6,6 +6,7 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.hf_config import read_config
+from slime.config.megatron_flags import check_megatron
 from slime.config.megatron_names import ARCHITECTURE
 from slime.config.passthrough import by_name
 
@@ -133,4 +134,4 @@ def _is_idle(name: str, value: Any) -> bool:
     return bool(value == by_name("megatron")[name].flag.default)
 
 
-MODEL_RULES = (check_shape, check_fsdp)
+MODEL_RULES = (check_shape, check_fsdp, check_megatron)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.config.args import FLAGS, Args
+from slime.config.layout import ParallelLayout
 
 RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
 
@@ -93,20 +94,17 @@ def check_batch(args: Args) -> list[str]:
 
 def _static_split(args: Args) -> list[str]:
     """Fixed micro-batches must deal out evenly over the data-parallel ranks."""
-    if (
-        args.use_dynamic_batch_size
-        or not args.global_batch_size
-        or args.train_backend != "fsdp"
-        or args.debug_rollout_only
-    ):
+    if args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only:
         return []
-    unit = args.micro_batch_size * args.world_size
+    layout = ParallelLayout.from_args(args)
+    unit = args.micro_batch_size * layout.dp * layout.vpp_group
     if args.num_steps_per_rollout is None or unit < 1 or args.global_batch_size % unit == 0:
         return []
     return [
         f"--global-batch-size {args.global_batch_size} does not split into --micro-batch-size "
-        f"{args.micro_batch_size} x {args.world_size} training ranks = {unit}: change one of them, or pass "
-        "--use-dynamic-batch-size --max-tokens-per-gpu N"
+        f"{args.micro_batch_size} x {layout.dp} data-parallel training ranks"
+        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
+        + f" = {unit}: change one of them, or pass --use-dynamic-batch-size --max-tokens-per-gpu N"
     ]
 
 

@@ -67,7 +67,9 @@ ONE_PROBLEM = [
     ("--megatron-deepgemm-forward-layers 1 2", "no DeepGEMM kernels"),
     ("--sglang-model-path x", "--hf-checkpoint"),
     ("--router-port 3", "--sglang-router-port"),
-    ("--train-backend megatron", "megatron"),
+    ("--train-backend megatron --actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "no multiple"),
+    ("--train-backend megatron --fp8 e4m3", "Transformer Engine"),
+    ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
 ]
 
 
@@ -191,9 +193,7 @@ def test_a_nucleus_that_training_cannot_replay_is_said() -> None:
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
-    args = workplace.load(
-        "--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3"
-    )
+    args = workplace.load("--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3")
     text = "\n".join(args.notices)
     for part in (
         "--http-proxy x: no effect",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from slime.backends.megatron.core import MegatronError
 from slime.config.layout import ParallelLayout
-from slime.config.megatron_names import ALIASES
+from slime.config.megatron_flags import READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
 from slime.weights.maps.family import Family, Settings, parse_layer_frequency
 
 if TYPE_CHECKING:
@@ -19,112 +19,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-READ_BY_SLIME = frozenset(
-    [
-        "vocab_size",
-        "padded_vocab_size",
-        "make_vocab_size_divisible_by",
-        "max_position_embeddings",
-        "seq_length",
-        "position_embedding_type",
-        "use_rotary_position_embeddings",
-        "rotary_base",
-        "rotary_percent",
-        "rotary_scaling_factor",
-        "use_rope_scaling",
-        "rope_scaling_factor",
-        "rope_type",
-        "group_query_attention",
-        "untie_embeddings_and_output_weights",
-        "add_position_embedding",
-        "post_self_attn_layernorm",
-        "post_mlp_layernorm",
-        "moe_layer_freq",
-        "num_layers_per_virtual_pipeline_stage",
-        "num_virtual_stages_per_pipeline_rank",
-        "virtual_pipeline_model_parallel_size",
-        "recompute_activations",
-        "start_weight_decay",
-        "end_weight_decay",
-        "weight_decay_incr_style",
-        "accumulate_allreduce_grads_in_fp32",
-        "grad_reduce_in_bf16",
-        "use_dist_ckpt",
-        "use_distributed_optimizer",
-        "swiglu",
-        "override_opt_param_scheduler",
-        "use_checkpoint_opt_param_scheduler",
-        "no_save_rng",
-        "ckpt_fully_parallel_load",
-        "ckpt_fully_parallel_save",
-        "spec",
-    ]
-)
-"""Flags that this backend itself acts on, or that say what config.json says."""
-
-WITHOUT_EFFECT = frozenset(
-    [
-        "apply_rope_fusion",
-        "masked_softmax_fusion",
-        "persist_layer_norm",
-        "gradient_accumulation_fusion",
-        "moe_permute_fusion",
-        "moe_grouped_gemm",
-        "attention_softmax_in_fp32",
-        "attention_backend",
-        "use_flash_attn",
-        "moe_use_legacy_grouped_gemm",
-        "moe_token_drop_policy",
-        "variable_seq_lengths",
-        "bf16",
-        "log_interval",
-        "tokenizer_type",
-        "tokenizer_model",
-        "exit_on_missing_checkpoint",
-        "auto_detect_ckpt_format",
-        "dist_ckpt_strictness",
-        "seq_length",
-        "train_iters",
-        "use_cpu_initialization",
-        "perform_initialization",
-        "check_for_nan_in_grad",
-        "calculate_per_token_loss",
-        "moe_router_load_balancing_type",
-        "cp_comm_type",
-        "async_tensor_model_parallel_allreduce",
-        "deterministic_mode",
-    ]
-)
-"""Choices of kernels, and what slime decides: the result is the same either way."""
-
-REFUSED: dict[str, str] = {
-    "fp16": "use --train-dtype bfloat16",
-    **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param"), "it needs Transformer Engine"),
-    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), "packs change their shape"),
-    **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend"), "it needs DeepEP: use alltoall"),
-    "mtp_num_layers": "multi-token prediction is not trained: leave it out",
-    "moe_latent_size": "it needs Transformer Engine",
-    "squared_relu": "no family with it has a map",
-    "quick_geglu": "no family with it has a map",
-    "use_kitchen": "it needs NVIDIA's kitchen package",
-    "tp_comm_overlap": "it needs Transformer Engine",
-    "cpu_offloading": "it needs Transformer Engine: use --optimizer-cpu-offload or recompute",
-    "use_megatron_fsdp": "use --train-backend fsdp",
-    "use_precision_aware_optimizer": "it needs Transformer Engine's Adam",
-    "use_gated_attention": "no family with it has a map",
-    "attention_output_gate": "no family with it has a map",
-    "experimental_attention_variant": "no family with it has a map",
-    "hidden_dropout": "dropout in a policy's update makes its ratios wrong: use 0",
-    "attention_dropout": "dropout in a policy's update makes its ratios wrong: use 0",
-    "moe_aux_loss_coeff": "the RL loss has no load-balancing term: use 0",
-    "moe_z_loss_coeff": "the RL loss has no z-loss term: use 0",
-    "moe_input_jitter_eps": "it makes log-probs random: leave it out",
-    "moe_expert_capacity_factor": "dropped tokens make log-probs wrong: leave it out",
-    "context_parallel_sharding": "zigzag is what there is",
-    "multi_latent_attention": "",
-}
-"""Flags (when they are on) that this backend cannot honour, with the reason."""
 
 
 def merged_settings(args: Any, family: Family, hf_config: Any) -> Settings:
@@ -146,23 +40,9 @@ def merged_settings(args: Any, family: Family, hf_config: Any) -> Settings:
             + "; ".join(differences)
             + ". Source the model script of this checkpoint, or leave these flags out"
         )
-    refuse_unsupported(given)
+    if problems := refused_flags(given):
+        raise MegatronError("; ".join(problems))
     return {**given, **settings}
-
-
-def refuse_unsupported(given: Settings) -> None:
-    """Raise MegatronError for flags that would otherwise be ignored."""
-    problems = [
-        f"--{name.replace('_', '-')} {given[name]}: {why}"
-        for name, why in REFUSED.items()
-        if why and given.get(name) not in (None, False, 0, 0.0, "none")
-    ]
-    known = READ_BY_SLIME | WITHOUT_EFFECT | set(REFUSED) | set(_config_fields()) | set(_fields_by_dest())
-    problems += [
-        f"--{name.replace('_', '-')}: the Megatron backend does not read it" for name in given if name not in known
-    ]
-    if problems:
-        raise MegatronError("Megatron flags that cannot be honoured: " + "; ".join(problems))
 
 
 def _same(name: str, flag: Any, config: Any) -> bool:
@@ -177,24 +57,9 @@ def _same(name: str, flag: Any, config: Any) -> bool:
     return bool(flag == config) or (flag in (None, False) and config in (None, False))
 
 
-def _fields_by_dest() -> dict[str, str]:
-    """Megatron-LM's attribute → megatron-core's field, where they differ."""
-    return {alias.dest: alias.field for alias in ALIASES if alias.field}
-
-
-def _config_fields() -> dict[str, type]:
-    """Every field of the config dataclasses that this backend fills from flags."""
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    classes = (OptimizerConfig, DistributedDataParallelConfig, MLATransformerConfig)
-    return {field.name: cls for cls in classes for field in dataclasses.fields(cls)}
-
-
 def _fields_from(settings: Settings, cls: Any) -> dict[str, Any]:
     """What of the settings are fields of a config dataclass, under the field's name."""
-    by_dest = _fields_by_dest()
+    by_dest = fields_by_dest()
     names = {field.name for field in dataclasses.fields(cls)}
     skip = READ_BY_SLIME | WITHOUT_EFFECT
     renamed = {by_dest.get(name, name): value for name, value in settings.items() if name not in skip}
@@ -284,8 +149,6 @@ def ddp_config(args: Any) -> DistributedDataParallelConfig:
         "grad_reduce_in_fp32": not given.get("grad_reduce_in_bf16", False),
         "check_for_nan_in_grad": False,  # the norm of all gradients is looked at before the step
     }
-    if fields.get("average_in_collective"):
-        raise MegatronError("--ddp-average-in-collective: gradients are summed here, leave it out")
     return DistributedDataParallelConfig(**fields)
 
 

@@ -41,3 +41,13 @@ def prepare() -> str:
         moe_utils.te_general_gemm = None  # a name that the router's gating looks up
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     return version
+
+
+def require_cuda() -> None:
+    """Raise MegatronError where torch has no CUDA device: megatron-core asks for its device, streams and generators."""
+    import torch
+
+    try:
+        torch.cuda.current_device()
+    except (RuntimeError, AssertionError):
+        raise MegatronError("--train-backend megatron needs a CUDA GPU: use --train-backend fsdp here") from None

@@ -1,0 +1,90 @@
+"""Megatron's flags on the Megatron backend: what is read, what makes no difference, what is refused and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slime.config.layout import ParallelLayout
+from slime.config.megatron_names import ALIASES
+from slime.config.passthrough import MEGATRON_VERSION, load_table
+
+READ_BY_SLIME = frozenset(
+    """vocab_size padded_vocab_size make_vocab_size_divisible_by max_position_embeddings seq_length
+    position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent rotary_scaling_factor
+    use_rope_scaling rope_scaling_factor rope_type group_query_attention untie_embeddings_and_output_weights
+    add_position_embedding post_self_attn_layernorm post_mlp_layernorm moe_layer_freq
+    num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    virtual_pipeline_model_parallel_size recompute_activations start_weight_decay end_weight_decay
+    weight_decay_incr_style accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_distributed_optimizer
+    swiglu spec""".split()  # noqa: SIM905
+)
+"""The Megatron backend acts on these itself, or they say what config.json says."""
+
+WITHOUT_EFFECT = frozenset(
+    """apply_rope_fusion masked_softmax_fusion persist_layer_norm gradient_accumulation_fusion moe_permute_fusion
+    moe_grouped_gemm attention_softmax_in_fp32 attention_backend use_flash_attn moe_use_legacy_grouped_gemm
+    moe_token_drop_policy variable_seq_lengths bf16 log_interval tokenizer_type tokenizer_model use_dist_ckpt
+    auto_detect_ckpt_format exit_on_missing_checkpoint dist_ckpt_strictness train_iters use_cpu_initialization
+    perform_initialization check_for_nan_in_grad calculate_per_token_loss moe_router_load_balancing_type
+    moe_token_dispatcher_type cp_comm_type async_tensor_model_parallel_allreduce deterministic_mode
+    bias_activation_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion no_save_rng
+    ckpt_fully_parallel_load ckpt_fully_parallel_save override_opt_param_scheduler align_param_gather
+    use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad""".split()  # noqa: SIM905
+)
+"""Choices between kernels, and what slime decides: results are the same either way."""
+
+_NO_TE = "it needs Transformer Engine"
+_NO_MAP = "no model family with a weight map has it"
+REFUSED: dict[str, str] = {
+    "fp16": "use --train-dtype bfloat16",
+    **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size", "tp_comm_overlap"), _NO_TE),
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), "packs change their shape"),
+    **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend"), "it needs DeepEP: use alltoall"),
+    **dict.fromkeys(("squared_relu", "quick_geglu", "use_gated_attention", "attention_output_gate"), _NO_MAP),
+    **dict.fromkeys(("experimental_attention_variant", "apply_layernorm_1p", "moe_shared_expert_gate"), _NO_MAP),
+    "mtp_num_layers": "multi-token prediction is not trained: leave it out",
+    "use_kitchen": "it needs NVIDIA's kitchen package",
+    "cpu_offloading": f"{_NO_TE}: use --recompute-granularity full or --optimizer-cpu-offload",
+    "use_megatron_fsdp": "use --train-backend fsdp",
+    "use_precision_aware_optimizer": f"{_NO_TE}'s Adam",
+    "hidden_dropout": "dropout in a policy's update makes its ratios wrong: use 0",
+    "attention_dropout": "dropout in a policy's update makes its ratios wrong: use 0",
+    "moe_aux_loss_coeff": "the RL loss has no load-balancing term: use 0",
+    "moe_z_loss_coeff": "the RL loss has no z-loss term: use 0",
+    "moe_input_jitter_eps": "it makes log-probs random: leave it out",
+    "moe_expert_capacity_factor": "dropped tokens make log-probs wrong: leave it out",
+    "average_in_collective": "gradients are summed here: leave it out",
+    "lr_decay_samples": "use --lr-decay-iters",
+    "lr_warmup_samples": "use --lr-warmup-iters",
+    "rotary_seq_len_interpolation_factor": _NO_MAP,
+}
+"""Flags that this backend cannot honour once they are on."""
+
+
+def fields_by_dest() -> dict[str, str]:
+    """Megatron-LM's attribute → megatron-core's config field, where the names differ."""
+    return {alias.dest: alias.field for alias in ALIASES if alias.field}
+
+
+def refused_flags(given: dict[str, Any]) -> list[str]:
+    """Flags that are on and cannot be honoured, or that nobody reads."""
+    problems = [
+        f"--{name.replace('_', '-')} {given[name]} is not supported by --train-backend megatron: {why}"
+        for name, why in REFUSED.items()
+        if given.get(name) not in (None, False, 0, 0.0, "none")
+    ]
+    known = READ_BY_SLIME | WITHOUT_EFFECT | set(REFUSED) | set(fields_by_dest())
+    known |= set(load_table("megatron_core", MEGATRON_VERSION))
+    problems += [
+        f"--{name.replace('_', '-')}: --train-backend megatron does not read it; leave it out"
+        for name in given
+        if name not in known
+    ]
+    return problems
+
+
+def check_megatron(args: Any) -> list[str]:
+    """On the Megatron backend: sizes that do not fit, and flags that would be ignored."""
+    if args.train_backend != "megatron":
+        return []
+    return [*ParallelLayout.from_args(args).problems(), *refused_flags(args.megatron)]
