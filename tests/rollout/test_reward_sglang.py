@@ -18,7 +18,8 @@ class served:
         from slime.engines.plan import EngineSpec
 
         args = SimpleNamespace(
-            hf_checkpoint=str(model), rollout_dtype="float32", train_dtype="float32", rollout_seed=1, deterministic=False,
+            hf_checkpoint=str(model), rollout_dtype="float32", train_dtype="float32", rollout_seed=1,
+            deterministic=False,
             trust_remote_code=False, threads_per_process=1, offload_rollout=False, use_rollout_routing_replay=False,
             rollout_backend="sglang", sglang={"device": "cpu", "max_total_tokens": 4096, "dtype": "float32", **options},
             router={}, sglang_router_request_timeout_secs=120,
@@ -43,7 +44,8 @@ async def test_a_judge_through_generate_and_through_score(smollm2, tmp_path):
     expected = judged_by_transformers(smollm2, to_judge())
     with served(smollm2, tmp_path) as url:
         for form in ("generate", "v1/score"):
-            assert await score_group(settings(f"{url}/{form}", smollm2), to_judge()) == pytest.approx(expected, abs=1e-3)
+            found = await score_group(settings(f"{url}/{form}", smollm2), to_judge())
+            assert found == pytest.approx(expected, abs=1e-3)
 
 
 async def test_an_encoder(minilm, tmp_path):
@@ -53,7 +55,8 @@ async def test_an_encoder(minilm, tmp_path):
     expected = EmbeddingSimilarity(str(minilm)).similarity(*zip(*pairs, strict=True))
     samples = [Sample(response=response, label=label) for response, label in pairs]
     with served(minilm, tmp_path, is_embedding=True) as url:
-        assert await score_group(settings(f"{url}/v1/embeddings", minilm), samples) == pytest.approx(expected, abs=1e-3)
+        found = await score_group(settings(f"{url}/v1/embeddings", minilm), samples)
+    assert found == pytest.approx(expected, abs=1e-3)
 
 
 async def test_a_reward_model_with_a_score_head(smollm2, tmp_path):
@@ -73,4 +76,5 @@ async def test_a_reward_model_with_a_score_head(smollm2, tmp_path):
         ids = [tokenizer(s.prompt + s.response, return_tensors="pt")["input_ids"] for s in samples]
         expected = [float(model(i).logits[0, 0]) for i in ids]
     with served(folder, tmp_path, is_embedding=True) as url:
-        assert await score_group(settings(f"{url}/classify", folder), samples) == pytest.approx(expected, abs=2e-3)
+        found = await score_group(settings(f"{url}/classify", folder), samples)
+    assert found == pytest.approx(expected, abs=2e-3)

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.text import as_number, last_boxed, normalize_math
+from slime.rollout.rm_hub.text import after_thinking, as_number, last_boxed, normalize_math
 
 _TAIL = 300
 _ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
@@ -19,7 +19,7 @@ NO_ANSWER = "[INVALID]"
 
 def dapo_reward(sample: Sample) -> dict[str, Any]:
     """Score one sample."""
-    found = _ANSWER.findall(sample.response[-_TAIL:])
+    found = _ANSWER.findall(after_thinking(sample.response)[-_TAIL:])
     pred = _normal(found[-1]) if found else NO_ANSWER
     correct = pred == gold_text(sample.label)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}

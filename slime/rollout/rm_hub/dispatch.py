@@ -19,7 +19,7 @@ from slime.rollout.hooks import parameters
 from slime.rollout.rm_hub import dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
 from slime.rollout.rm_hub.outcome import mark_unscored, time_limit
-from slime.rollout.rm_hub.text import last_boxed
+from slime.rollout.rm_hub.text import after_thinking, last_boxed
 
 REWARD_TYPES: dict[str, Callable[[Any, Sample], Any]] = {
     "math": math.math_reward,
@@ -138,7 +138,7 @@ async def by_type(args: Any, sample: Sample) -> Any:
 
 def _boxed_only(rm_type: str, response: str) -> str:
     """The boxed part, in the form that the reward type reads: some of them look for a box themselves."""
-    boxed = last_boxed(response)
+    boxed = last_boxed(after_thinking(response))
     if boxed is None:
         return ""
     return {"math": f"\\boxed{{{boxed}}}", "deepscaler": response}.get(rm_type, boxed)

@@ -10,6 +10,7 @@ import string
 from collections import Counter
 
 from slime.data.sample import Sample
+from slime.rollout.rm_hub.text import after_thinking
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _CLOSED = {"yes", "no", "noanswer"}
@@ -18,7 +19,8 @@ _CLOSED = {"yes", "no", "noanswer"}
 def f1_reward(sample: Sample) -> float:
     """F1 in [0, 1]; the label is a string or a list of accepted strings."""
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
-    return max(f1_score(sample.response, str(label)) for label in labels)
+    response = after_thinking(sample.response)
+    return max(f1_score(response, str(label)) for label in labels)
 
 
 def f1_score(prediction: str, gold: str) -> float:
@@ -35,6 +37,7 @@ def f1_score(prediction: str, gold: str) -> float:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and articles, single spaces."""
-    text = text.lower().translate(_PUNCTUATION)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    """Lower case, without punctuation and articles, single spaces; a text of nothing else (``The The``) stays."""
+    text = text.lower()
+    words = re.sub(r"\b(a|an|the)\b", " ", text.translate(_PUNCTUATION)).split()
+    return " ".join(words or text.split())

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.text import as_number, last_number
+from slime.rollout.rm_hub.text import after_thinking, as_number, last_number
 
 
 def last_number_reward(sample: Sample) -> float:
@@ -14,7 +14,7 @@ def last_number_reward(sample: Sample) -> float:
     gold = number_label(sample.label)
     if gold is None:
         raise ValueError(f"reward type last_number: label {sample.label!r} of sample {sample.index} is not a number")
-    return float(last_number(sample.response) == gold)
+    return float(last_number(after_thinking(sample.response)) == gold)
 
 
 def number_label(label: Any) -> Fraction | None:

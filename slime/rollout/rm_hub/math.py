@@ -1,8 +1,8 @@
 r"""Math rewards: ``math`` and ``deepscaler``. 1.0 where the answer means the label, else 0.0.
 
-``math`` reads the last ``\boxed{}`` of the response, else what follows the last ``####`` (GSM8K's
-mark), else its last expression or number. ``deepscaler`` wants an answer in ``\boxed{}`` after the
-reasoning (``</think>`` or ``###Response``), else 0. Equal normal forms and plain numbers are decided
+``math`` reads the last ``\boxed{}`` of the response (of what follows ``</think>``, where there is one),
+else what follows the last ``####`` (GSM8K's mark), else its last expression or number. ``deepscaler``
+wants an answer in ``\boxed{}`` after the reasoning (``</think>`` or ``###Response``), else 0. Equal normal forms and plain numbers are decided
 at once; the rest goes to math-verify in a verifier process.
 """
 
@@ -13,7 +13,15 @@ from typing import Any
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.outcome import verify
-from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
+from slime.rollout.rm_hub.text import (
+    after_thinking,
+    as_latex,
+    as_number,
+    last_boxed,
+    last_number,
+    normalize_math,
+    without_unit,
+)
 
 _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 _RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
@@ -25,7 +33,7 @@ _TAIL = 4000  # characters of an unboxed response in which its last expression i
 
 def gold_answer(label: Any) -> str:
     """The answer that a label holds: its boxed or ``####`` part where there is one, else all of it."""
-    text = str(label)
+    text = as_latex(str(label))
     marked = _marked_answer(text)
     return (text if marked is None else marked).strip()
 
@@ -43,7 +51,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
     normal = normalize_math(gold)
     if normal and normal == normalize_math(answer):
         return True
-    gold_value, value = as_number(_bare(gold)), as_number(_bare(answer))
+    gold_value, value = as_number(_bare(gold)), as_number(without_unit(_bare(answer)))
     if gold_value is not None and value is not None:
         return gold_value == value
     return None
@@ -51,10 +59,11 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 async def math_reward(args: Any, sample: Sample) -> float | None:
     """Reward type ``math``."""
-    gold, marked = gold_answer(sample.label), _marked_answer(sample.response)
+    response = as_latex(after_thinking(sample.response))
+    gold, marked = gold_answer(sample.label), _marked_answer(response)
     if marked is not None:
         return await _compare(args, sample, gold, marked)
-    tail = sample.response[-_TAIL:]
+    tail = response[-_TAIL:]
     gold_value, value = as_number(gold), last_number(tail)
     if value is None and not any(character in tail for character in "\\$=+*/^0123456789"):
         return float(normalize_math(gold) == normalize_math(tail))
@@ -67,7 +76,7 @@ async def deepscaler_reward(args: Any, sample: Sample) -> float | None:
     """Reward type ``deepscaler``."""
     for marker in ("</think>", "###Response"):
         if marker in sample.response:
-            boxed = last_boxed(sample.response.rsplit(marker, 1)[-1])
+            boxed = last_boxed(as_latex(sample.response.rsplit(marker, 1)[-1]))
             return 0.0 if boxed is None else await _compare(args, sample, gold_answer(sample.label), boxed)
     return 0.0
 

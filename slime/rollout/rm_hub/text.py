@@ -6,6 +6,7 @@ Everything here is linear in the text (no nested quantifiers), so it may run in 
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 _NUMBER = re.compile(r"(?<![\w.])[-+−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\d])|(?<![\w.])[-+−]?\.\d+")
@@ -94,5 +95,36 @@ def normalize_math(text: str) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last ``</think>``; all of the text where there is none."""
-    return text.rsplit("</think>", 1)[-1]
+    """What the user is shown: after the last ``</think>``, before a ``<think>`` that is still open."""
+    return text.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
+
+
+_SYMBOLS = {
+    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "⁄": "/", "√": "\\sqrt ", "π": "\\pi ",
+    "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
+    "°": "^\\circ", "±": "\\pm ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "\u00a0": " ", "\u202f": " ",
+}  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\w+))")
+
+
+def as_latex(text: str) -> str:
+    r"""Unicode mathematics as LaTeX: ``√2`` is ``\sqrt{2}``, ``x²`` ``x^{2}``, ``½`` ``1/2``; digits in one width."""
+    if text.isascii():
+        return text
+    text = _RAISED.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2]}}}", text)
+    return "".join(_SYMBOLS.get(c, c) for c in unicodedata.normalize("NFKC", text))
+
+
+def without_unit(text: str) -> str:
+    """A number without the words after it: ``18 dollars`` is ``18``; but ``18 million`` stays."""
+    found = _WITH_UNIT.fullmatch(text.strip())
+    return text if found is None or _MULTIPLIERS.search(found[2].lower()) else found[1]
+
+
+_WITH_UNIT = re.compile(r"([-+]?\$?[\d,]*\.?\d+)((?:\s+[A-Za-z]{2,}){1,3})\.?")
+_MULTIPLIERS = re.compile(
+    r"hundred|thousand|million|billion|trillion|dozen|percent|half|halves|third|quarter|pi|and|or|to"
+)
