@@ -91,9 +91,7 @@ class RunDir:
         """Write the resolved arguments, one ``name: value`` a line, in alphabetical order."""
         import yaml
 
-        values = dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else {}
-        values = {**values, **vars(args)} if hasattr(args, "__dict__") else values
-        kept = {key: "***" if key in SECRETS and value else plain(value) for key, value in values.items()}
+        kept = {key: "***" if key in SECRETS and value else plain(value) for key, value in vars(args).items()}
         text = yaml.safe_dump(kept, sort_keys=True, allow_unicode=True)
         _replace(self.config, text)
 

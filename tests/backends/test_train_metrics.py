@@ -1,0 +1,58 @@
+"""Means over a rollout's samples as the trainer logs them, all and the correct ones apart; dumps of train batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slime.backends.train_loop import correct_sample_metrics, rollout_metrics
+from slime.observability.debug_data import save_train_batches
+
+
+def batch() -> dict[str, object]:
+    return {
+        "tokens": [torch.arange(4), torch.arange(5), torch.arange(3)],
+        "raw_reward": [1.0, 0.0, 0.75],
+        "rewards": [0.5, -0.5, 0.0],
+        "response_lengths": [2, 3, 1],
+        "truncated": [0, 1, 0],
+        "loss_masks": [torch.tensor([1, 1]), torch.tensor([1, 0, 1]), torch.tensor([0])],
+        "log_probs": [torch.tensor([-1.0, -3.0]), torch.tensor([-5.0, -99.0, -7.0]), torch.tensor([-8.0])],
+        "sample_indices": [7, 5, 6],
+    }
+
+
+BACKEND = SimpleNamespace(reduce=SimpleNamespace(total=list), world_size=1, rank=0, data_parallel_rank=0)
+
+
+def test_means_by_hand() -> None:
+    metrics = rollout_metrics(BACKEND, batch())
+    assert metrics["rollout/raw_reward"] == pytest.approx(1.75 / 3) and metrics["rollout/response_lengths"] == 2.0
+    assert metrics["rollout/log_probs"] == -4.0, "masked means of the two samples that have trained tokens"
+    assert "rollout/values" not in metrics
+
+
+def test_correct_samples_apart() -> None:
+    """trap 5: they reach the metrics, also where log-probs are not recomputed"""
+    metrics = correct_sample_metrics(BACKEND, batch())
+    assert metrics == {
+        "rollout/correct_ratio": pytest.approx(2 / 3),
+        "rollout/correct-response_lengths": 1.5,
+        "rollout/correct-truncated": 0.0,
+        "rollout/correct-log_probs": -2.0,
+    }
+    reused = {name: value for name, value in batch().items() if name != "log_probs"}
+    assert "rollout/correct-log_probs" not in correct_sample_metrics(BACKEND, reused)
+    none = {**batch(), "raw_reward": [0.0, -1.0, float("nan")]}
+    assert correct_sample_metrics(BACKEND, none) == {"rollout/correct_ratio": 0.0}
+
+
+def test_a_dump_of_train_batches(tmp_path: Path) -> None:
+    args = SimpleNamespace(save_debug_train_data=str(tmp_path / "batch_{rollout_id}.pt"))
+    save_train_batches(args, 3, batch(), BACKEND)
+    dump = torch.load(tmp_path / "batch_3.pt", weights_only=False)
+    assert dump["rollout_id"] == 3 and dump["raw_reward"] == [0.0, 0.75, 1.0], "in the order of the samples' indices"
+    assert [sample["sample_indices"] for sample in dump["samples"]] == [5, 6, 7] and len(dump["dp_shards"]) == 1
