@@ -346,7 +346,11 @@ def main() -> int:
     args = parse_args()
     jobs = [Job(estimator, seed) for seed in args.seeds for estimator in args.estimators]
     start = time.monotonic()
-    failed = {} if args.plot_only else run_all(args, jobs)
+    try:
+        failed = {} if args.plot_only else run_all(args, jobs)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here")
+        return 130
     result = report(args, jobs, failed)
     everything = [figures for seeds in result["estimators"].values() for figures in seeds.values()]
     result["all_learned"] = len(everything) == len(jobs) and all(figures["learned"] for figures in everything)
