@@ -12,7 +12,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")])
 NOT_TRAINING = {  # of ray, env.sh's tools, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
-    "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out",
+    "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if "reference" not in page.parts]
 
@@ -46,8 +46,9 @@ def anchors(page: Path) -> set[str]:
 def test_flags_exist(page: Path) -> None:
     from slime.config.args import Args
     from slime.config.flag import flags_of
+    from slime.config.passthrough import options
 
-    known = set(NOT_TRAINING)
+    known = set(NOT_TRAINING) | set(options()) | {"--sglang-", "--router-"}  # those of the servers, and all of them
     for flag in flags_of(Args).values():
         known |= {flag.option, flag.option.replace("--", "--no-", 1)} if flag.kind == "toggle" else {flag.option}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8")))
