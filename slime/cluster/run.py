@@ -143,10 +143,13 @@ class Run:
         return latest(Path(self.args.load), self.args.ckpt_step) if self.args.load else None
 
     def _settings(self) -> dict[str, Any]:
+        """What shapes the run; not what is shown or kept of it."""
         from slime.checkpoint.manifest import settings
+        from slime.config.args import FLAGS
         from slime.config.args_dump import to_dict
 
-        return settings(to_dict(self.args))
+        shown = {name for name, flag in FLAGS.items() if flag.group in ("observability", "debugging and profiling")}
+        return settings({name: value for name, value in to_dict(self.args).items() if name not in shown})
 
     def _restore(self) -> None:
         from slime.checkpoint import manifest as manifest_of

@@ -160,8 +160,13 @@ def test_worker_processes_change_nothing(tmp_path: Path) -> None:
     expected = taken(source(path, True, **options), counts)
     for streaming in (False, True):
         made = source(path, True, streaming=streaming, workers=2, **options)
-        assert taken(made, counts) == expected
+        begun = taken(made, counts[:1])
+        state = made.state_dict()
+        assert begun + taken(made, counts[1:]) == expected
         made.dataset._chunks.close()  # type: ignore[union-attr]
+        other = source(path, True, streaming=streaming, **options)
+        other.load_state_dict(state)
+        assert begun + taken(other, counts[1:]) == expected, "resumed by another number of processes"
     bad = path.read_text().split("\n")
     bad[900], bad[40] = "{", '{"label": 3}'
     path.write_text("\n".join(bad))
