@@ -175,7 +175,7 @@ def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, p
         whole = runner.run(*sabotage("never", 0), *QUICK, name="whole")
         assert whole.code == 0, whole.output
         undisturbed["rows"] = numbers(whole.metrics())
-    result = runner.run(*sabotage(phase, signal.Signals[blow]), *more)
+    result = runner.run(*sabotage(phase, signal.Signals[blow]), *more, timeout=400)
     rows = assert_went_on(runner, result)
     assert numbers(rows) == undisturbed["rows"]
 
