@@ -1,0 +1,217 @@
+"""Whole syncs to real SGLang on the CPU: every transport in both dtypes, what the audits find, what heals.
+
+In the stage of scripts/test_sglang.sh. One server per dtype for the whole module; each test uses an attempt number
+of its own, so versions never repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_model, sync_args
+
+from slime.config.machine import installed
+from slime.engines.handle import EngineError
+from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.launch import start_sglang_engine
+from slime.engines.plan import EngineSpec
+from slime.engines.process import EngineProcess
+from slime.utils.async_utils import run
+from slime.weights import audit
+from slime.weights.audit import Probe, WeightAuditError
+from slime.weights.sync import sync_weights
+from slime.weights.transports import Transport, create_transport
+from slime.weights.update import UpdateReport
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.real,
+    pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
+]
+START_SECONDS = 240.0
+DTYPES = ["float32", "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineProcess]]:
+    logs = tmp_path_factory.mktemp("logs")
+    started = {}
+    for index, dtype in enumerate(DTYPES):
+        spec = EngineSpec(index, str(model))
+        started[dtype] = start_sglang_engine(make_args(model, dtype), spec, log_path=logs / f"{dtype}.log")
+    try:
+        for server in started.values():
+            server.wait_ready(START_SECONDS)
+        yield started
+    finally:
+        for server in started.values():
+            server.stop()
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def engine(dtype: str, servers: dict[str, EngineProcess]) -> HttpEngineHandle:
+    return HttpEngineHandle(servers[dtype].url)
+
+
+def make_args(model: Path, dtype: str, **changes: Any) -> Any:
+    settings: dict[str, Any] = dict(
+        hf_checkpoint=str(model),
+        train_dtype=dtype,
+        rollout_dtype=dtype,
+        sglang={"device": "cpu", "max_total_tokens": 4096},
+        rollout_seed=0,
+        trust_remote_code=False,
+        deterministic=False,
+        offload_rollout=False,
+        use_rollout_routing_replay=False,
+        threads_per_process=1,
+        update_weight_mode="delta",
+    )
+    return sync_args(**(settings | changes))
+
+
+_made: list[Transport] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_transports() -> Iterator[None]:
+    yield
+    while _made:
+        run(_made.pop().close())
+
+
+def transport_of(name: str, args: Any, folder: Path) -> Transport:
+    args.update_weight_disk_dir = str(folder / "published")
+    args.update_weight_transport = "disk" if name in ("disk", "delta") else "nccl"
+    args.update_weight_mode = "delta" if name == "delta" else "full"
+    _made.append(create_transport(args, colocated_host=name == "ipc"))
+    return _made[-1]
+
+
+def probe_of(trained: Any, dtype: str) -> Probe:
+    tokens = audit.probe_tokens(VOCAB)
+    cast = new_model(0).to(getattr(torch, dtype))
+    cast.load_state_dict(trained.state_dict())
+    return Probe(tokens, log_probs(cast, tokens))
+
+
+def sync(args: Any, trained: Any, engine: Any, transport: Transport, version: str, **more: Any) -> UpdateReport:
+    report = sync_weights(args, iter(named_weights(trained)), [engine], transport, version, True, **more)
+    assert report is not None
+    return report
+
+
+@pytest.mark.parametrize("name", ["ipc", "distributed", "disk", "delta"])
+def test_sglang_gets_the_trainers_weights(
+    name: str, dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+) -> None:
+    args = make_args(model, dtype)
+    transport = transport_of(name, args, tmp_path)
+    assert transport.name == name
+    attempt = len(name)
+    for step in range(2):
+        trained = new_model(100 * attempt + step)
+        report = sync(args, trained, engine, transport, f"{attempt}.{step}", probe=probe_of(trained, dtype))
+        assert 0 < report.pause_seconds <= report.seconds and report.audit_seconds > 0
+        assert report.tensors == len(named_weights(trained))
+        assert run(engine.info()).weight_version == f"{attempt}.{step}"
+    before = run(engine.checksum())
+    sync(args, trained, engine, transport, f"{attempt}.2", check_equal=True, probe=probe_of(trained, dtype))
+    assert run(engine.checksum()) == before
+    assert sync(args, new_model(100 * attempt + 2), engine, transport, f"{attempt}.3").nbytes > 0
+    assert run(engine.checksum()) != before
+
+
+def test_one_changed_tensor_is_all_that_a_delta_carries(
+    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+) -> None:
+    args = make_args(model, dtype)
+    transport, trained = transport_of("delta", args, tmp_path), new_model(7)
+    whole = sync(args, trained, engine, transport, "20.0").nbytes
+    before = run(engine.checksum())
+    trained.state_dict()["model.layers.0.mlp.gate_proj.weight"][3, 3] += 1.0
+    report = sync(args, trained, engine, transport, "20.1", probe=probe_of(trained, dtype))
+    assert report.nbytes < 100 < whole and 0 < report.density <= 4 / whole
+    after = run(engine.checksum())
+    assert [name for name in after if after[name] != before[name]] == ["model.layers.0.mlp.gate_up_proj.weight"]
+
+
+def test_a_base_that_is_gone_and_damaged_bytes_are_healed(
+    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+) -> None:
+    args = make_args(model, dtype)
+    transport, trained = transport_of("delta", args, tmp_path), new_model(8)
+    sync(args, trained, engine, transport, "21.0")
+    other_args = make_args(model, dtype)
+    other = transport_of("ipc", other_args, tmp_path)
+    sync(other_args, new_model(9), engine, other, "22.0")  # the loader's copy is not what the model holds any more
+    report = sync(args, new_model(10), engine, transport, "21.1", probe=probe_of(new_model(10), dtype))
+    assert report.density == 1.0  # its version was not the base: the whole
+
+    def damage(folder: Path, engines: Any) -> None:
+        for file in folder.glob("*.zst"):
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            file.write_bytes(bytes(data))
+
+    transport.written = damage  # type: ignore[attr-defined]
+    trained = new_model(11)
+    report = sync(args, trained, engine, transport, "21.2", probe=probe_of(trained, dtype))
+    assert report.nbytes > sum(t.numel() * t.element_size() for _, t in named_weights(trained)) // 2
+    assert run(engine.health())
+
+
+def test_a_sync_that_was_torn_is_marked_and_healed(
+    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+) -> None:
+    args = make_args(model, dtype)
+    transport = transport_of("ipc", args, tmp_path)
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from named_weights(new_model(12))[:9]
+        raise ArithmeticError("a rank is gone")
+
+    with pytest.raises(ArithmeticError, match="a rank is gone"):
+        sync_weights(args, weights(), [engine], transport, "23.0", True)
+    assert run(engine.info()).weight_version == "23.0-torn"
+    trained = new_model(13)
+    sync(args, trained, engine, transport, "23.1", probe=probe_of(trained, dtype))
+
+
+def test_the_audit_finds_other_weights(dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path) -> None:
+    args = make_args(model, dtype)
+    transport, trained = transport_of("ipc", args, tmp_path), new_model(14)
+    with pytest.raises(WeightAuditError, match=f"engine {engine.url} and the trainer disagree on the probe"):
+        sync(args, trained, engine, transport, "24.0", probe=probe_of(new_model(15), dtype))
+    forgotten = "model.layers.1.mlp.up_proj.weight"
+    sync(args, trained, engine, transport, "24.1")
+    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors differ: model.layers.1.mlp.gate_up_proj.weight"):
+        kept = [(name, tensor) for name, tensor in named_weights(trained) if name != forgotten]
+        sync_weights(args, kept, [engine], transport, "24.2", True, check_equal=True)
+    sync(args, trained, engine, transport, "24.3", probe=probe_of(trained, dtype))
+
+
+def test_a_refused_tensor_is_told_in_sglangs_words(
+    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+) -> None:
+    """An update outside its brackets is refused and changes nothing."""
+    from slime.weights.update import Bucket
+
+    before = run(engine.checksum())
+    with pytest.raises(EngineError, match="begin_weight_update"):
+        run(engine.push(Bucket(0, named_weights(new_model(16)), last=True), "25.0"))
+    assert run(engine.checksum()) == before
