@@ -254,7 +254,9 @@ class Servers:
 
         engine = self.running.get(gpu)
         if engine is None or not engine.alive():
-            gpus = [gpu] if self.options.device == "cuda" else None
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            ids = [int(word) for word in visible.split(",") if word] or range(8)
+            gpus = [ids[gpu]] if self.options.device == "cuda" else None
             spec = EngineSpec(gpu, self.args.hf_checkpoint)
             log = self.options.work / f"engine-{gpu}-{time.time():.0f}.log"
             engine = self.running[gpu] = start_engine(self.args, spec, log_path=log, gpu_ids=gpus)

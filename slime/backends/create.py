@@ -67,6 +67,8 @@ def _init_process_group(args: Any, rank: int, world_size: int, master_addr: str,
     if dist.is_initialized():
         return
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # FSDP's device mesh reads them
+    # NCCL reads it once per process; the engines' NCCL, which weights are broadcast to, has the same.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{master_addr}:{master_port}",

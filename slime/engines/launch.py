@@ -59,6 +59,7 @@ def start_sglang_engine(
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
     command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(args, spec, place)]
     env = server_environment(args, spec)
+    env.setdefault("SGLANG_GRPC_PORT", str(free_port(host)))  # its default, port + 10000, may be past the last port
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     part = f" node {rank}" if num_nodes > 1 else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import socket
 import threading
 import traceback
@@ -107,6 +108,8 @@ def _gloo(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
 def _nccl(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
+    # As SGLang sets it: of two processes that differ one gets "invalid argument" at the first broadcast.
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     options = ProcessGroupNCCL.Options()
     options._timeout = _NEVER
     return ProcessGroupNCCL(store, 0, rendezvous.world_size, options)
