@@ -132,6 +132,22 @@ def test_zero_advantage_samples_are_left_out_without_a_trace(llama: Path) -> Non
     assert metrics["entropy_loss"] == pytest.approx(entropy, rel=1e-4)
 
 
+@pytest.mark.parametrize("attention", [None, "sdpa"])
+def test_a_response_that_was_cut_to_nothing(llama: Path, attention: str | None) -> None:
+    """It is in the batch without a token to train on (an image token was the first that was sampled)."""
+    samples = make_samples()
+    for i in (0, 5):
+        samples[i]["tokens"] = samples[i]["tokens"][: -len(samples[i]["mask"])]
+        samples[i]["mask"] = []
+    backend = make_backend(make_args(llama, attn_implementation=attention))
+    batch = whole_batch(samples)
+    metrics, _ = train_on_rollout(backend, backend.args, batch)
+    assert math.isfinite(metrics["train/loss"]) and metrics["train/grad_norm"] > 0
+    assert [len(x) for x in batch["advantages"]][:6:5] == [0, 0]
+    scores = backend.log_probs(batch)["log_probs"]
+    assert [len(x) for x in scores] == batch["response_lengths"]
+
+
 def test_a_step_without_any_advantage_still_decays_the_moments(llama: Path) -> None:
     results = []
     for skip in (True, False):

@@ -30,7 +30,7 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
     for target, phase in (("train_actor", "actor_train"), ("train_log_probs", "ref_log_probs")):
         trace = whole.folder / "traces" / f"train-actor-0-{target}-000001.json.gz"
         names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-        assert phase in names and "aten::mm" in names
+        assert phase in names and any(str(name).startswith("aten::") for name in names)
     dump = torch.load(details / "train_data" / "2.pt", weights_only=False)
     assert len(dump["samples"]) == 16 and dump["format_version"] == 2
     rollout = torch.load(details / "rollout_data" / "2.pt", weights_only=False)["samples"]
