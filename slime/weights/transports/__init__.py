@@ -49,13 +49,15 @@ def create_transport(args: Any, colocated_host: bool) -> Transport:
             ``update_weight_disk_keep_files``, ``update_weight_delta_encoding``, ``update_weight_delta_checksum``,
             ``custom_update_weight_post_write_path``, ``hf_checkpoint``, ``colocate``,
             ``distributed_timeout_minutes``, ``phase_timeout``.
-        colocated_host: all engines run on the sender's host. On GPUs IPC is for engines on the *same* GPU:
-            NCCL refuses two ranks on one, and across GPUs it is faster and needs no peer access by handle.
+        colocated_host: all engines run on the host of rank 0. On GPUs IPC is for engines on the *same* GPU
+            (``--colocate``, whatever the host): NCCL refuses two ranks on one, and across GPUs it is faster and
+            needs no peer access by handle.
     """
     deadline = sync_deadline(args)
     if args.update_weight_transport == "disk":
         return _through_folder(args, deadline)
-    if colocated_host and (args.colocate or not _on_cuda() or _gpus_of_this_host() == 1):
+    own_gpu = _on_cuda() and (args.colocate or (colocated_host and _gpus_of_this_host() == 1))
+    if own_gpu or (colocated_host and not _on_cuda()):
         from slime.weights.transports.ipc import IpcTransport
 
         return IpcTransport(deadline)
