@@ -65,7 +65,7 @@ class WeightBank:
                 there = tuple(full[name].shape) if name in full else "missing"
                 raise ValueError(f"{tag} model: {name} is {there}, in the trained model {tuple(p.shape)}")
             shard = _host_like(local(p.detach()))
-            shards.append(shard.copy_(_shard_of(full[name], p)))
+            shards.append(shard.copy_(shard_of(full[name], p)))
         self.copies[tag] = shards
 
     @contextmanager
@@ -103,7 +103,7 @@ def _host_like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
-def _shard_of(full: Tensor, like: Tensor) -> Tensor:
+def shard_of(full: Tensor, like: Tensor) -> Tensor:
     """This rank's part of ``full``, split as ``like`` is."""
     if not isinstance(like, DTensor):
         return full

@@ -50,7 +50,7 @@ def load_hf_model(
         path: a Hugging Face folder, or a hub id.
         dtype: of all parameters, whatever the checkpoint's is. In float32 on the CPU linear layers go
             through oneDNN where that is faster (``cpu_linear.py``).
-        device: where the parameters end up.
+        device: where the parameters end up; ``meta`` reads the config alone.
         attn_implementation: a name that transformers' AttentionInterface knows, or one per sub-config.
 
     Returns:
@@ -62,15 +62,16 @@ def load_hf_model(
     config = load_hf_config(path, trust_remote_code)
     auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
     folder = Path(path).expanduser()
-    model = auto.from_pretrained(
-        str(folder) if folder.exists() else str(path),
-        config=config,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
+    common: dict[str, Any] = dict(
+        config=config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
-    model.to(device)
-    if torch.device(device).type == "cpu" and dtype == torch.float32:
+    if torch.device(device).type == "meta":
+        with torch.device("meta"):
+            model = auto.from_config(**common)
+    else:
+        model = auto.from_pretrained(str(folder) if folder.exists() else str(path), **common)
+        model.to(device)
+    if torch.device(device).type in ("cpu", "meta") and dtype == torch.float32:
         use_onednn_linears(model)
     model.eval()
     return model

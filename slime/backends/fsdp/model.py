@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slime.backends.fsdp.optimizer import select_trainable
+from slime.backends.bank import shard_of
+from slime.backends.fsdp.optimizer import local, select_trainable
 from slime.config.seeds import derive_seed
 from slime.models.inputs import InputBuilder
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
@@ -29,16 +31,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def build_scorer(args: Any, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
     """The model of a role with its way to lay out batches: loaded in float32, checked, frozen where asked, sharded.
 
+    Rank 0 alone reads the checkpoint and has the whole of it in memory; the others get their shards from it.
+
     Raises:
         ModelError: the checkpoint or its architecture cannot be trained as asked.
     """
     packed = (args.attn_implementation or VARLEN) == VARLEN
-    model = load_full_model(args, _initial_weights(args))
+    reads = world_size == 1 or dist.get_rank() == 0
+    model = load_full_model(args, _initial_weights(args), empty=not reads)
     if packed:
         check_packable(model)
-    builder = _builder(args, model, torch.device("cpu"), packed)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
-    check_scorer(policy, builder)
+    if reads:
+        check_scorer(policy, _builder(args, model, torch.device("cpu"), packed))
     scorer: Scorer = policy
     if role == "critic":
         scorer = ValueScorer(model, derive_seed(args.seed, "value head"))
@@ -52,14 +57,15 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
     return scorer, _builder(args, model, device, packed)
 
 
-def load_full_model(args: Any, path: str) -> PreTrainedModel:
-    """Float32 on the CPU: the master weights, whatever dtype computes."""
+def load_full_model(args: Any, path: str, empty: bool = False) -> PreTrainedModel:
+    """Float32 on the CPU: the master weights, whatever dtype computes. ``empty``: without memory or values."""
     attention: str | dict[str, str] = PACKED
     if (args.attn_implementation or VARLEN) != VARLEN:
         attention = args.attn_implementation
     elif is_multimodal(load_hf_config(path, args.trust_remote_code)):
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
-    return load_hf_model(path, torch.float32, "cpu", attention, args.trust_remote_code)
+    device = "meta" if empty else "cpu"
+    return load_hf_model(path, torch.float32, device, attention, args.trust_remote_code)
 
 
 def _builder(args: Any, model: PreTrainedModel, device: torch.device, packed: bool) -> InputBuilder:
@@ -128,10 +134,16 @@ def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_si
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
+    whole = {name: p.detach() for name, p in scorer.named_parameters()}
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
-    scorer.to(device)  # buffers; the parameters are there already
+    if any(p.is_meta for p in scorer.parameters()):
+        scorer.to_empty(device=device)
+    else:
+        scorer.to(device)  # buffers; the parameters are there already
+    if world_size > 1:
+        distribute(scorer, whole, device)
     inside = {id(p) for layer in layers for p in layer.parameters()}
     if is_multimodal(model.config) and world_size > 1:
         embedding = {id(p) for p in model.get_input_embeddings().parameters()}
@@ -143,6 +155,19 @@ def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_si
             # Losses are shares of one global mean: gradients are summed over ranks, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+
+
+@torch.no_grad()
+def distribute(scorer: Scorer, whole: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Give every rank its shard of rank 0's ``whole`` parameters, and its buffers; one tensor at a time."""
+    reads = dist.get_rank() == 0
+    for name, parameter in scorer.named_parameters():
+        full = whole.pop(name)
+        full = full.to(device) if reads else torch.empty(full.shape, dtype=full.dtype, device=device)
+        dist.broadcast(full, src=0)
+        local(parameter).copy_(shard_of(full, parameter))
+    for buffer in scorer.buffers():  # also those that no checkpoint holds: rotary frequencies
+        dist.broadcast(buffer, src=0)
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
