@@ -3,7 +3,8 @@
 (a) :func:`check_probe`: a fixed sequence is scored by every engine and by the trainer.
 (b) :func:`check_engines_agree`: engines of one layout have equal checksums.
 (c) :func:`overwrite` and :func:`check_restored` around a sync of the same weights: every tensor was written.
-(d) :func:`check_digests`: digests by checkpoint name, on engines that know these names.
+(d) :func:`check_digests`: digests by name of what was sent and of what is held, on engines that know checkpoint
+    names and on SGLang where its own names are known (:mod:`slime.weights.fused`).
 """
 
 from __future__ import annotations
@@ -87,27 +88,30 @@ def gap_alarm(args: Any, metrics: Mapping[str, float]) -> str | None:
 async def audit_engines(
     engines: Sequence[EngineHandle],
     infos: Mapping[str, EngineInfo],
-    digests: Mapping[str, str],
+    sent: Mapping[str, Mapping[str, str]],
     probe: Probe | None,
     limit: float,
     deadline: float,
 ) -> None:
     """Checks (a), (b) and (d), as far as there is something to compare with.
 
+    Args:
+        sent: engine URL to digests of what was sent, under the names and by the function of that engine.
+
     Raises:
         WeightAuditError: names the engine and the tensors.
     """
     if probe is not None:
         await check_probe(engines, probe, limit, deadline)
-    named = [engine for engine in engines if engine.capabilities.named_checksums]
-    asked = engines if len(engines) > 1 else named if digests else []
+    asked = engines if len(engines) > 1 else [engine for engine in engines if sent.get(engine.url)]
     sums, failed = await on_each(asked, lambda engine: engine.checksum(), "compute its checksums", deadline)
     for error in failed.values():
         raise error
     for layout in _layouts(asked, infos):
         check_engines_agree({engine.url: sums[engine.url] for engine in layout})
-    for engine in named if digests else []:
-        check_digests(engine.url, digests, sums[engine.url])
+    for url, digests in sent.items():
+        if digests:
+            check_digests(url, digests, sums[url])
 
 
 # --- (a) -----------------------------------------------------------------------------------------

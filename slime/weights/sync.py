@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from slime.engines.handle import EngineError, EngineHandle, EngineInfo, PauseMode
-from slime.weights import audit
+from slime.weights import audit, fused
 from slime.weights.fleet import Failures, WeightSyncError, on_each
 from slime.weights.handoff import Handoff
 from slime.weights.transforms import cast_floating, frozen_by_flags, leave_out
@@ -33,6 +33,7 @@ class _Plan:
     reached: list[EngineHandle]
     infos: dict[str, EngineInfo]
     failed: Failures = field(default_factory=dict)
+    fused: set[str] = field(default_factory=set)  # URLs of engines whose own names and digests are known
 
 
 @dataclass
@@ -97,6 +98,7 @@ class _Sender:
         self.deadline = sync_deadline(args)
         self.window = _Window()
         self.report = UpdateReport(version, transport.name)
+        self.fused = fused.FusedDigests()
 
     def run(
         self, pool: ThreadPoolExecutor, named_weights: Iterable[NamedTensor], probe: audit.Probe | None
@@ -128,15 +130,11 @@ class _Sender:
 
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
         """Cut the stream into buckets and hand them over, with their digests when engines can show theirs."""
-        digests = self.report.digests if self._compares_digests(plan) else None
-        if digests is not None:
-            from slime.models.digest import tensor_digest
         dtype = _engine_dtype(plan, self.args)
         try:
             for bucket in iter_buckets(source, self.args.update_weight_buffer_size, self._transforms(plan, dtype)):
                 _finish_kernels(bucket.tensors[0][1])
-                if digests is not None:
-                    digests.update((name, tensor_digest(t)) for name, t in bucket.tensors if _has_dtype(t, dtype))
+                self._digest([(name, t) for name, t in bucket.tensors if _has_dtype(t, dtype)], plan)
                 if not handoff.put(bucket):
                     return
         except BaseException as error:
@@ -160,8 +158,23 @@ class _Sender:
         attempt = parse_version(self.version).attempt
         return all(info.weight_version.startswith(f"{attempt}.") for info in plan.infos.values())
 
-    def _compares_digests(self, plan: _Plan) -> bool:
-        return bool(self.args.audit_weights) and any(e.capabilities.named_checksums for e in plan.reached)
+    def _digest(self, tensors: list[NamedTensor], plan: _Plan) -> None:
+        """Note what the engines will have to show, for those that can."""
+        if not self.args.audit_weights:
+            return
+        if any(engine.capabilities.named_checksums for engine in plan.reached):
+            from slime.models.digest import tensor_digest
+
+            self.report.digests.update((name, tensor_digest(tensor)) for name, tensor in tensors)
+        if plan.fused:
+            for name, tensor in tensors:
+                self.fused.add(name, tensor)
+
+    def _sent_to(self, engine: EngineHandle, plan: _Plan) -> dict[str, str]:
+        """Digests of what was sent, as this engine shows what it holds; empty where that is not known."""
+        if engine.capabilities.named_checksums:
+            return self.report.digests
+        return self.fused.digests if engine.url in plan.fused else {}
 
     # --- on the event loop -------------------------------------------------------------------
 
@@ -173,7 +186,8 @@ class _Sender:
         reached = [engine for engine in reached if engine.url not in unreached]
         if not reached:
             raise WeightSyncError(self.version, failed, [], [])
-        return _Plan(reached, infos, failed)
+        known = {e.url for e in reached if self.args.audit_weights and fused.comparable(self.args, infos[e.url])}
+        return _Plan(reached, infos, failed, known)
 
     async def _send(self, plan: _Plan, handoff: Handoff) -> None:
         """Raises :class:`WeightSyncError` when any engine was not reached; the rest is in order by then."""
@@ -255,7 +269,8 @@ class _Sender:
     async def _audit(self, plan: _Plan, probe: audit.Probe | None) -> None:
         start = time.perf_counter()
         threshold = audit.threshold(self.args, plan.infos.values())
-        await audit.audit_engines(plan.reached, plan.infos, self.report.digests, probe, threshold, self.deadline)
+        sent = {engine.url: self._sent_to(engine, plan) for engine in plan.reached}
+        await audit.audit_engines(plan.reached, plan.infos, sent, probe, threshold, self.deadline)
         self.report.audit_seconds = time.perf_counter() - start
 
 

@@ -1,0 +1,104 @@
+"""What SGLang's own checksums must be for the weights that were sent, on engines of one rank.
+
+SGLang keeps q, k and v of a layer in one tensor, gate and up in another, and hashes what it keeps. For the model
+families in ``FAMILIES`` that is known by name, so each tensor can be compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime.engines.handle import EngineInfo
+
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PLACES = {part: (whole, i) for whole, parts in _FUSED.items() for i, part in enumerate(parts)}
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_VOCABULARY_MULTIPLE = 64  # SGLang pads these to it
+
+
+def comparable(args: Any, info: EngineInfo) -> bool:
+    """Whether this engine's checksums can be predicted: a known family, unquantised, one rank, and on CUDA the same
+    SGLang in this process, whose hash it is."""
+    import torch
+
+    if info.kind != "sglang" or info.extra.get("quantization") or info.tensor_parallel_size != 1:
+        return False
+    if any(int(info.extra.get(name) or 1) != 1 for name in ("pp_size", "dp_size", "ep_size")):
+        return False
+    config = Path(args.hf_checkpoint) / "config.json"
+    if not config.is_file() or not set(json.loads(config.read_text()).get("architectures") or ()) & set(FAMILIES):
+        return False
+    return not torch.cuda.is_available() or _has_hash_of(info.version)
+
+
+def _has_hash_of(version: str) -> bool:
+    spec = importlib.util.find_spec("sglang")
+    return spec is not None and metadata.version("sglang") == version and _hash_file().is_file()
+
+
+class FusedDigests:
+    """Collects tensors under checkpoint names, and digests them as the engine will hold them.
+
+    Attributes:
+        digests: by SGLang's names; complete once all parts of a tensor were added.
+    """
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self._parts: dict[str, dict[int, torch.Tensor]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Tensors that stand alone are digested at once; parts are kept until the others are there."""
+        import torch
+
+        if name.endswith(_VOCABULARY) and tensor.shape[0] % _VOCABULARY_MULTIPLE:
+            return
+        module = name.split(".")[-2] if "." in name else ""
+        if module not in _PLACES:
+            self.digests[name] = digest(tensor)
+            return
+        whole, place = _PLACES[module]
+        fused = name.replace(f".{module}.", f".{whole}.")
+        parts = self._parts.setdefault(fused, {})
+        parts[place] = tensor.detach()
+        if len(parts) == len(_FUSED[whole]):
+            self.digests[fused] = digest(torch.cat([parts[i] for i in range(len(parts))]))
+            del self._parts[fused]
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """SGLang's checksum of one tensor: the start of its SHA-256 on the CPU, a hash of its own on CUDA."""
+    import torch
+
+    if tensor.is_cuda:
+        return f"{_cuda_hash()(tensor.detach()):016x}"
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.data).hexdigest()[:16]
+
+
+def _hash_file() -> Path:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / "srt" / "layers" / "multimodal.py"
+
+
+@functools.cache
+def _cuda_hash() -> Callable[[torch.Tensor], int]:
+    """From its file alone: to import the package would patch transformers in this process."""
+    spec = importlib.util.spec_from_file_location("sglang_tensor_hash", _hash_file())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function: Callable[[torch.Tensor], int] = module.gpu_tensor_hash
+    return function
