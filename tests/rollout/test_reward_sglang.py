@@ -14,16 +14,13 @@ class served:
     """A real SGLang server over a model, on the CPU."""
 
     def __init__(self, model, folder, **options):
+        from slime.config.args import Args
         from slime.engines.launch import start_engine
         from slime.engines.plan import EngineSpec
 
-        args = SimpleNamespace(
-            hf_checkpoint=str(model), rollout_dtype="float32", train_dtype="float32", rollout_seed=1,
-            deterministic=False,
-            trust_remote_code=False, threads_per_process=1, offload_rollout=False, use_rollout_routing_replay=False,
-            rollout_backend="sglang", sglang={"device": "cpu", "max_total_tokens": 4096, "dtype": "float32", **options},
-            router={}, sglang_router_request_timeout_secs=120,
-        )  # fmt: skip
+        args = Args(hf_checkpoint=str(model), rollout_backend="sglang", train_dtype="float32", rollout_dtype="float32")
+        args.threads_per_process = 1
+        args.sglang |= {"device": "cpu", "max_total_tokens": 4096, "dtype": "float32", **options}
         self.engine = start_engine(args, EngineSpec(0, str(model)), log_path=folder / "engine.log")
 
     def __enter__(self):

@@ -2,8 +2,8 @@ r"""Math rewards: ``math`` and ``deepscaler``. 1.0 where the answer means the la
 
 ``math`` reads the last ``\boxed{}`` of the response (of what follows ``</think>``, where there is one),
 else what follows the last ``####`` (GSM8K's mark), else its last expression or number. ``deepscaler``
-wants an answer in ``\boxed{}`` after the reasoning (``</think>`` or ``###Response``), else 0. Equal normal forms and plain numbers are decided
-at once; the rest goes to math-verify in a verifier process.
+wants an answer in ``\boxed{}`` after the reasoning (``</think>`` or ``###Response``), else 0. Equal normal forms
+and plain numbers are decided at once; the rest goes to math-verify in a verifier process.
 """
 
 from __future__ import annotations
