@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PLACES = {part: (whole, i) for whole, parts in _FUSED.items() for i, part in enumerate(parts)}
+_HASH_FILES = ("kernels/ops/memory/gpu_tensor_hash.py", "srt/layers/multimodal.py")  # 0.5.23, 0.5.15
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads these to it
 
@@ -44,7 +45,7 @@ def comparable(args: Any, info: EngineInfo) -> bool:
 
 def _has_hash_of(version: str) -> bool:
     spec = importlib.util.find_spec("sglang")
-    return spec is not None and metadata.version("sglang") == version and _hash_file().is_file()
+    return spec is not None and metadata.version("sglang") == version and _hash_file() is not None
 
 
 class FusedDigests:
@@ -87,16 +88,19 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw.data).hexdigest()[:16]
 
 
-def _hash_file() -> Path:
+def _hash_file() -> Path | None:
     spec = importlib.util.find_spec("sglang")
     assert spec is not None and spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / "srt" / "layers" / "multimodal.py"
+    files = [Path(spec.submodule_search_locations[0]) / name for name in _HASH_FILES]
+    return next((file for file in files if file.is_file()), None)
 
 
 @functools.cache
 def _cuda_hash() -> Callable[[torch.Tensor], int]:
     """From its file alone: to import the package would patch transformers in this process."""
-    spec = importlib.util.spec_from_file_location("sglang_tensor_hash", _hash_file())
+    file = _hash_file()
+    assert file is not None
+    spec = importlib.util.spec_from_file_location("sglang_tensor_hash", file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
