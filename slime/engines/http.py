@@ -135,7 +135,7 @@ async def retrying(
             if not error.retryable or attempt == limit or give_up():
                 raise
             delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS) * random.uniform(0.75, 1.25)
-            log = logger.warning if attempt >= 3 else logger.debug
+            log = logger.warning if attempt >= 3 and attempt & (attempt + 1) == 0 else logger.debug  # tries 4, 8, 16, …
             log("try %d of %d again in %.1f s: %s", attempt + 1, limit, delay, error)
             _retried += 1
             await asyncio.sleep(delay)
