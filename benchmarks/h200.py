@@ -85,7 +85,7 @@ def kill_engine(options: argparse.Namespace, folder: Path) -> list[Any]:
 
 def cuda_tests(options: argparse.Namespace, folder: Path) -> list[Any]:
     tests = [CHECKOUT / "tests" / "backends", CHECKOUT / "tests" / "models", CHECKOUT / "tests" / "weights"]
-    flags = ["-m", "cuda", "-q", "-p", "no:cacheprovider", "--rootdir", CHECKOUT, "-x", "--tb=short"]
+    flags = ["-m", "cuda", "-q", "-p", "no:cacheprovider", "--rootdir", CHECKOUT, "--tb=short"]
     return [sys.executable, "-m", "pytest", *flags, *tests]
 
 

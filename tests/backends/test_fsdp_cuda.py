@@ -56,9 +56,10 @@ def test_float32_equals_the_cpu(llama: Path) -> None:
             assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("share", [True, False])
-def test_bfloat16_varlen_is_close_to_float32(llama: Path, share: bool) -> None:
-    varlen = on_cuda(llama, train_dtype="bfloat16", share_prompt_in_pack=share)
+def test_bfloat16_varlen_is_close_to_float32(llama: Path, share: bool, compiled: bool) -> None:
+    varlen = on_cuda(llama, train_dtype="bfloat16", share_prompt_in_pack=share, compile_layers=compiled)
     exact = make_backend(make_args(llama))
     batch = whole_batch(make_samples(), micro_batch_size=16)
     got = torch.cat(varlen.log_probs(batch)["log_probs"])

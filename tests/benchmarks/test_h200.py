@@ -1,0 +1,74 @@
+"""The parts of a GPU call: one that fails or hangs leaves no process and costs no other figure."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_h200", BENCHMARKS / "h200.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def part(h200: ModuleType, code: str, seconds: float = 30.0) -> Any:
+    return h200.Part(seconds, lambda options, folder: [sys.executable, "-c", code], h200.show_any)
+
+
+def test_parts_fail_alone(h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    hang = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)"
+    )
+    parts = {
+        "good": part(h200, "print('noise'); print('{\"ratio\": 0.98}'); print('more')"),
+        "bad": part(h200, "raise SystemExit('it broke')"),
+        "hangs": part(h200, hang, seconds=2.0),
+    }
+    monkeypatch.setattr(h200, "PARTS", parts)
+    words = [
+        "h200.py",
+        "--parts",
+        "hangs,bad,good",
+        "--output",
+        str(tmp_path / "out"),
+        "--work",
+        str(tmp_path / "work"),
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    started = time.monotonic()
+    h200.main()
+    assert time.monotonic() - started < 60
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert results["good"]["figures"] == {"ratio": 0.98} and results["good"]["status"] == "exit 0"
+    assert results["bad"]["figures"] is None and results["bad"]["status"] == "exit 1"
+    assert results["hangs"]["status"].startswith("not done")
+    child = int((tmp_path / "work" / "hangs" / "output.log").read_text().splitlines()[-1])
+    assert not psutil.pid_exists(child)
+    assert "it broke" in next((tmp_path / "out").glob("*.log")).read_text()
+
+
+@pytest.mark.parametrize("name", ["mfu", "mfu_gpus", "mfu_megatron_gpus", "rollout", "colocate", "step", "curve"])
+def test_commands_name_scripts_that_are_there(h200: ModuleType, tmp_path: Path, name: str) -> None:
+    options = argparse.Namespace(device="cpu", gpus=2, gsm8k=None, smollm2=tmp_path)
+    words = [str(word) for word in h200.PARTS[name].command(options, tmp_path)]
+    scripts = [word for word in words if word.endswith(".py")]
+    assert scripts and all(Path(script).is_file() for script in scripts)
+    assert "--tiny" in words
