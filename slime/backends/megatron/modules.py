@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
@@ -152,6 +153,28 @@ class GroupedExperts(MegatronModule):
         gate, up = gate_up.chunk(2, -1)
         inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(tokens.dtype)
         return grouped_linear(inner, self.down, counts), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """All experts of the model as one tensor each: cut by EP along the first axis, by ETP along the features."""
+        found = {}
+        axes = {"gate_up": 2, "down": 2}
+        for name, parameter in self.named_parameters():
+            first = len(sharded_offsets)
+            offsets = (
+                *sharded_offsets,
+                (first, self.ep_group.rank(), self.ep_group.size()),
+                (first + axes[name], self.tp_group.rank(), self.tp_group.size()),
+            )
+            found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{name}",
+                parameter,
+                *offsets,
+                replica_id=(0, 0, self.dp_group.rank()),
+                prepend_axis_num=first,
+            )
+        return found
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -1,0 +1,100 @@
+"""What the ranks of ``test_megatron_checkpoint.py`` run: save once, read by other layouts."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ranks import CP, EP, OVERLAP, PP, SP, TP, VPP, Layout, make_arguments, rank_batch
+
+FLAGS: dict[str, Any] = dict(lr_decay_style="linear", lr_warmup_iters=3, keep_old_actor=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout that saves, and the layouts that read what it saved."""
+
+    saved: Layout
+    readers: tuple[Layout, ...]
+
+
+def layout(model: str, **megatron: Any) -> Layout:
+    return Layout(model, 2, megatron, FLAGS)
+
+
+CASES = [
+    Case(
+        layout("qwen3", **{TP: 2, SP: True}),
+        (
+            layout("qwen3", **{TP: 2, SP: True}),
+            layout("qwen3", **{PP: 2}),
+            layout("qwen3", **{CP: 2}),
+            layout("qwen3", **{PP: 2, VPP: 2}),
+            layout("qwen3", **OVERLAP),
+        ),
+    ),
+    Case(
+        layout("qwen3_moe", **{EP: 2}),
+        (layout("qwen3_moe", **{EP: 2}), layout("qwen3_moe", **{TP: 2}), layout("qwen3_moe", **{PP: 2})),
+    ),
+    Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{PP: 2}), layout("glm4_moe", **{EP: 2}))),
+    Case(
+        layout("llama", use_distributed_optimizer=False, **{TP: 2}),
+        (layout("llama", use_distributed_optimizer=False, **{TP: 2}),),
+    ),
+]
+REFUSED = Case(
+    layout("llama", use_distributed_optimizer=False, **{TP: 2}),
+    (layout("llama", **{TP: 2}), layout("llama", **{PP: 2})),
+)
+
+
+def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+
+    results: list[Any] = []
+    for number, case in enumerate([*CASES, REFUSED]):
+        folder = paths["output"] / f"case{number}"
+        backend = make(case.saved, rank, paths, ports)
+        train(backend, 0)
+        backend.copy_weights("actor", "old_actor")
+        train(backend, 1)
+        backend.save(folder)
+        straight = after(backend)
+        read = []
+        for reader in case.readers:
+            try:
+                again = make(reader, rank, paths, ports)
+                again.load(folder)
+                read.append(after(again))
+            except Exception:
+                read.append({"error": traceback.format_exc()})
+                print(f"rank {rank}: {reader.name}\n{traceback.format_exc()}", flush=True)
+        results.append((straight, read))
+    torch.save(results, paths["output"] / f"rank{rank}.pt")
+
+
+def make(layout: Layout, rank: int, paths: dict[str, Path], ports: Any) -> Any:
+    from slime.backends.create import create_backend
+
+    args = make_arguments(layout, paths, "megatron")
+    return create_backend(args, "actor", rank, layout.world, "127.0.0.1", ports.get(layout.world))
+
+
+def train(backend: Any, seed: int) -> dict[str, float]:
+    from slime.backends.train_loop import train_on_rollout
+
+    batch = rank_batch(seed, 0, backend.data_parallel_rank, backend.data_parallel_size)
+    return train_on_rollout(backend, backend.args, batch)[0]
+
+
+def after(backend: Any) -> dict[str, Any]:
+    """Two more steps, the weights then, and the old actor's score before."""
+    old = backend.log_probs(rank_batch(0, 0, 0, 1), "old_actor")["log_probs"]
+    metrics = [train(backend, 2), train(backend, 3)]
+    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    return {"metrics": metrics, "weights": weights, "old": old}

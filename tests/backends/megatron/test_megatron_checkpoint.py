@@ -1,0 +1,59 @@
+"""torch_dist checkpoints with their optimizer: bit for bit on the same layout, the same training on another."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import CASES, REFUSED, Case
+from launch import run_ranks
+from tiny_families import save_family
+
+pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    paths: dict[str, Path] = {
+        name: save_family(name, folder / name) for name in ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+    }
+    paths["output"] = folder / "output"
+    paths["output"].mkdir()
+    run_ranks("checkpoint_ranks:worker", 2, paths)
+    return [torch.load(paths["output"] / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+PAIRS = [(number, i) for number, case in enumerate(CASES) for i in range(len(case.readers))]
+
+
+@pytest.mark.parametrize(
+    ("number", "i"), PAIRS, ids=[f"{CASES[n].saved.name} read by {CASES[n].readers[i].name}" for n, i in PAIRS]
+)
+def test_training_goes_on(number: int, i: int, ranks: list[Any]) -> None:
+    case: Case = CASES[number]
+    exact = case.readers[i] == case.saved
+    for rank in range(2):
+        straight, read = ranks[rank][number]
+        resumed = read[i]
+        assert "error" not in resumed, resumed["error"]
+        for ours, theirs in zip(resumed["metrics"], straight["metrics"], strict=True):
+            assert ours["train/lr-pg_0"] == theirs["train/lr-pg_0"] > 0
+            for name in ("train/loss", "train/grad_norm"):
+                assert math.isclose(
+                    ours[name], theirs[name], rel_tol=0 if exact else 2e-6, abs_tol=0 if exact else 1e-7
+                )
+        for name, tensor in straight["weights"].items():
+            torch.testing.assert_close(resumed["weights"][name], tensor, rtol=0, atol=0 if exact else 1e-5)
+        for ours, theirs in zip(resumed["old"], straight["old"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_read_is_refused_with_the_reason(ranks: list[Any]) -> None:
+    _, read = ranks[0][len(CASES)]
+    assert len(read) == len(REFUSED.readers)
+    for result in read:
+        assert "--no-use-distributed-optimizer" in result["error"] and "--no-load-optim" in result["error"]

@@ -1,0 +1,39 @@
+"""train.py with real megatron-core on the CPU: two ranks, the embedded engine, every weight sync audited."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def on_cpu() -> list[object]:
+    """Flags of a run whose trainers find megatron-core ready for the CPU."""
+    site = CHECKOUT / "tests" / "backends" / "megatron" / "cpu_site"
+    paths = os.pathsep.join([str(site), str(CHECKOUT)])
+    return ["--train-backend", "megatron", "--train-env-vars", json.dumps({"PYTHONPATH": paths})]
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"])
+def test_two_ranks_train_as_one_of_fsdp(runner, flags, layout: str) -> None:
+    """Same samples (the engine is deterministic), same losses, until rounding has changed a sampled token."""
+    common = [*flags, "--num-rollout", 2, "--check-weight-update-equal"]
+    one = runner.run(*common, name="fsdp", timeout=400)
+    assert one.code == 0, one.output
+    two = runner.run(*common, "--actor-num-gpus-per-node", 2, layout, 2, *on_cpu(), name="megatron", timeout=600)
+    assert two.code == 0, two.output
+    ours, theirs = two.metrics(), one.metrics()
+    assert len(ours) == len(theirs) == 2
+    assert math.isclose(ours[0]["train/loss"], theirs[0]["train/loss"], abs_tol=5e-6)
+    assert math.isclose(ours[0]["train/grad_norm"], theirs[0]["train/grad_norm"], rel_tol=1e-4)
+    for row in ours:
+        assert row["train/grad_norm"] > 0
+        assert row["perf/audit_logprob_diff"] < 1e-3
+        assert row["train/train_rollout_logprob_abs_diff"] < 1e-3
+    assert runner.wait_gone() == []
