@@ -108,7 +108,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         kind = type(layer)
         if kind not in compiled:
             compiled[kind] = torch.compile(kind.forward, dynamic=True)
-        layer.forward = types.MethodType(compiled[kind], layer)  # type: ignore[method-assign]
+        layer.forward = types.MethodType(compiled[kind], layer)
 
 
 def _initial_weights(args: Any) -> str:
