@@ -169,7 +169,8 @@ def test_every_hook_is_called_as_documented(runner, flags, prompts, tmp_path) ->
         *hook("--rollout-sample-filter-path", "mark"), *hook("--rollout-all-samples-process-path", "everything"),
         *hook("--custom-reward-post-process-path", "post"), *hook("--custom-rollout-log-function-path", "log"),
         *hook("--custom-eval-rollout-log-function-path", "log_eval"), *hook("--rollout-data-postprocess-path", "late"),
-        *hook("--custom-advantage-function-path", "advantages"), "--use-tis", *hook("--custom-tis-function-path", "tis"),
+        *hook("--custom-advantage-function-path", "advantages"),
+        *hook("--custom-tis-function-path", "tis"), "--use-tis",
         *hook("--custom-pg-loss-reducer-function-path", "reducer"),
     )  # fmt: skip
     assert first.code == 0, first.output

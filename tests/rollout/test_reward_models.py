@@ -96,6 +96,7 @@ async def test_a_judge_behind_the_embedded_engine(smollm2, judge):
     assert await score(args, to_judge()[1]) == pytest.approx(expected[1], abs=1e-4)
 
 
+@pytest.mark.slow
 async def test_a_judge_as_the_reward_of_groups(smollm2, tokenizer_dir, judge):
     args = arguments(
         tokenizer_dir, custom_rm_path=f"{SCORER}.score_group", group_rm=True, rm_url=f"{judge}/generate",
