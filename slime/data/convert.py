@@ -77,11 +77,14 @@ def split_train_data(
         One dict per rank (see :mod:`slime.data.wire`).
     """
     lengths = [len(t) for t in train_data["tokens"]]
+    global_batch_size = args.global_batch_size
+    if getattr(args, "load_debug_rollout_data_subsample", None):  # as many steps as with the whole dump
+        global_batch_size = max(len(set(train_data["rollout_ids"])) // (args.num_steps_per_rollout or 1), 1)
     partitions, micro_batches, num_microbatches, global_batch_sizes = build_dp_schedule(
         args,
         {**(parallel or {}), "dp_size": dp_size},
         lengths,
-        global_batch_size=args.global_batch_size,
+        global_batch_size=global_batch_size,
         rollout_indices=train_data["rollout_ids"],
     )
     tokens_of = [max(int(sum(mask)), 1) for mask in train_data["loss_masks"]]

@@ -116,6 +116,14 @@ def test_metadata_and_nuclei_of_some_samples() -> None:
     assert [t.tolist() for t in batch["rollout_top_p_token_ids"]] == [[5, 6], []]
 
 
+def test_a_part_of_a_dump_makes_as_many_steps() -> None:
+    groups = [[make_sample(2 * g + k, g) for k in range(2)] for g in range(3)]
+    data = samples_to_train_data(make_args(), groups)
+    args = make_args(global_batch_size=8, num_steps_per_rollout=3, load_debug_rollout_data_subsample=0.25)
+    part = split_train_data(args, data, 1)[0]
+    assert part["global_batch_sizes"] == [2, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -45,9 +45,8 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "rollout/advantages", "train/kl_loss"):
         assert [step[name] for step in again.metrics()] == [step[name] for step in steps], name
     half = runner.run(
-        *flags, *kl, "--load-debug-rollout-data", template, "--load-debug-rollout-data-subsample", "0.5",
-        "--global-batch-size", 16, name="half",
-    )  # fmt: skip
+        *flags, *kl, "--load-debug-rollout-data", template, "--load-debug-rollout-data-subsample", "0.5", name="half"
+    )
     assert half.code == 0, half.output
     assert all(step["train/global_batch_size"] == 8 for step in half.metrics())
     forge = runner.run(*flags, *kl, "--load-forge-rollout-data", template, name="forge")
