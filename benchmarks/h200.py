@@ -128,6 +128,7 @@ def show_any(f: Figures) -> str:
 
 
 MEGATRON = ("--backend", "megatron")
+TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer")
 PARTS: dict[str, Part] = {
     "cuda_tests": Part(150, cuda_tests, show_any),
     "mfu": Part(240, script("train_mfu.py"), show_mfu),
@@ -135,7 +136,7 @@ PARTS: dict[str, Part] = {
     "mfu_not_compiled": Part(200, script("train_mfu.py", "--no-compile", "--recompute", "--steps", 3), show_mfu),
     "mfu_gpus": Part(300, several_gpus(), show_mfu),
     "mfu_megatron": Part(300, script("train_mfu.py", *MEGATRON), show_mfu),
-    "mfu_megatron_gpus": Part(300, several_gpus(*MEGATRON, flags=("--tensor-model-parallel-size", 2)), show_mfu),
+    "mfu_megatron_gpus": Part(300, several_gpus(*MEGATRON, flags=TP2), show_mfu),
     "rollout": Part(420, script("rollout_throughput.py", "--seconds", 260), show_rollout),
     "colocate": Part(240, script("colocate.py"), show_colocate),
     "curve": Part(300, curve, show_curve),

@@ -54,16 +54,16 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def make_args(options: argparse.Namespace, rest: list[str], data_parallel: int) -> Any:
+def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
     """Flags as train.py would have them; what only a whole run needs is not asked for."""
     from slime.config.defaults import resolve_defaults
     from slime.config.parser import read_command_line
 
-    samples = options.micro_batches * max(options.tokens // options.sample_tokens, 1) * data_parallel
+    samples = options.micro_batches * max(options.tokens // options.sample_tokens, 1) * world
     on_cuda = options.device == "cuda"
     words = [
         *("--hf-checkpoint", str(options.model), "--train-backend", options.backend, "--colocate"),
-        *("--train-dtype", "bfloat16" if on_cuda else "float32"),
+        *("--actor-num-gpus-per-node", str(world), "--train-dtype", "bfloat16" if on_cuda else "float32"),
         *("--rollout-batch-size", str(samples), "--n-samples-per-prompt", "1", "--num-rollout", "1000"),
         *("--lr", "1e-6", "--no-skip-zero-advantage-groups", "--no-deterministic"),
         *(["--gradient-checkpointing"] if options.recompute else []),
@@ -164,26 +164,29 @@ def timed(work: Any, device: Any) -> float:
 
 
 def expected_memory(backend: Any, config: Any, options: argparse.Namespace) -> dict[str, float]:
-    """GiB that must be there on this rank: float32 master weights, gradients and two moments, and what the backward
+    """GiB that must be there on this rank: weights, gradients and optimizer, and what the backward
     pass of dense layers reads in bf16 (their input, q, k and v before and after norm and rotation, attention's
     output, the middle, gate and up); with recomputation the inputs of the layers."""
     import torch
 
-    parameters = sum(
-        (p.to_local() if hasattr(p, "to_local") else p).numel() for p in dict(backend.named_parameters).values()
-    )
+    layout = getattr(backend, "layout", None)  # Megatron's
+    if layout is None:
+        own = [p.to_local() if hasattr(p, "to_local") else p for _, p in backend.named_parameters]
+        bytes_each = {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0}
+    else:  # bf16 weights; float32 masters and moments, over the data-parallel ranks with the distributed optimizer
+        own = [p for chunk in backend.chunks for p in chunk.parameters()]
+        shared = layout.dp if backend.args.megatron.get("use_distributed_optimizer") else 1
+        bytes_each = {"weights": 2.0, "gradients": 4.0, "optimizer": 12.0 / shared}
+    parameters = sum(p.numel() for p in own)
+    model_parallel = 1 if layout is None else layout.tp * layout.pp * layout.cp
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     per_token = c.hidden_size + (q + 2 * kv) + (q + kv) + q + c.hidden_size + 2 * c.intermediate_size
     if options.recompute:
         per_token = c.hidden_size
     element = 2 if torch.cuda.is_available() else 4
-    sizes = {
-        "weights": 4.0 * parameters,
-        "gradients": 4.0 * parameters,
-        "optimizer": 8.0 * parameters,
-        "activations": float(element * per_token * c.num_hidden_layers * options.tokens),
-    }
+    sizes = {name: each * parameters for name, each in bytes_each.items()}
+    sizes["activations"] = element * per_token * c.num_hidden_layers * options.tokens / model_parallel
     return {name: round(size / GIB, 2) for name, size in sizes.items()} | {"sum": round(sum(sizes.values()) / GIB, 2)}
 
 
