@@ -13,7 +13,7 @@ PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")])
 NOT_TRAINING = {  # of ray, env.sh's tools, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
-    "--check-timeout",
+    "--check-timeout", "--custom-weight-loader",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if "reference" not in page.parts]
 

@@ -12,7 +12,7 @@ from slime.engines.launch import start_engine
 from slime.engines.plan import plan_engines
 from slime.engines.process import EngineProcess
 
-pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(1300)]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def running_server(tiny_model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
     (spec,) = plan_engines(args)
     server = start_engine(args, spec, log_path=tmp_path / "server.log")
     try:
-        server.wait_ready(300)
+        server.wait_ready(600)
         yield server
     finally:
         server.stop()

@@ -29,7 +29,7 @@ from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
 model = Path({model!r})
 engine = start_engine(engine_args(model, **{flags!r}), EngineSpec(0, str(model)), log_path={log!r})
-engine.wait_ready(300)
+engine.wait_ready(500)
 print(engine.pid, flush=True)
 time.sleep(300)
 """

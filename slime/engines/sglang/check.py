@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.plan import EngineSpec
 
-CHECK_SECONDS = 180.0
+CHECK_SECONDS = 300.0
 _MARK = "@@slime "
 
 
