@@ -19,7 +19,6 @@ from slime.engines.handle import EngineError
 from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.launch import start_sglang_engine
 from slime.engines.plan import EngineSpec
-from slime.engines.process import EngineProcess
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
@@ -33,7 +32,7 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
 ]
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 DTYPES = ["float32", "bfloat16"]
 
 
@@ -42,30 +41,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module")
-def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineProcess]]:
-    logs = tmp_path_factory.mktemp("logs")
-    started = {}
-    for index, dtype in enumerate(DTYPES):
-        spec = EngineSpec(index, str(model))
-        started[dtype] = start_sglang_engine(make_args(model, dtype), spec, log_path=logs / f"{dtype}.log")
-    try:
-        for server in started.values():
-            server.wait_ready(START_SECONDS)
-        yield started
-    finally:
-        for server in started.values():
-            server.stop()
-
-
-@pytest.fixture(params=DTYPES)
+@pytest.fixture(scope="module", params=DTYPES)
 def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def engine(dtype: str, servers: dict[str, EngineProcess]) -> HttpEngineHandle:
-    return HttpEngineHandle(servers[dtype].url)
+@pytest.fixture(scope="module")
+def engine(dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpEngineHandle]:
+    """One server at a time: pytest runs all tests of one dtype, then those of the other."""
+    log = tmp_path_factory.mktemp("logs") / f"{dtype}.log"
+    server = start_sglang_engine(make_args(model, dtype), EngineSpec(0, str(model)), log_path=log)
+    try:
+        server.wait_ready(START_SECONDS)
+        yield HttpEngineHandle(server.url)
+    finally:
+        server.stop()
 
 
 def make_args(model: Path, dtype: str, **changes: Any) -> Any:

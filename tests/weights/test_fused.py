@@ -1,0 +1,51 @@
+"""Digests as SGLang will show them: fused names, order of parts, what is left out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from slime.engines.handle import EngineInfo
+from slime.weights import fused
+from slime.weights.fused import FusedDigests
+
+
+def sha(*tensors: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
+
+
+def test_parts_are_joined_in_sglangs_order_whenever_they_come() -> None:
+    q, k, v, gate, up, norm = (torch.full((n, 2), float(n)) for n in (4, 2, 3, 5, 6, 1))
+    layer, digests = "model.layers.3", FusedDigests()
+    for name, tensor in (
+        ("mlp.up_proj", up),
+        ("self_attn.k_proj", k),
+        ("self_attn.q_proj", q),
+        ("mlp.gate_proj", gate),
+    ):
+        digests.add(f"{layer}.{name}.weight", tensor)
+    assert digests.digests == {f"{layer}.mlp.gate_up_proj.weight": sha(gate, up)}
+    digests.add(f"{layer}.self_attn.v_proj.weight", v)
+    digests.add(f"{layer}.input_layernorm.weight", norm)
+    digests.add("model.embed_tokens.weight", torch.zeros(65, 2))  # padded there
+    digests.add("lm_head.weight", torch.zeros(64, 2))
+    assert digests.digests[f"{layer}.self_attn.qkv_proj.weight"] == sha(q, k, v)
+    assert digests.digests[f"{layer}.input_layernorm.weight"] == sha(norm)
+    assert digests.digests["lm_head.weight"] == sha(torch.zeros(64, 2)) and len(digests.digests) == 4
+
+
+def test_only_known_families_on_one_rank_are_compared(tmp_path: Path) -> None:
+    def known(family: str = "Qwen3ForCausalLM", kind: str = "sglang", ranks: int = 1, **extra: Any) -> bool:
+        (tmp_path / "config.json").write_text(json.dumps({"architectures": [family]}))
+        info = EngineInfo(kind, "0.5.23", "m", "0.1", "bfloat16", ranks, extra)
+        return fused.comparable(SimpleNamespace(hf_checkpoint=str(tmp_path)), info)
+
+    on_cuda = torch.cuda.is_available()  # there the hash of this very SGLang is needed
+    assert known() is known(pp_size=1, quantization=None) is (not on_cuda)
+    assert not known("Gemma3ForCausalLM") and not known(kind="embedded") and not known(ranks=2)
+    assert not known(pp_size=2) and not known(quantization="fp8")
