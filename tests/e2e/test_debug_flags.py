@@ -61,7 +61,8 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
     assert resumed.code == 0, resumed.output
     text = " ".join(resumed.output.split())
     assert "settings that differ from the saved run's:" in text and "lr: 1e-05 -> 2e-05" in text
-    assert len(resumed.metrics()) == 1
+    last = resumed.metrics()[-1]
+    assert last["rollout/step"] == 2 and last["rollout/raw_reward"] == steps[2]["rollout/raw_reward"]
 
 
 def test_only_rollouts_with_streamed_prompts(runner, flags, prompts: Path, tmp_path: Path) -> None:
