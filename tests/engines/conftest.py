@@ -27,7 +27,7 @@ from slime.utils.async_utils import run
 ENGINE_KINDS: list[Any] = ["embedded"]
 if installed("sglang"):
     ENGINE_KINDS.append(pytest.param("sglang", marks=pytest.mark.sglang))
-START_SECONDS = 240.0
+START_SECONDS = 500.0
 
 
 @pytest.fixture(scope="session")

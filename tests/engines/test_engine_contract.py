@@ -24,7 +24,7 @@ from slime.engines.process import free_port
 from slime.utils.async_utils import run
 from slime.weights.update import Bucket
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # a server starts with the first test
 
 PROMPT = [20, 21, 22, 23, 24]
 
