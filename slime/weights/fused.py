@@ -26,6 +26,7 @@ _PLACES = {part: (whole, i) for whole, parts in _FUSED.items() for i, part in en
 _HASH_FILES = ("kernels/ops/memory/gpu_tensor_hash.py", "srt/layers/multimodal.py")  # 0.5.23, 0.5.15
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads these to it
+_CPU_MULTIPLE = 32  # on the CPU it pads the width of an MLP to it
 
 
 def comparable(args: Any, info: EngineInfo) -> bool:
@@ -37,10 +38,13 @@ def comparable(args: Any, info: EngineInfo) -> bool:
         return False
     if any(int(info.extra.get(name) or 1) != 1 for name in ("pp_size", "dp_size", "ep_size")):
         return False
-    config = Path(args.hf_checkpoint) / "config.json"
-    if not config.is_file() or not set(json.loads(config.read_text()).get("architectures") or ()) & set(FAMILIES):
+    file = Path(args.hf_checkpoint) / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if not set(config.get("architectures") or ()) & set(FAMILIES):
         return False
-    return not torch.cuda.is_available() or _has_hash_of(info.version)
+    if torch.cuda.is_available():
+        return _has_hash_of(info.version)
+    return int(config.get("intermediate_size") or 1) % _CPU_MULTIPLE == 0
 
 
 def _has_hash_of(version: str) -> bool:

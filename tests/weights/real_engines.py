@@ -35,7 +35,7 @@ def new_model(seed: int) -> Any:
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -40,12 +40,16 @@ def test_parts_are_joined_in_sglangs_order_whenever_they_come() -> None:
 
 
 def test_only_known_families_on_one_rank_are_compared(tmp_path: Path) -> None:
-    def known(family: str = "Qwen3ForCausalLM", kind: str = "sglang", ranks: int = 1, **extra: Any) -> bool:
-        (tmp_path / "config.json").write_text(json.dumps({"architectures": [family]}))
+    def known(
+        family: str = "Qwen3ForCausalLM", kind: str = "sglang", ranks: int = 1, width: int = 64, **extra: Any
+    ) -> bool:
+        config = {"architectures": [family], "intermediate_size": width}
+        (tmp_path / "config.json").write_text(json.dumps(config))
         info = EngineInfo(kind, "0.5.23", "m", "0.1", "bfloat16", ranks, extra)
         return fused.comparable(SimpleNamespace(hf_checkpoint=str(tmp_path)), info)
 
     on_cuda = torch.cuda.is_available()  # there the hash of this very SGLang is needed
     assert known() is known(pp_size=1, quantization=None) is (not on_cuda)
     assert not known("Gemma3ForCausalLM") and not known(kind="embedded") and not known(ranks=2)
+    assert not known(width=48)  # padded on the CPU; on CUDA there is no such hash here
     assert not known(pp_size=2) and not known(quantization="fp8")
