@@ -46,7 +46,21 @@ def weight(args: Any, batch: dict[str, Any], micro_batches: MicroBatches) -> flo
     return total
 
 
-def scatter_to_samples(flat: Tensor, lengths: list[int], indices: list[int], out: list[Tensor | None]) -> None:
-    """Put per-token values of one micro-batch, ``[R]``, in their samples' places, on the CPU."""
-    for i, part in zip(indices, flat.float().cpu().split(lengths), strict=True):
-        out[i] = part.clone()
+def scatter_to_samples(
+    flat: Tensor,
+    lengths: list[int],
+    indices: list[int],
+    out: list[Tensor | None],
+    response_index: list[Tensor] | None = None,
+) -> None:
+    """Put per-token values of one micro-batch, ``[R]``, in their samples' places, on the CPU.
+
+    ``response_index``: places within each sample's tensor, which is there already (context parallelism).
+    """
+    parts = flat.float().cpu().split(lengths)
+    for order, (i, part) in enumerate(zip(indices, parts, strict=True)):
+        whole = out[i]
+        if response_index is None or whole is None:
+            out[i] = part.clone()
+        else:
+            whole[response_index[order]] = part

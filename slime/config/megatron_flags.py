@@ -61,6 +61,10 @@ REFUSED: dict[str, str] = {
 """Flags that this backend cannot honour once they are on."""
 
 
+BUILT_IN_SPECS = ("glm4", "get_glm_spec", "slime_plugins.models.glm4")
+"""What ``--spec`` may name: the layers follow from config.json, so these change nothing."""
+
+
 def fields_by_dest() -> dict[str, str]:
     """Megatron-LM's attribute → megatron-core's config field, where the names differ."""
     return {alias.dest: alias.field for alias in ALIASES if alias.field}
@@ -73,6 +77,9 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
         for name, why in REFUSED.items()
         if given.get(name) not in (None, False, 0, 0.0, "none")
     ]
+    other = [name for name in given.get("spec") or [] if name not in BUILT_IN_SPECS]
+    if other:
+        problems.append(f"--spec {' '.join(other)}: only the built-in layers exist; leave it out")
     known = READ_BY_SLIME | WITHOUT_EFFECT | set(REFUSED) | set(fields_by_dest())
     known |= set(load_table("megatron_core", MEGATRON_VERSION))
     problems += [

@@ -6,6 +6,7 @@ from typing import Any
 
 from slime.config.args import Args
 from slime.config.hf_config import read_config
+from slime.config.layout import ParallelLayout
 from slime.config.megatron_flags import check_megatron
 from slime.config.megatron_names import ARCHITECTURE
 from slime.config.passthrough import by_name
@@ -39,7 +40,6 @@ REFUSED_ABOVE_ONE = {
     "expert_model_parallel_size": "expert parallel",
     "expert_tensor_parallel_size": "expert tensor parallel",
 }
-NOT_BUILT_ABOVE_ONE = {"context_parallel_size": "context parallel"}
 UNDERSTOOD = {"recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"}
 DROPOUTS = ("attention_dropout", "hidden_dropout")
 
@@ -110,12 +110,17 @@ def check_fsdp(args: Args) -> list[str]:
     if args.train_backend != "fsdp":
         return []
     problems = []
-    for name, words in {**REFUSED_ABOVE_ONE, **NOT_BUILT_ABOVE_ONE}.items():
+    for name, words in REFUSED_ABOVE_ONE.items():
         size = args.megatron.get(name)
         if size is not None and size > 1:
-            why = "not built yet" if name in NOT_BUILT_ABOVE_ONE else "only the Megatron backend has it"
+            why = "only the Megatron backend has it"
             problems.append(f"--{name.replace('_', '-')} {size}: --train-backend fsdp has no {words} ({why}); use 1")
-    known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD | set(REFUSED_ABOVE_ONE) | set(NOT_BUILT_ABOVE_ONE)
+    if ParallelLayout.from_args(args).cp > 1 and args.attn_implementation not in (None, "varlen"):
+        problems.append(
+            f"--attn-implementation {args.attn_implementation} has no --context-parallel-size: leave one out"
+        )
+    problems += ParallelLayout.from_args(args).problems()
+    known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD | set(REFUSED_ABOVE_ONE) | {"context_parallel_size"}
     known |= {"untie_embeddings_and_output_weights"}
     idle = [name for name, value in args.megatron.items() if name not in known and not _is_idle(name, value)]
     if idle:

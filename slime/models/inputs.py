@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from slime.data.context_pack import build_context_pack
 from slime.data.packing import build_pack
+from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, to_device
 from slime.models.token_log_probs import Nuclei
 
@@ -28,6 +30,7 @@ class ModelInputs:
         targets: int64 ``[R]``, the response tokens, samples in order.
         response_lengths: per sample; their sum is R.
         nuclei: what each response token was sampled from, where the engine said so.
+        response_index: with context parallelism, which of each sample's response tokens are this rank's; else None.
     """
 
     kwargs: dict[str, Any]
@@ -35,6 +38,7 @@ class ModelInputs:
     targets: Tensor
     response_lengths: list[int]
     nuclei: Nuclei | None = None
+    response_index: list[Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class InputBuilder:
         share_prompts: samples of a group with the same prompt store it once; only when packed.
         pad_to_multiple: pack length, so that kernels see fewer shapes.
         float_dtype: of floating-point multimodal inputs.
+        context_group: ranks that share the tokens of each sample; None for one. Only when packed.
     """
 
     backbone: nn.Module
@@ -55,6 +60,7 @@ class InputBuilder:
     share_prompts: bool = True
     pad_to_multiple: int = 1
     float_dtype: torch.dtype = torch.float32
+    context_group: Any = None
 
     def from_batch(self, batch: dict[str, Any], indices: Sequence[int]) -> ModelInputs:
         """The samples of a rank batch at ``indices``, in that order."""
@@ -70,6 +76,8 @@ class InputBuilder:
     def _nuclei(self, batch: dict[str, Any], indices: Sequence[int]) -> Nuclei | None:
         if batch.get("rollout_top_p_token_offsets") is None:
             return None
+        if self.context_group is not None:
+            raise ModelError("--rollout-top-p below 1 is not replayed with --context-parallel-size: use one of them")
         ids = torch.cat([torch.as_tensor(batch["rollout_top_p_token_ids"][i]) for i in indices])
         offsets = [0]
         for i in indices:
@@ -104,6 +112,8 @@ class InputBuilder:
             ("own", i) if media else ("group", g) for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))
         ]
         arrays: Any = [t.numpy() for t in tokens]
+        if self.context_group is not None:
+            return self._context_packed(arrays, response_lengths, any(multimodal))
         layout = build_pack(arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple)
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],
@@ -120,6 +130,20 @@ class InputBuilder:
             if self._has_rotary_index():
                 kwargs["position_ids"] = positions[:, None]
         return ModelInputs(kwargs, self._move(layout.logit_index), self._move(layout.targets), layout.response_lengths)
+
+    def _context_packed(self, arrays: Any, response_lengths: Sequence[int], multimodal: bool) -> ModelInputs:
+        if multimodal:
+            raise ModelError("--context-parallel-size has no images or other media: use 1")
+        group = self.context_group
+        layout = build_context_pack(arrays, response_lengths, group.size(), group.rank(), self.pad_to_multiple)
+        kwargs: dict[str, Any] = {
+            "input_ids": self._move(layout.tokens)[None],
+            "position_ids": self._move(layout.positions)[None],
+            "slime_pack": PackSegments.from_layout(layout, self.device, group),
+        }
+        index = [torch.from_numpy(x) for x in layout.response_index or []]
+        rows, targets = self._move(layout.logit_index), self._move(layout.targets)
+        return ModelInputs(kwargs, rows, targets, layout.response_lengths, response_index=index)
 
     def _padded(
         self, tokens: Sequence[Tensor], response_lengths: Sequence[int], multimodal: Sequence[Multimodal]

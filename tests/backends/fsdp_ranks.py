@@ -26,7 +26,7 @@ def rank_batch(samples: list[dict[str, Any]], rank: int, world_size: int) -> dic
 
 
 def train(backend: FsdpBackend, samples: list[dict[str, Any]]) -> dict[str, float]:
-    batch = rank_batch(samples, backend.rank, backend.world_size)
+    batch = rank_batch(samples, backend.data_parallel_rank, backend.data_parallel_size)
     return train_on_rollout(backend, backend.args, batch)[0]
 
 
@@ -59,6 +59,16 @@ def checkpointed(make: Callable[..., FsdpBackend], paths: dict[str, Path], world
 def qwen3(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     backend = make("qwen3", calculate_per_token_loss=True, freeze_params_name_list=["embed_tokens", r"layers\.0\.mlp"])
     return dict(metrics=[train(backend, make_samples())], weights=weights_of(backend))
+
+
+def context_parallel(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Two ranks share the tokens of every sample; GSPO sums over whole sequences, with a gradient."""
+    size = {"context_parallel_size": min(world_size, 2)}
+    backend = make("qwen3", megatron=size, advantage_estimator="gspo", entropy_coef=0.01)
+    mine = backend.data_parallel_rank, backend.data_parallel_size
+    log_probs = backend.log_probs(rank_batch(make_samples(), *mine))["log_probs"]
+    metrics = [train(backend, make_samples()), train(backend, make_samples(seed=3, zero_groups=2))]
+    return dict(metrics=metrics, weights=weights_of(backend), log_probs=log_probs)
 
 
 def critic(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
@@ -122,15 +132,18 @@ def nan_on_the_last_rank(make: Callable[..., FsdpBackend], paths: dict[str, Path
 
 PLAN: list[tuple[int, Callable[..., Result]]] = [
     (4, two_steps),
+    (4, context_parallel),
     (4, hf_export),
     (4, nan_on_the_last_rank),
     (2, two_steps),
+    (2, context_parallel),
     (2, checkpointed),
     (2, qwen3),
     (2, critic),
     (2, bfloat16),
     (2, resume),
     (1, two_steps),
+    (1, context_parallel),
     (1, checkpointed),
     (1, qwen3),
     (1, critic),

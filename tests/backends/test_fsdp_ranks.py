@@ -81,7 +81,16 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 @pytest.mark.parametrize(
     ("scenario", "world_size"),
-    [("two_steps", 2), ("two_steps", 4), ("checkpointed", 2), ("qwen3", 2), ("critic", 2), ("hf_export", 4)],
+    [
+        ("two_steps", 2),
+        ("two_steps", 4),
+        ("context_parallel", 2),
+        ("context_parallel", 4),
+        ("checkpointed", 2),
+        ("qwen3", 2),
+        ("critic", 2),
+        ("hf_export", 4),
+    ],
 )
 def test_ranks_agree_with_one(results: Results, scenario: str, world_size: int) -> None:
     many, one = results[scenario, world_size], results[scenario, 1]
@@ -89,6 +98,14 @@ def test_ranks_agree_with_one(results: Results, scenario: str, world_size: int) 
         assert_same_metrics(got, want)
     # Adam's first steps are ±lr where a gradient is rounding noise, so weights are looser than gradients.
     assert_close(many["weights"], one["weights"], rtol=1e-4)
+
+
+def test_context_parallel_scores_are_those_of_one_rank(ranks: list[Results]) -> None:
+    """Both ranks of a pair have all of each sample's log-probs."""
+    expected = ranks[0]["context_parallel", 1]["log_probs"]
+    for rank in range(2):
+        for got, want in zip(ranks[rank]["context_parallel", 2]["log_probs"], expected, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
 
 
 def test_every_rank_reports_the_same(ranks: list[Results]) -> None:

@@ -120,19 +120,18 @@ def test_multi_node_command_parses_in_a_cluster(workplace, typed) -> None:
     assert load_args(typed(line)).world_size == 64
 
 
-@pytest.mark.parametrize(
-    "flag", ["--max-weight-staleness 1", "--context-parallel-size 2", "--tensor-model-parallel-size 2"]
-)
+@pytest.mark.parametrize("flag", ["--max-weight-staleness 1", "--tensor-model-parallel-size 2"])
 def test_what_is_not_built_yet_is_refused_in_one_line(workplace, flag: str) -> None:
     (problem,) = workplace.problems(flag)
     assert flag.split()[0] in problem
 
 
-def test_the_guides_fsdp_command_names_what_is_not_built(workplace, typed) -> None:
+def test_the_guides_fsdp_command_is_taken(workplace, typed) -> None:
+    workplace.use(NODE)
     line = "--train-backend fsdp --hf-checkpoint {model} --gradient-checkpointing --context-parallel-size 2 "
     line += "--prompt-data {data}"
-    with pytest.raises(ValueError, match=r"--context-parallel-size 2: .*not built yet"):
-        load_args(typed(line))
+    args = load_args(typed(line))
+    assert args.megatron["context_parallel_size"] == 2 and args.gradient_checkpointing
 
 
 def test_seed_values_reach_args(workplace, typed) -> None:

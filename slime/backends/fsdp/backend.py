@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from slime.backends import micro_batches as mb
@@ -32,6 +34,7 @@ from slime.backends.loss import (
 )
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.steps import StepAccounting, complete
+from slime.config.layout import ParallelLayout
 from slime.models.inputs import ModelInputs
 from slime.models.scorer import PolicyScorer, ValueScorer
 
@@ -41,10 +44,19 @@ class FsdpBackend(StepAccounting):
 
     def __init__(self, args: Any, role: str, rank: int, world_size: int, device: torch.device) -> None:
         self.args, self.role, self.device = args, role, device
-        self.rank = self.data_parallel_rank = rank
-        self.world_size = self.data_parallel_size = world_size
-        self.reduce = self.share_reduce = DataParallelReduce(world_size, device)
-        self.scorer, self.builder = build_scorer(args, role, device, world_size)
+        self.rank, self.world_size = rank, world_size
+        layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
+        self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
+        self.share_reduce = DataParallelReduce(world_size, device)
+        self.context_group: Any = None
+        """Ranks that hold other tokens of the same samples; None without context parallelism."""
+        data = None
+        if layout.cp > 1:
+            mesh = init_device_mesh(device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context"))
+            data, self.context_group = mesh.get_group("data"), mesh.get_group("context")
+        self.reduce = DataParallelReduce(layout.dp, device, data, self.context_group)
+        self.scorer, builder = build_scorer(args, role, device, world_size)
+        self.builder = replace(builder, context_group=self.context_group)
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         self.named_buffers: list[tuple[str, Tensor]] = _persistent_buffers(self.scorer)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, LrSchedule.from_args(args, role))
@@ -83,35 +95,47 @@ class FsdpBackend(StepAccounting):
         temperature = self.args.rollout_temperature if temperature is None else temperature
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
-        out: dict[str, list[Tensor | None]] = {"log_probs": [None] * len(batch["tokens"])}
-        if with_entropy:
-            out["entropy"] = [None] * len(batch["tokens"])
-        parts = []
+        names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
         with self.bank.using(model):
+            parts = []
             for indices in self.aligned(batch["micro_batch_indices"]):
                 inputs = self._inputs(batch, indices)
                 scores, _ = scorer(inputs, temperature, with_entropy)
-                parts.append((indices, inputs.response_lengths, scores))
+                parts.append((indices, inputs, [getattr(scores, name) for name in names]))
             self._reshard()
-        for indices, lengths, scores in parts:  # to the CPU at the end, so that no micro-batch waits for the last
-            if indices:
-                mb.scatter_to_samples(scores.log_probs, lengths, indices, out["log_probs"])
-                if scores.entropy is not None:
-                    mb.scatter_to_samples(scores.entropy, lengths, indices, out["entropy"])
-        return {key: complete(key, values) for key, values in out.items()}
+        return dict(zip(names, self._by_sample(batch, parts, names), strict=True))
 
     @torch.no_grad()
     def values(self, batch: RankBatch) -> list[Tensor]:
         """The critic's values of every sample's response."""
         assert isinstance(self.scorer, ValueScorer), "only a critic has values"
-        out: list[Tensor | None] = [None] * len(batch["tokens"])
+        parts = []
         for indices in self.aligned(batch["micro_batch_indices"]):
             inputs = self._inputs(batch, indices)
-            values = self.scorer(inputs)
-            if indices:
-                mb.scatter_to_samples(values, inputs.response_lengths, indices, out)
+            parts.append((indices, inputs, [self.scorer(inputs)]))
         self._reshard()
-        return complete("values", out)
+        return self._by_sample(batch, parts, ["values"])[0]
+
+    def _by_sample(
+        self, batch: RankBatch, parts: list[tuple[list[int], ModelInputs, list[Tensor]]], names: list[str]
+    ) -> list[list[Tensor]]:
+        """Per-token values of micro-batches as one list per name, one CPU tensor per sample. They are moved at the
+        end, so that no micro-batch waits for the last. With context parallelism all ranks' shares are joined."""
+        lengths = [int(x) for x in batch["response_lengths"]]
+        out: list[list[Tensor | None]] = [[None] * len(lengths) for _ in names]
+        if self.context_group is not None:
+            for values in out:
+                values[:] = [torch.zeros(length) for length in lengths]
+        for indices, inputs, scores in parts:
+            for values, flat in zip(out, scores, strict=True):
+                if indices:
+                    mb.scatter_to_samples(flat, inputs.response_lengths, indices, values, inputs.response_index)
+        done = [complete(name, values) for name, values in zip(names, out, strict=True)]
+        if self.context_group is None or not lengths:
+            return done
+        flat = torch.cat([x for values in done for x in values]).to(self.device)
+        dist.all_reduce(flat, group=self.context_group)
+        return [list(row.split(lengths)) for row in flat.cpu().view(len(names), -1)]
 
     # --- training -------------------------------------------------------------------------------
 
@@ -127,7 +151,7 @@ class FsdpBackend(StepAccounting):
         for part in [self._backward(batch, indices, step) for indices in self.aligned(trained)]:
             self.add_shares(shares, part)  # waits for the accelerator: once all its work is queued
         self.require_finite(shares.get("loss", 0.0), "loss", batch, step, self.optimizer.steps)
-        grad_norm = math.sqrt(self.reduce.total([float(self.optimizer.local_square_norm())])[0])
+        grad_norm = math.sqrt(self.share_reduce.total([float(self.optimizer.local_square_norm())])[0])
         self.require_finite(grad_norm, "gradient norm", batch, step, self.optimizer.steps)
         metrics = self.step_metrics(shares, batch, scheduled, trained)
         metrics["grad_norm"] = grad_norm
@@ -153,7 +177,8 @@ class FsdpBackend(StepAccounting):
         if not indices:
             (values.sum() * 0.0).backward()
             return {}
-        tokens = TokenBatch.from_rank_batch(batch, indices, device=self.device, **current)
+        index = inputs.response_index
+        tokens = TokenBatch.from_rank_batch(batch, indices, device=self.device, response_index=index, **current)
         loss, metrics = compute_loss(
             args,
             tokens,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from slime.backends.megatron.core import MegatronError
 from slime.config.layout import ParallelLayout
 from slime.config.megatron_flags import READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest, refused_flags
-from slime.weights.maps.family import Family, Settings, parse_layer_frequency
+from slime.weights.maps.family import Family, Settings, moe_layers
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -32,7 +32,7 @@ def merged_settings(args: Any, family: Family, hf_config: Any) -> Settings:
     differences = [
         f"--{name.replace('_', '-')} {given[name]}, but config.json means {settings.get(name)}"
         for name in given
-        if name in settings and not _same(name, given[name], settings[name])
+        if name in settings and not _same(name, given[name], settings)
     ]
     if differences:
         raise MegatronError(
@@ -45,13 +45,12 @@ def merged_settings(args: Any, family: Family, hf_config: Any) -> Settings:
     return {**given, **settings}
 
 
-def _same(name: str, flag: Any, config: Any) -> bool:
-    if name == "moe_layer_freq":
-        flag = parse_layer_frequency(flag) if isinstance(flag, str) else flag
+def _same(name: str, flag: Any, settings: Settings) -> bool:
+    config = settings[name]
     if name in ("moe_router_load_balancing_type", "moe_token_dispatcher_type", "moe_grouped_gemm"):
-        return True
-    if name == "num_query_groups" and flag is None:
-        return True
+        return True  # no difference in the result
+    if name == "moe_layer_freq":
+        return moe_layers({**settings, name: flag}) == moe_layers(settings)
     if isinstance(flag, (int, float)) and isinstance(config, (int, float)):
         return abs(float(flag) - float(config)) <= 1e-9 * max(abs(float(config)), 1.0)
     return bool(flag == config) or (flag in (None, False) and config in (None, False))

@@ -101,6 +101,8 @@ class PackedRotary(nn.Module):
     Megatron asks first for a length, then for the angles of that length; here the "length" is the positions.
     """
 
+    frequencies: Tensor
+
     def __init__(self, source: Any, mla: bool = False) -> None:
         super().__init__()
         self.interleaved, self.mla = source.rotary_interleaved, mla

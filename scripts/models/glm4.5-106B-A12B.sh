@@ -1,0 +1,35 @@
+# GLM-4.5-Air (106B-A12B).
+MODEL_ARGS=(
+    --num-layers 46
+    --hidden-size 4096
+    --ffn-hidden-size 10944
+    --num-attention-heads 96
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --add-qkv-bias
+    --swiglu
+    --normalization RMSNorm
+    --use-rotary-position-embeddings
+    --position-embedding-type rope
+    --rotary-base 1000000
+    --rotary-percent 0.5
+    --disable-bias-linear
+    --vocab-size 151552
+    --untie-embeddings-and-output-weights
+    --moe-ffn-hidden-size 1408
+    --moe-shared-expert-intermediate-size 1408
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0
+    --moe-router-load-balancing-type seq_aux_loss
+    --moe-token-dispatcher-type alltoall
+    --moe-router-topk 8
+    --moe-layer-freq "[0]*1+[1]*45"
+    --num-experts 128
+    --moe-grouped-gemm
+    --moe-router-dtype fp32
+    --moe-permute-fusion
+    --moe-aux-loss-coeff 0
+)

@@ -1,0 +1,37 @@
+# GLM-4.5, 4.6 and 4.7 (355B-A32B).
+MODEL_ARGS=(
+    --num-layers 92
+    --hidden-size 5120
+    --ffn-hidden-size 12288
+    --num-attention-heads 96
+    --group-query-attention
+    --num-query-groups 8
+    --kv-channels 128
+    --qk-layernorm
+    --add-qkv-bias
+    --swiglu
+    --normalization RMSNorm
+    --use-rotary-position-embeddings
+    --position-embedding-type rope
+    --rotary-base 1000000
+    --rotary-percent 0.5
+    --disable-bias-linear
+    --vocab-size 151552
+    --untie-embeddings-and-output-weights
+    --moe-ffn-hidden-size 1536
+    --moe-shared-expert-intermediate-size 1536
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-bias-update-rate 0
+    --moe-router-load-balancing-type seq_aux_loss
+    --moe-token-dispatcher-type alltoall
+    --moe-router-topk 8
+    --moe-router-topk-scaling-factor 2.5
+    --moe-layer-freq "[0]*3+[1]*89"
+    --num-experts 160
+    --moe-grouped-gemm
+    --moe-router-dtype fp32
+    --moe-permute-fusion
+    --moe-aux-loss-coeff 0
+)

@@ -1,0 +1,129 @@
+"""Build the model of every script in ``scripts/models``, with few layers and without memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import traceback
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+FAMILY = {"smollm2": "llama", "llama3": "llama", "qwen2.5": "qwen2", "glm4-": "glm4", "glm4.": "glm4_moe"}
+
+
+def scripts() -> list[Path]:
+    return sorted(CHECKOUT.glob("scripts/models/*.sh"))
+
+
+def family_name(script: Path) -> str:
+    if script.stem.startswith("qwen3-"):
+        return "qwen3_moe" if "-A" in script.stem else "qwen3"
+    return next(name for start, name in FAMILY.items() if script.stem.startswith(start))
+
+
+def flags_of(script: Path) -> dict[str, Any]:
+    """MODEL_ARGS as the parser reads them, by Megatron's names."""
+    from slime.config.parser import read_command_line
+
+    command = f'set -eu; source "{script}"; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
+    words = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True).stdout
+    args, problems = read_command_line(words.split())
+    assert problems == [], problems
+    return dict(args.megatron)
+
+
+def hf_config(family: str, flags: dict[str, Any]) -> Any:
+    """transformers' config of the model that the flags describe."""
+    from transformers import AutoConfig
+
+    from slime.weights.maps.family import moe_layers
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": flags["rotary_base"]}
+    if flags.get("rotary_percent"):
+        rope["partial_rotary_factor"] = flags["rotary_percent"]
+    if flags.get("use_rope_scaling"):
+        fixed = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+        rope |= {"rope_type": "llama3", "factor": flags["rope_scaling_factor"], **fixed}
+    fields: dict[str, Any] = dict(
+        vocab_size=flags["vocab_size"],
+        hidden_size=flags["hidden_size"],
+        intermediate_size=flags["ffn_hidden_size"],
+        num_hidden_layers=flags["num_layers"],
+        num_attention_heads=flags["num_attention_heads"],
+        num_key_value_heads=flags["num_query_groups"],
+        rms_norm_eps=flags["norm_epsilon"],
+        rope_parameters=rope,
+        tie_word_embeddings=not flags.get("untie_embeddings_and_output_weights", False),
+    )
+    if flags.get("max_position_embeddings"):
+        fields["max_position_embeddings"] = flags["max_position_embeddings"]
+    if flags.get("kv_channels"):
+        fields["head_dim"] = flags["kv_channels"]
+    if family in ("glm4", "glm4_moe"):
+        fields["attention_bias"] = flags.get("add_qkv_bias", False)
+    if flags.get("num_experts"):
+        fields |= dict(moe_intermediate_size=flags["moe_ffn_hidden_size"], num_experts_per_tok=flags["moe_router_topk"])
+    if family == "qwen3_moe":
+        fields |= dict(num_experts=flags["num_experts"], norm_topk_prob=True)
+    if family == "glm4_moe":
+        fields |= dict(
+            n_routed_experts=flags["num_experts"],
+            n_shared_experts=flags["moe_shared_expert_intermediate_size"] // flags["moe_ffn_hidden_size"],
+            routed_scaling_factor=flags.get("moe_router_topk_scaling_factor", 1.0),
+            first_k_dense_replace=moe_layers(flags).count(False),
+            use_qk_norm=flags.get("qk_layernorm", False),
+        )
+    return AutoConfig.for_model(family, **fields)
+
+
+def reduced_config(script: Path) -> Any:
+    """The model of a script with one layer of each kind."""
+    config = hf_config(family_name(script), flags_of(script))
+    config.num_hidden_layers = getattr(config, "first_k_dense_replace", 1) + 1
+    return config
+
+
+def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the Hugging Face tensors that the map makes of Megatron's parameters.
+
+    Raises:
+        MegatronError: a flag of the script is not what transformers' config means.
+    """
+    import torch
+
+    from slime.backends.megatron.config import merged_settings, transformer_config
+    from slime.backends.megatron.model import build_chunk
+    from slime.backends.megatron.weights import ModelWeights
+    from slime.config.defaults import default_args
+    from slime.config.layout import ParallelLayout
+    from slime.weights.maps.registry import get_family
+
+    family = get_family(family_name(script))
+    flags = flags_of(script)
+    args = default_args(train_backend="megatron", train_dtype="bfloat16", megatron=flags)
+    merged_settings(args, family, hf_config(family.name, flags))
+    settings = family.settings(reduced_config(script).to_dict())
+    with torch.device("meta"):
+        config = transformer_config(args, settings, ParallelLayout(), torch.device("cpu"))
+        weights = ModelWeights([build_chunk(config, settings, "actor", None, 0)], family, settings, "actor")
+        return {name: tuple(tensor.shape) for name, tensor in weights.gather()}
+
+
+def worker(rank: int, ports: Any, output: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    from slime.backends.megatron import groups
+    from slime.config.layout import ParallelLayout
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{ports.get(1)}", rank=0, world_size=1)
+    groups.initialize(ParallelLayout(), 0, 10)
+    results = {}
+    for script in scripts():
+        try:
+            results[script.stem] = megatron_shapes(script)
+        except Exception:
+            results[script.stem] = {"error": traceback.format_exc()}
+    torch.save(results, output)
