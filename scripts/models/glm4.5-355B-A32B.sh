@@ -11,6 +11,7 @@ MODEL_ARGS=(
     --add-qkv-bias
     --swiglu
     --normalization RMSNorm
+    --norm-epsilon 1e-5
     --use-rotary-position-embeddings
     --position-embedding-type rope
     --rotary-base 1000000

@@ -71,7 +71,9 @@ def install() -> None:
     """Patch torch, and megatron-core once it is imported by slime (:func:`install_megatron`)."""
     if torch.cuda.is_available():
         return
-    torch.utils._device._device_constructors()  # remembers the factories as they are now, for torch.device("meta")
+    from torch.utils._device import _device_constructors
+
+    _device_constructors()  # remembers the factories as they are now, for torch.device("meta")
     _patch_cuda_module()
     for name in FACTORIES.split():
         setattr(torch, name, _on_cpu(getattr(torch, name)))
