@@ -32,6 +32,8 @@ def create_backend(
         raise ValueError(f"role must be actor or critic, not {role!r}")
     if args.train_backend not in ("fsdp", "megatron"):
         raise ValueError(f"--train-backend {args.train_backend!r} is neither fsdp nor megatron")
+    if args.train_backend == "megatron":  # else its communication does not run beside its products
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
     from slime.models.cpu_memory import keep_freed_memory

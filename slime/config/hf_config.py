@@ -52,3 +52,16 @@ def _cached(hub_id: str) -> Path | None:
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     found = sorted((hub / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob("*/config.json"))
     return found[-1] if found else None
+
+
+def megatron_folder(path: str | None) -> Path | None:
+    """The folder with an actor's Megatron weights that ``path`` names: itself, its ``actor``, or that of the newest
+    snapshot in it; None when there is none."""
+    if path is None:
+        return None
+    folder = Path(path).expanduser()
+    snapshots = sorted(folder.glob("iter_*"), reverse=True) if folder.is_dir() else []
+    for candidate in (folder, folder / "actor", *(snapshot / "actor" for snapshot in snapshots)):
+        if (candidate / "trainer.json").is_file() and (candidate / "torch_dist").is_dir():
+            return candidate
+    return None

@@ -9,7 +9,7 @@ from slime.config.args import FLAGS, Args
 from slime.config.data_peek import file_of, first_row
 from slime.config.defaults import needs_reward
 from slime.config.evaluation import eval_pairs
-from slime.config.hf_config import is_hf_folder, looks_like_hub_id
+from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder
 from slime.config.hooks import HookError, load_function
 from slime.config.overrides import read_yaml
 
@@ -41,6 +41,8 @@ def check_reference(args: Args) -> list[str]:
     uses = args.use_kl_loss or args.kl_coef != 0
     if args.ref_load is None or args.ref_load == args.hf_checkpoint:
         return []
+    if args.train_backend == "megatron" and megatron_folder(args.ref_load):
+        return []
     problems = _hf_problem("--ref-load", args.ref_load)
     if not problems:
         return []
@@ -53,7 +55,9 @@ def check_reference(args: Args) -> list[str]:
 
 
 def check_teacher(args: Args) -> list[str]:
-    return _hf_problem("--opd-teacher-load", args.opd_teacher_load) if args.opd_teacher_load else []
+    if not args.opd_teacher_load or (args.train_backend == "megatron" and megatron_folder(args.opd_teacher_load)):
+        return []
+    return _hf_problem("--opd-teacher-load", args.opd_teacher_load)
 
 
 def check_load(args: Args) -> list[str]:

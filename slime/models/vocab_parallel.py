@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from slime.models.token_log_probs import TokenScores, default_chunk_size
+from slime.models.token_log_probs import TokenScores
 
 
 class VocabShard(NamedTuple):
@@ -33,7 +33,7 @@ def vocab_parallel_log_probs(
     shard: VocabShard,
     temperature: float = 1.0,
     *,
-    chunk_size: int = -1,
+    chunk_size: int,
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> TokenScores:
@@ -45,14 +45,10 @@ def vocab_parallel_log_probs(
         hidden: ``[R, H]``, equal on all ranks.
         weight: ``[V_rank, H]``: at least one row, none of padding.
         targets: int64 ``[R]``, ids of the whole vocabulary.
-        chunk_size: rows of logits at a time, the same on all ranks; -1 for about 256 MiB of them.
+        chunk_size: rows of logits at a time, the same on all ranks.
     """
-    size = chunk_size if chunk_size > 0 else default_chunk_size(weight.shape[0])
-    sizes = torch.tensor([size], device=hidden.device)
-    if chunk_size <= 0:  # the last rank may have fewer rows
-        dist.all_reduce(sizes, op=dist.ReduceOp.MIN, group=shard.group)
     log_probs, entropy = _VocabParallelScores.apply(
-        hidden, weight, targets - shard.start, shard.group, 1.0 / temperature, int(sizes), entropy_grad
+        hidden, weight, targets - shard.start, shard.group, 1.0 / temperature, chunk_size, entropy_grad
     )
     if not with_entropy:
         return TokenScores(log_probs, None)

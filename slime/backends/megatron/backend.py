@@ -27,20 +27,24 @@ from slime.backends.loss import (
     needs_teacher_log_probs,
 )
 from slime.backends.megatron import groups
-from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
+from slime.backends.megatron.checkpoint import load_training_state, load_weights, save_training_state
+from slime.backends.megatron.config import ddp_config, transformer_config
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.freeze import select_trainable
 from slime.backends.megatron.inputs import MicroBatch, PackBuilder
 from slime.backends.megatron.model import Scores, Scoring, build_chunk
 from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.backends.megatron.schedule import run_schedule
+from slime.backends.megatron.shape import merged_settings
 from slime.backends.megatron.weights import ModelWeights
 from slime.backends.steps import StepAccounting
+from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
 from slime.models.loading import load_hf_config
 from slime.weights.hf_folder import HfFolder, copy_companions, write_tensors
 from slime.weights.maps.registry import family_of
+from slime.weights.torch_dist import TENSORS, read_meta
 
 
 class MegatronBackend(StepAccounting):
@@ -69,6 +73,7 @@ class MegatronBackend(StepAccounting):
             pad_to_multiple=self._pad_multiple(),
             share_prompts=args.share_prompt_in_pack,
             chunk_size=args.log_probs_chunk_size,
+            fused=device.type == "cuda" and bool(args.compile_layers),
         )
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
         self.bank = WeightBank(self.weights.tensors(), may_swap_pointers=False)
@@ -81,14 +86,15 @@ class MegatronBackend(StepAccounting):
     def _build_model(self) -> None:
         args = self.args
         self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
-        family = family_of(self.hf_config, args.model_name)
-        self.settings = merged_settings(args, family, self.hf_config)
+        self.family = family_of(self.hf_config, args.model_name)
+        self.settings = merged_settings(args, self.family, self.hf_config)
         self.config = transformer_config(args, self.settings, self.layout, self.device)
         stages = range(self.layout.vpp) if self.layout.vpp > 1 else (None,)
         seed = derive_seed(args.seed, "value head")
         models = [build_chunk(self.config, self.settings, self.role, stage, seed) for stage in stages]
-        self.weights = ModelWeights(models, family, self.settings, self.role)
-        self.weights.load(HfFolder(_initial_weights(args)))
+        self.weights = ModelWeights(models, self.family, self.settings, self.role)
+        self.chunks: list[Any] = models
+        self._read_weights(_initial_weights(args))
         select_trainable(self.weights, args)
         ddp = ddp_config(args)
         self.chunks = [
@@ -124,7 +130,16 @@ class MegatronBackend(StepAccounting):
         self.bank.copy("actor", tag)
         if path:
             with self.bank.using(tag):
-                self.weights.load(HfFolder(path))
+                self._read_weights(path)
+
+    def _read_weights(self, path: str) -> None:
+        """Of a Hugging Face folder, or Megatron weights of any layout, into the live parameters."""
+        folder = megatron_folder(path)
+        if folder is None:
+            self.weights.load(HfFolder(path))
+        else:
+            read_meta(folder)
+            load_weights(self.chunks, folder / TENSORS)
 
     # --- forward only ---------------------------------------------------------------------------
 
@@ -279,13 +294,10 @@ class MegatronBackend(StepAccounting):
             dist.barrier()
 
     def save(self, path: Path) -> None:
-        from slime.backends.megatron.checkpoint import save_training_state
-
         save_training_state(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def load(self, path: Path) -> None:
-        from slime.backends.megatron.checkpoint import load_training_state
-
+        self._finish_gather()
         load_training_state(self, Path(path))
 
     def clear_memory(self) -> None:
@@ -318,6 +330,8 @@ def _sum_gradients(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> 
 
 
 def _initial_weights(args: Any) -> str:
-    """``--load`` where it names a Hugging Face folder (a snapshot is read later), else ``--hf-checkpoint``."""
-    starts_from_folder = args.load and (Path(args.load) / "config.json").is_file()
-    return str(args.load if starts_from_folder else args.hf_checkpoint)
+    """``--load`` where it names weights to start from (a snapshot is read later), else ``--ref-load`` where that is a
+    Megatron checkpoint, else ``--hf-checkpoint``."""
+    if args.load and ((Path(args.load) / "config.json").is_file() or (Path(args.load) / "trainer.json").is_file()):
+        return str(args.load)
+    return str(args.ref_load if megatron_folder(args.ref_load) else args.hf_checkpoint)

@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
+from slime.weights.torch_dist import META, TENSORS, describe, read_meta
 
 if TYPE_CHECKING:
     from slime.backends.megatron.backend import MegatronBackend
 
-META = "trainer.json"
-TENSORS = "torch_dist"
 FORMAT = ("torch_dist", 1)
 
 
@@ -36,13 +35,13 @@ def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bo
         for name in (TENSORS, *(f"copy_{tag}" for tag in copies)):
             (path / name).mkdir(parents=True, exist_ok=True)
     backend.barrier()
-    state = _model_state(backend)
+    state = _model_state(backend.chunks)
     if with_optimizer:
         state["optimizer"] = _optimizer_state(backend, state, is_loading=False)
     _write(state, path / TENSORS)
     for tag in copies:
         with backend.bank.using(tag):
-            _write(_model_state(backend), path / f"copy_{tag}")
+            _write(_model_state(backend.chunks), path / f"copy_{tag}")
     torch.save(_rng_state(), path / f"rng_{backend.rank}.pt")
     if backend.rank == 0:
         (path / META).write_text(json.dumps(_describe(backend, copies, with_optimizer), indent=2) + "\n")
@@ -67,9 +66,9 @@ def load_training_state(backend: MegatronBackend, path: Path) -> None:
         backend.bank.copy("actor", tag)  # makes room of the right shape
         backend.moving_copies.add(tag)
         with backend.bank.using(tag):
-            load_weights(backend, path / f"copy_{tag}")
+            load_weights(backend.chunks, path / f"copy_{tag}")
     if not meta["optimizer"] or args.no_load_optim or args.finetune:
-        load_weights(backend, path / TENSORS)
+        load_weights(backend.chunks, path / TENSORS)
         backend.optimizer.chained.reload_model_params()
     else:
         _load_with_optimizer(backend, path, meta)
@@ -78,22 +77,9 @@ def load_training_state(backend: MegatronBackend, path: Path) -> None:
         _set_rng_state(torch.load(rng, weights_only=False))
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """What ``trainer.json`` says of a folder that was saved here."""
-    file = path / META
-    if not file.is_file():
-        raise FileNotFoundError(f"no training state in {path}: {META} is missing; --load takes a folder of --save")
-    meta: dict[str, Any] = json.loads(file.read_text())
-    if meta.get("format") != "megatron":
-        raise MegatronError(f"{path} was saved by another --train-backend; load it with that one, or use --save-hf")
-    return meta
-
-
-def load_weights(backend: MegatronBackend, folder: Path) -> None:
+def load_weights(chunks: list[Any], folder: Path) -> None:
     """The model's weights only, into this rank's parameters."""
-    backend._finish_gather()
-    loaded = _read(_model_state(backend), folder)
-    _put_model(backend, loaded)
+    _put_model(chunks, _read(_model_state(chunks), folder))
 
 
 def _load_with_optimizer(backend: MegatronBackend, path: Path, meta: dict[str, Any]) -> None:
@@ -107,13 +93,13 @@ def _load_with_optimizer(backend: MegatronBackend, path: Path, meta: dict[str, A
     }
     if not distributed and not same:
         raise MegatronError(f"{path} has another layout: only the distributed optimizer's state moves between layouts")
-    _prime(backend)
-    state = _model_state(backend)
+    backend.optimizer.prime()
+    state = _model_state(backend.chunks)
     state["optimizer"] = _optimizer_state(backend, state, is_loading=True)
     loaded = _read(state, path / TENSORS)
-    _put_model(backend, loaded)
+    _put_model(backend.chunks, loaded)
     backend.optimizer.chained.load_state_dict(loaded["optimizer"])
-    _unshare_steps(backend)
+    backend.optimizer.unshare_steps()
     backend.optimizer.steps = meta["steps"]
     backend.optimizer.scheduler.num_steps = 0
     backend.optimizer.scheduler.step(increment=meta["steps"])
@@ -133,23 +119,27 @@ def _metadata() -> dict[str, Any]:
     }
 
 
-def _model_state(backend: MegatronBackend) -> dict[str, Any]:
-    models = [chunk.module for chunk in backend.chunks]
-    metadata = _metadata()
-    if len(models) == 1:
-        return {"model": models[0].sharded_state_dict(metadata=metadata)}
-    return {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(models)}
+def _model_state(chunks: list[Any]) -> dict[str, Any]:
+    states = []
+    for chunk in chunks:
+        state = _unwrapped(chunk).sharded_state_dict(metadata=_metadata())
+        states.append({name: value for name, value in state.items() if not name.endswith("_extra_state")})
+    return {"model": states[0]} if len(states) == 1 else {f"model{i}": state for i, state in enumerate(states)}
+
+
+def _unwrapped(chunk: Any) -> Any:
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 def _optimizer_state(backend: MegatronBackend, model_state: dict[str, Any], is_loading: bool) -> Any:
     if not is_loading:
-        _prime(backend)
+        backend.optimizer.prime()
     return backend.optimizer.chained.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
 
 
-def _put_model(backend: MegatronBackend, loaded: dict[str, Any]) -> None:
-    for i, chunk in enumerate(backend.chunks):
-        chunk.module.load_state_dict(loaded["model" if len(backend.chunks) == 1 else f"model{i}"])
+def _put_model(chunks: list[Any], loaded: dict[str, Any]) -> None:
+    for i, chunk in enumerate(chunks):
+        _unwrapped(chunk).load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"])
 
 
 def _write(state: dict[str, Any], folder: Path) -> None:
@@ -169,32 +159,8 @@ def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 # --- torch's Adam in megatron-core's optimizers --------------------------------------------------
 
 
-def _inner(backend: MegatronBackend) -> list[Any]:
-    """torch optimizers; a rank without parameters of a kind has None."""
-    chained = backend.optimizer.chained.chained_optimizers
-    return [optimizer.optimizer for optimizer in chained if optimizer.optimizer is not None]
-
-
 def _is_distributed(backend: MegatronBackend) -> bool:
     return any(isinstance(x, DistributedOptimizer) for x in backend.optimizer.chained.chained_optimizers)
-
-
-def _prime(backend: MegatronBackend) -> None:
-    """Moments of zero before the first step: Megatron's state dict takes it that they exist."""
-    for optimizer in _inner(backend):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not optimizer.state[parameter]:
-                    zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
-                    optimizer.state[parameter].update(step=torch.tensor(0.0), **zeros)
-
-
-def _unshare_steps(backend: MegatronBackend) -> None:
-    """Megatron gives every parameter the same ``step`` tensor, which torch's Adam advances once for each of them:
-    bias corrections would be those of a much later step."""
-    for state in backend.optimizer.states():
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].clone()
 
 
 def keep_steps_on_load() -> None:
@@ -218,21 +184,19 @@ def keep_steps_on_load() -> None:
 
 
 def _describe(backend: MegatronBackend, copies: list[str], with_optimizer: bool) -> dict[str, Any]:
-    layout = backend.layout
-    sizes = {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")}
-    return {
-        "format": "megatron",
-        "role": backend.role,
-        "steps": backend.optimizer.steps,
-        "copies": copies,
-        "optimizer": with_optimizer,
-        "distributed_optimizer": _is_distributed(backend),
-        "layout": sizes,
-        "model_type": backend.hf_config.model_type,
-        "hf_checkpoint": backend.args.hf_checkpoint,
-        "settings": backend.settings,
-        "train_dtype": backend.args.train_dtype,
-    }
+    names = ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")
+    return describe(
+        backend.family,
+        backend.settings,
+        backend.args.hf_checkpoint,
+        role=backend.role,
+        steps=backend.optimizer.steps,
+        copies=copies,
+        optimizer=with_optimizer,
+        distributed_optimizer=_is_distributed(backend),
+        layout={name: getattr(backend.layout, name) for name in names},
+        train_dtype=backend.args.train_dtype,
+    )
 
 
 def _rng_state() -> dict[str, Any]:

@@ -45,6 +45,7 @@ class PackBuilder:
         context_group: ranks that share each sample's tokens; None for one.
         pad_to_multiple: of a rank's tokens; sequence parallelism cuts them by the tensor parallel size.
         share_prompts: samples of a group store their prompt once.
+        chunk_size, fused: of logits, see :class:`Scoring`.
     """
 
     device: torch.device
@@ -52,6 +53,7 @@ class PackBuilder:
     pad_to_multiple: int = 1
     share_prompts: bool = True
     chunk_size: int = -1
+    fused: bool = False
 
     def build(self, batch: RankBatch, indices: Sequence[int], scoring: Scoring) -> MicroBatch:
         """``scoring`` says what is wanted; its rows and targets are filled in."""
@@ -71,6 +73,7 @@ class PackBuilder:
                 logit_index=to_device(layout.logit_index, self.device),
                 targets=to_device(layout.targets, self.device),
                 chunk_size=self.chunk_size,
+                fused=self.fused,
             ),
             response_lengths=layout.response_lengths,
             response_index=None if index is None else [torch.from_numpy(x) for x in index],

@@ -20,7 +20,7 @@ from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.modules import PackedRotary, device_of
 from slime.backends.megatron.spec import block_spec
 from slime.models.scorer import value_head_weight
-from slime.models.token_log_probs import token_log_probs
+from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
 from slime.weights.maps.family import Settings, padded_vocab_size
 
@@ -40,6 +40,8 @@ class Scoring:
     entropy_grad: bool = False
     with_logits: bool = False
     chunk_size: int = -1
+    fused: bool = False
+    """Compile what is done to logits; for accelerators."""
 
 
 class Scores(NamedTuple):
@@ -87,13 +89,13 @@ class PolicyHead(nn.Module):
         assert padded is not None
         weight = padded[: self.rows]
         rows = self._rows(hidden, scoring)
-        options: dict[str, Any] = dict(
-            chunk_size=scoring.chunk_size, with_entropy=scoring.with_entropy, entropy_grad=scoring.entropy_grad
-        )
+        options: dict[str, Any] = dict(with_entropy=scoring.with_entropy, entropy_grad=scoring.entropy_grad)
         if self.tp_group.size() == 1:
+            options |= dict(chunk_size=scoring.chunk_size, fused=scoring.fused)
             scores = token_log_probs(rows, weight, scoring.targets, scoring.temperature, **options)
         else:
             shard = VocabShard(self.start, self.tp_group)
+            options["chunk_size"] = scoring.chunk_size if scoring.chunk_size > 0 else default_chunk_size(len(padded))
             scores = vocab_parallel_log_probs(rows, weight, scoring.targets, shard, scoring.temperature, **options)
         logits = self._logits(rows, padded) / scoring.temperature if scoring.with_logits else None
         return Scores(scores.log_probs, scores.entropy, logits)

@@ -181,6 +181,8 @@ class GroupedExperts(MegatronModule):
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """``x [N, in]`` by groups of ``counts [n]`` rows with ``weight [n, out, in]`` → ``[N, out]``."""
+    if not len(x):  # nothing was sent to these experts; their gradient is 0
+        return x @ weight[0].t()
     if x.is_cuda and x.dtype == torch.bfloat16:
         offsets = counts.cumsum(0).to(torch.int32)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)

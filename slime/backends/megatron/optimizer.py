@@ -19,6 +19,9 @@ class ScheduledOptimizer:
     def __init__(self, args: Any, role: str, chunks: list[Any]) -> None:
         schedule = LrSchedule.from_args(args, role)
         self.chained = get_megatron_optimizer(optimizer_config(args, schedule.max_lr, schedule.min_lr), chunks)
+        if torch.cuda.is_available():
+            for group in self.chained.param_groups:  # Megatron's choice would take as much again as the moments
+                group.update(fused=True, foreach=False)
         self.clip_grad = args.clip_grad
         self.steps = 0
         given = args.megatron
@@ -71,10 +74,33 @@ class ScheduledOptimizer:
                 if isinstance(value, torch.Tensor):
                     value.zero_()
 
+    def prime(self) -> None:
+        """Moments of zero before the first step: Megatron's state dicts take it that they exist."""
+        for optimizer in self._inner():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if not optimizer.state[parameter]:
+                        zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                        optimizer.state[parameter].update(step=_step(group, parameter), **zeros)
+
+    def unshare_steps(self) -> None:
+        """Megatron's loader gives every parameter the same ``step`` tensor, which torch's Adam advances once for each
+        of them: bias corrections would be those of a much later step."""
+        for optimizer in self._inner():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state[parameter]
+                    if isinstance(state.get("step"), torch.Tensor):
+                        state["step"] = _step(group, parameter).fill_(float(state["step"]))
+
+    def _inner(self) -> list[Any]:
+        """torch's optimizers; a rank without parameters of a kind has None."""
+        inner = [optimizer.optimizer for optimizer in self.chained.chained_optimizers]
+        return [optimizer for optimizer in inner if optimizer is not None]
+
     def states(self) -> list[dict[str, Any]]:
         """The state of every main parameter on this rank."""
-        inner = [optimizer.optimizer for optimizer in self.chained.chained_optimizers]
-        return [state for optimizer in inner if optimizer is not None for state in optimizer.state.values()]
+        return [state for optimizer in self._inner() for state in optimizer.state.values()]
 
     def tensors(self) -> list[torch.Tensor]:
         """What occupies memory beside the model: moments and main parameters."""
@@ -85,3 +111,8 @@ class ScheduledOptimizer:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
+
+
+def _step(group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+    """A count of 0 where torch's Adam keeps it."""
+    return torch.zeros((), dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")

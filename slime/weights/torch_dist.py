@@ -1,0 +1,162 @@
+"""Megatron weights on disk (``torch_dist``) without Megatron: made of a Hugging Face folder, and turned back into one.
+
+A folder holds ``trainer.json`` (shape and family of the model) and ``torch_dist/``, a checkpoint of
+``torch.distributed.checkpoint`` with Megatron's names: one tensor per parameter of the whole model, layers by their
+index. ``slime/backends/megatron/checkpoint.py`` writes and reads the same with an optimizer, from any layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from slime.config.hf_config import megatron_folder
+from slime.weights.hf_folder import HfFolder
+from slime.weights.maps.family import Entry, Family, Settings
+
+META = "trainer.json"
+TENSORS = "torch_dist"
+MEGATRON_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What ``trainer.json`` says.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is FSDP's.
+    """
+    file = path / META
+    if not file.is_file():
+        raise FileNotFoundError(f"no training state in {path}: {META} is missing; it takes a folder that --save wrote")
+    meta: dict[str, Any] = json.loads(file.read_text())
+    if meta.get("format") != "megatron":
+        raise ValueError(f"{path} was saved by --train-backend fsdp: load it with that, or export it with --save-hf")
+    return meta
+
+
+def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: Any) -> dict[str, Any]:
+    """The content of ``trainer.json``; everything that a conversion back needs."""
+    return {
+        "format": "megatron",
+        "role": "actor",
+        "steps": 0,
+        "copies": [],
+        "optimizer": False,
+        "distributed_optimizer": True,
+        "layout": {},
+        "model_type": family.name,
+        "hf_checkpoint": hf_checkpoint,
+        "settings": settings,
+        **more,
+    }
+
+
+def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: Path) -> None:
+    """Write a Hugging Face checkpoint as Megatron weights, in its dtypes. Ranks of a process group, if there is one,
+    share the work: each holds its parameters in memory until they are written."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    entries = list(family.entries(settings))
+    state = {entry.megatron: _full(entry, folder) for entry in entries[rank::ranks]}
+    if rank == 0:
+        (save / TENSORS).mkdir(parents=True, exist_ok=True)
+    if dist.is_initialized():
+        dist.barrier()
+    dcp.save(state, checkpoint_id=save / TENSORS, no_dist=not dist.is_initialized())
+    if rank == 0:
+        torch.save({}, save / TENSORS / "common.pt")
+        (save / TENSORS / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
+        meta = describe(family, settings, str(folder.path))
+        (save / META).write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def _full(entry: Entry, folder: HfFolder) -> Tensor:
+    if not entry.experts:
+        return _as_saved(entry, entry.layout.join([folder.get(name) for name in entry.hf]))
+    experts = []
+    for expert in range(entry.experts):
+        tensors = [folder.get(name.format(expert=expert)) for name in entry.hf]
+        experts.append(entry.layout.join(tensors))
+    return torch.stack(experts)
+
+
+def _as_saved(entry: Entry, full: Tensor) -> Tensor:
+    """Megatron stores gate and up one below the other; experts keep them apart."""
+    return full.flatten(0, 1) if full.dim() == 3 and not entry.experts else full
+
+
+def hf_tensors(
+    path: Path, family: Family, settings: Settings, vocab_size: int | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face tensors of Megatron weights, parameter by parameter.
+
+    Args:
+        path: a folder with ``torch_dist/`` in it.
+        vocab_size: rows of the embeddings, if not those of the settings.
+
+    Raises:
+        KeyError: the checkpoint lacks a parameter; names it.
+    """
+    settings = {**settings, "vocab_size": vocab_size or settings["vocab_size"]}
+    reader = dcp.FileSystemReader(path / TENSORS)
+    stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    for entry in family.entries(settings):
+        if entry.megatron not in stored:
+            raise KeyError(f"{path} has no parameter {entry.megatron!r}: does --origin-hf-dir belong to it?")
+        what = stored[entry.megatron]
+        full = torch.empty(what.size, dtype=what.properties.dtype)
+        dcp.load({entry.megatron: full}, storage_reader=reader, no_dist=True)
+        if not entry.experts:
+            yield from zip(entry.hf, entry.layout.split(_from_saved(entry, full)), strict=True)
+            continue
+        for expert, part in enumerate(full.unbind(0)):
+            names = [name.format(expert=expert) for name in entry.hf]
+            yield from zip(names, entry.layout.split(part), strict=True)
+
+
+def _from_saved(entry: Entry, full: Tensor) -> Tensor:
+    return full.reshape(entry.layout.full_shape(full.shape, 1))
+
+
+def find(path: str) -> Path:
+    """The folder of Megatron weights that a path names.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = megatron_folder(path)
+    if found is None:
+        raise FileNotFoundError(f"{path} holds no Megatron weights ({META} and {TENSORS}/), nor do its snapshots")
+    return found
+
+
+def join_launched_ranks() -> tuple[int, int]:
+    """Rank and number of ranks under torchrun (a gloo group is made); 0 and 1 otherwise."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+__all__ = [
+    "META",
+    "TENSORS",
+    "convert_from_hf",
+    "describe",
+    "find",
+    "hf_tensors",
+    "join_launched_ranks",
+    "read_meta",
+]

@@ -1,0 +1,70 @@
+"""The converters as commands: Hugging Face → torch_dist → Hugging Face, and back from what training saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launch import run_ranks
+from tiny_families import CONFIGS, save_family
+
+from slime.weights.hf_folder import HfFolder
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run(*words: object, ranks: int = 1) -> str:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *map(str, words)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_same_tensors(left: Path, right: Path) -> None:
+    a, b = HfFolder(left), HfFolder(right)
+    assert set(a.files) == set(b.files)
+    for name in a.files:
+        assert torch.equal(a.get(name), b.get(name)), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe", "glm4"])
+def test_there_and_back_is_exact(family: str, tmp_path: Path) -> None:
+    source = save_family(family, tmp_path / "hf")
+    flags = ["--num-layers", CONFIGS[family].num_hidden_layers, "--tensor-model-parallel-size", 2]
+    to = CHECKOUT / "tools" / "convert_hf_to_torch_dist.py"
+    back = CHECKOUT / "tools" / "convert_torch_dist_to_hf.py"
+    run(to, *flags, "--hf-checkpoint", source, "--save", tmp_path / "dist", ranks=2 if family == "glm4_moe" else 1)
+    run(back, "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "again", "--origin-hf-dir", source)
+    assert_same_tensors(source, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == family
+
+
+def test_flags_of_another_model_are_named(tmp_path: Path) -> None:
+    source = save_family("qwen3", tmp_path / "hf")
+    with pytest.raises(AssertionError, match=r"--hidden-size 64, but config\.json means 32"):
+        run(
+            CHECKOUT / "tools" / "convert_hf_to_torch_dist.py", "--hidden-size", 64,
+            "--hf-checkpoint", source, "--save", tmp_path / "dist",
+        )  # fmt: skip
+
+
+def test_training_reads_it_and_what_it_saves_is_converted(tmp_path: Path) -> None:
+    """``--ref-load`` names converted weights: TP2 starts from them; its snapshot, and that of FSDP, convert back."""
+    source = save_family("qwen3_moe", tmp_path / "hf")
+    run(CHECKOUT / "tools" / "convert_hf_to_torch_dist.py", "--hf-checkpoint", source, "--save", tmp_path / "dist")
+    other = save_family("qwen3_moe", tmp_path / "other", seed=1)
+    run_ranks("tool_ranks:worker", 2, {"checkpoint": other, "converted": tmp_path / "dist", "output": tmp_path})
+    back = CHECKOUT / "tools" / "convert_torch_dist_to_hf.py"
+    run(back, "--input-dir", tmp_path / "untrained", "--output-dir", tmp_path / "again", "--origin-hf-dir", source)
+    assert_same_tensors(source, tmp_path / "again")
+    run(back, "--input-dir", tmp_path / "trained", "--output-dir", tmp_path / "result", "--origin-hf-dir", source)
+    assert_same_tensors(tmp_path / "exported", tmp_path / "result")

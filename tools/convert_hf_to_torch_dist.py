@@ -1,0 +1,50 @@
+#!/usr/bin/env python3
+"""Hugging Face folder → Megatron weights (torch_dist), on CPU or GPU machines; Megatron itself is not needed.
+
+    source scripts/models/qwen3-4B.sh
+    python tools/convert_hf_to_torch_dist.py "${MODEL_ARGS[@]}" --hf-checkpoint Qwen3-4B --save Qwen3-4B_torch_dist
+
+    torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ...     # large models: ranks share the work
+
+MODEL_ARGS are compared with config.json. Any parallel layout reads the result (``--ref-load``, ``--load``); flags of
+a layout are accepted and change nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main() -> None:
+    from slime.backends.megatron.shape import merged_settings
+    from slime.config.parser import read_command_line
+    from slime.models.loading import load_hf_config
+    from slime.weights import torch_dist
+    from slime.weights.hf_folder import HfFolder
+    from slime.weights.maps.registry import family_of
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hf-checkpoint", required=True, help="Hugging Face folder or hub id")
+    parser.add_argument("--save", required=True, type=Path, help="folder to write")
+    parser.add_argument("--model-name", help="model family, if not that of config.json")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    options, rest = parser.parse_known_args()
+    args, problems = read_command_line([*rest, "--hf-checkpoint", options.hf_checkpoint])
+    if problems:
+        parser.error("; ".join(problems))
+    config = load_hf_config(options.hf_checkpoint, options.trust_remote_code).get_text_config()
+    family = family_of(config, options.model_name)
+    settings = merged_settings(args, family, config)
+    rank, ranks = torch_dist.join_launched_ranks()
+    folder = HfFolder(options.hf_checkpoint)
+    torch_dist.convert_from_hf(folder, family, settings, options.save)
+    if rank == 0:
+        print(f"{options.save}: {family.name}, {settings['num_layers']} layers, written by {ranks} process(es)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+#!/usr/bin/env python3
+"""A training checkpoint → Hugging Face folder, by the trainer itself: the same flags as training, and ``--output-dir``.
+
+    torchrun --nproc-per-node 4 tools/convert_to_hf.py --load outputs/run/checkpoints --output-dir Qwen3-4B-trained \
+        ... # all other flags of the run
+
+It works for every backend and format that training can load. Start as many processes as the layout needs without
+data parallelism: 4 for ``--tensor-model-parallel-size 4``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main() -> None:
+    from slime.backends.create import create_backend
+    from slime.checkpoint.snapshot import latest
+    from slime.config.defaults import resolve_defaults
+    from slime.config.parser import read_command_line
+    from slime.engines.process import free_port
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", required=True, type=Path)
+    options, rest = parser.parse_known_args()
+    args, problems = read_command_line(rest)
+    problems += resolve_defaults(args)
+    if args.load is None or args.hf_checkpoint is None:
+        problems.append("--load and --hf-checkpoint are needed: what to convert, and the config and tokenizer to keep")
+    if problems:
+        parser.error("; ".join(problems))
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    args.world_size, args.no_load_optim, args.finetune = ranks, True, True
+    args.kl_coef, args.use_kl_loss, args.use_opd, args.keep_old_actor = 0.0, False, False, False
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    # torchrun's own store listens on MASTER_PORT; the ranks' group takes the next one.
+    backend = create_backend(args, "actor", rank, ranks, host, port + 1 if port else free_port(host), local)
+    snapshot = latest(Path(args.load), args.ckpt_step)
+    if snapshot is not None:
+        backend.load(snapshot.path / "actor")
+    backend.save_hf(options.output_dir)
+    if rank == 0:
+        print(f"{options.output_dir}: from {snapshot.path if snapshot is not None else args.load}")
+
+
+if __name__ == "__main__":
+    main()
