@@ -38,7 +38,7 @@ def transformer_config(
 
     cls = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     dtype = DTYPES[args.train_dtype]
-    moe = bool(settings.get("num_experts"))
+    moe, latent = bool(settings.get("num_experts")), bool(settings.get("multi_latent_attention"))
     fields = _fields_from(settings, cls)
     for name in ("tensor", "pipeline"):
         fields.pop(f"{name}_model_parallel_size", None)
@@ -49,8 +49,9 @@ def transformer_config(
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # Megatron refuses to train experts on tensor parallel ranks that do not share the sequence.
-        "sequence_parallel": layout.tp > 1 and bool(settings.get("sequence_parallel") or moe),
+        # Megatron refuses to train experts on tensor parallel ranks that do not share the sequence; the replicated
+        # projections of latent attention need it.
+        "sequence_parallel": layout.tp > 1 and bool(settings.get("sequence_parallel") or moe or latent),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -82,6 +83,12 @@ def transformer_config(
         fields["moe_enable_routing_replay"] = bool(args.use_routing_replay)
         fields.pop("moe_router_bias_update_rate", None)
         fields["moe_router_bias_update_rate"] = float(settings.get("moe_router_bias_update_rate") or 0.0)
+    if latent:
+        names = ("rope_type", "rotary_base", "rotary_scaling_factor")
+        fields |= {name: settings[name] for name in names}
+        fields["q_lora_rank"] = settings.get("q_lora_rank")
+        # Megatron takes these norms for those of query and key heads, and would sum their gradients twice.
+        fields["qk_layernorm"] = False
     fields |= _recompute(args, settings)
     return cls(**fields)
 

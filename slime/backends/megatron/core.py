@@ -35,8 +35,11 @@ def prepare() -> str:
         raise MegatronError("megatron-core writes checkpoints with psutil, which is missing: pip install psutil")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Transformer Engine, Apex and the like, which are absent on purpose
+        from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils
 
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False  # it takes a stand-in for Transformer Engine
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # a name that the router's gating looks up
     logging.getLogger("megatron.core").setLevel(logging.ERROR)

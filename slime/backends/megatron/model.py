@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.modules import PackedRotary, device_of
+from slime.backends.megatron.modules import PackedRotary, ReplicatedLinear, device_of
 from slime.backends.megatron.spec import block_spec
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
@@ -159,7 +159,7 @@ def build_chunk(config: Any, settings: Settings, role: str, vp_stage: int | None
         share_embeddings_and_output_weights=role == "actor" and not settings["untie_embeddings_and_output_weights"],
         vp_stage=vp_stage,
     )
-    _packed_positions(model)
+    _adapt(model, config)
     if model.post_process:
         critic = role == "critic"
         layer = model.output_layer
@@ -167,9 +167,14 @@ def build_chunk(config: Any, settings: Settings, role: str, vp_stage: int | None
     return model
 
 
-def _packed_positions(model: PolicyModel) -> None:
+def _adapt(model: PolicyModel, config: Any) -> None:
+    """Put slime's rotary positions, and whole low-rank projections, in the place of Megatron's."""
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
-    for layer in model.decoder.layers:
-        if hasattr(layer.self_attention, "rotary_pos_emb"):
-            layer.self_attention.rotary_pos_emb = PackedRotary(layer.self_attention.rotary_pos_emb, mla=True)
+    for layer in model.decoder.layers if config.multi_latent_attention else ():
+        attention = layer.self_attention
+        attention.rotary_pos_emb = PackedRotary(attention.rotary_pos_emb, mla=True)
+        keys = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        attention.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, keys)
+        if config.q_lora_rank is not None:
+            attention.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank)

@@ -95,6 +95,23 @@ class PackedCoreAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
 
+class ReplicatedLinear(nn.Module):
+    """A projection that every tensor parallel rank has whole: the low-rank ones of latent attention.
+
+    Megatron's own, cut into columns, loses the other ranks' heads in the gradient of the rotary part of the keys.
+    """
+
+    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
+        super().__init__()
+        make = {"dtype": config.params_dtype, "device": device_of(config)}
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, **make))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Of this rank's part of the sequence."""
+        return F.linear(x, self.weight), None
+
+
 class PackedRotary(nn.Module):
     """Rotary angles per token of a pack, with the frequencies of one of megatron-core's embeddings.
 

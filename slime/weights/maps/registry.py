@@ -7,7 +7,7 @@ from typing import Any
 
 from slime.weights.maps.family import Family
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3")
 """One module each; ``FAMILY`` in it."""
 
 

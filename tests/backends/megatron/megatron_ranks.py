@@ -37,8 +37,8 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "qwen3_moe", "qwen3_moe_sparse", "glm4", "glm4_moe")
-EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe")
+EXPERTS = ("qwen3_moe", "qwen3_moe_sparse", "glm4_moe", "deepseek_v3", "moonlight")
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "glm4", *EXPERTS)
 
 PLAN: list[Layout] = [
     # every family at TP1, TP2, PP2 and, with experts, EP2
@@ -61,6 +61,8 @@ PLAN: list[Layout] = [
     Layout("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}),
     Layout("glm4_moe", 2, {CP: 2}),
     Layout("qwen3_moe", 2, {CP: 2, EP: 2}),
+    Layout("deepseek_v3", 2, {CP: 2}),
+    Layout("moonlight", 2, {CP: 2, EP: 2}),
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),
@@ -74,6 +76,7 @@ PLAN: list[Layout] = [
     Layout("qwen3_moe", 4, {PP: 2, EP: 2}),
     Layout("glm4_moe", 4, {EP: 4}),
     Layout("glm4_moe", 4, {TP: 2, ETP: 1, EP: 4}),
+    Layout("deepseek_v3", 4, {TP: 2, PP: 2, EP: 2, ETP: 1}),
     # algorithms that sum over a sequence, a reference model of other weights, a critic
     Layout("qwen3", 2, {CP: 2}, dict(REINFORCE)),
     Layout("qwen3", 2, {TP: 2}, dict(REINFORCE)),

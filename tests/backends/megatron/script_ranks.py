@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[3]
-FAMILY = {"smollm2": "llama", "llama3": "llama", "qwen2.5": "qwen2", "glm4-": "glm4", "glm4.": "glm4_moe"}
+FAMILY = {
+    "deepseek": "deepseek_v3",
+    "moonlight": "deepseek_v3",
+    "kimi": "deepseek_v3",
+    "smollm2": "llama",
+    "llama3": "llama",
+    "qwen2.5": "qwen2",
+    "glm4-": "glm4",
+    "glm4.": "glm4_moe",
+}
+"""How a script's name begins → the family."""
 
 
 def scripts() -> list[Path]:
@@ -51,7 +61,7 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
         intermediate_size=flags["ffn_hidden_size"],
         num_hidden_layers=flags["num_layers"],
         num_attention_heads=flags["num_attention_heads"],
-        num_key_value_heads=flags["num_query_groups"],
+        num_key_value_heads=flags.get("num_query_groups", flags["num_attention_heads"]),
         rms_norm_eps=flags["norm_epsilon"],
         rope_parameters=rope,
         tie_word_embeddings=not flags.get("untie_embeddings_and_output_weights", False),
@@ -66,14 +76,28 @@ def hf_config(family: str, flags: dict[str, Any]) -> Any:
         fields |= dict(moe_intermediate_size=flags["moe_ffn_hidden_size"], num_experts_per_tok=flags["moe_router_topk"])
     if family == "qwen3_moe":
         fields |= dict(num_experts=flags["num_experts"], norm_topk_prob=True)
-    if family == "glm4_moe":
+    if family == "deepseek_v3":
+        if flags["rotary_scaling_factor"] > 1:
+            rope |= dict(rope_type="yarn", factor=flags["rotary_scaling_factor"], original_max_position_embeddings=4096)
+            rope |= dict(mscale=flags["mscale"], mscale_all_dim=flags["mscale_all_dim"])
+        fields |= dict(
+            q_lora_rank=flags.get("q_lora_rank"),
+            kv_lora_rank=flags["kv_lora_rank"],
+            qk_nope_head_dim=flags["qk_head_dim"],
+            qk_rope_head_dim=flags["qk_pos_emb_head_dim"],
+            v_head_dim=flags["v_head_dim"],
+            n_group=flags["moe_router_num_groups"],
+            topk_group=flags["moe_router_group_topk"],
+        )
+    if family in ("glm4_moe", "deepseek_v3"):
         fields |= dict(
             n_routed_experts=flags["num_experts"],
             n_shared_experts=flags["moe_shared_expert_intermediate_size"] // flags["moe_ffn_hidden_size"],
             routed_scaling_factor=flags.get("moe_router_topk_scaling_factor", 1.0),
             first_k_dense_replace=moe_layers(flags).count(False),
-            use_qk_norm=flags.get("qk_layernorm", False),
         )
+    if family == "glm4_moe":
+        fields["use_qk_norm"] = flags.get("qk_layernorm", False)
     return AutoConfig.for_model(family, **fields)
 
 

@@ -10,6 +10,7 @@ from fsdp_helpers import VOCAB
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
     LlamaConfig,
@@ -67,6 +68,38 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         use_qk_norm=True,
         partial_rotary_factor=0.5,
     ),
+}
+
+LATENT: dict[str, Any] = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")} | dict(
+    **EXPERTS,
+    num_key_value_heads=4,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    n_routed_experts=4,
+    n_shared_experts=2,
+    routed_scaling_factor=2.5,
+    first_k_dense_replace=1,
+)
+CONFIGS |= {
+    "deepseek_v3": DeepseekV3Config(
+        **LATENT,
+        q_lora_rank=12,
+        n_group=2,
+        topk_group=1,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=10000.0,
+            factor=4.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            beta_fast=32,
+            beta_slow=1,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "moonlight": DeepseekV3Config(**LATENT, q_lora_rank=None, n_group=1, topk_group=1),
 }
 
 

@@ -1,0 +1,44 @@
+# Moonlight-16B-A3B and its Instruct version.
+MODEL_ARGS=(
+    --num-layers 27
+    --hidden-size 2048
+    --ffn-hidden-size 11264
+    --num-attention-heads 16
+    --qk-layernorm
+    --swiglu
+    --normalization RMSNorm
+    --norm-epsilon 1e-5
+    --position-embedding-type rope
+    --rotary-base 50000
+    --no-rope-fusion
+    --disable-bias-linear
+    --vocab-size 163840
+    --untie-embeddings-and-output-weights
+    --multi-latent-attention
+    --kv-lora-rank 512
+    --qk-head-dim 128
+    --qk-pos-emb-head-dim 64
+    --v-head-dim 128
+    --rotary-scaling-factor 1
+    --mscale 1.0
+    --mscale-all-dim 1.0
+    --attention-softmax-in-fp32
+    --num-experts 64
+    --moe-layer-freq "([0]*1+[1]*26)"
+    --moe-ffn-hidden-size 1408
+    --moe-router-topk 6
+    --moe-shared-expert-intermediate-size 2816
+    --moe-router-pre-softmax
+    --moe-router-score-function sigmoid
+    --moe-router-enable-expert-bias
+    --moe-router-load-balancing-type seq_aux_loss
+    --moe-token-dispatcher-type alltoall
+    --moe-aux-loss-coeff 0
+    --moe-router-bias-update-rate 0
+    --moe-router-group-topk 1
+    --moe-router-num-groups 1
+    --moe-grouped-gemm
+    --moe-router-topk-scaling-factor 2.446
+    --moe-router-dtype fp32
+    --moe-permute-fusion
+)
