@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,12 +59,15 @@ def disconnect() -> None:
     import psutil
     import ray
 
+    from slime.engines.process import wait_gone
+
     children = psutil.Process().children(recursive=True)
     ray.shutdown()
-    _, left = psutil.wait_procs(children, timeout=SHUTDOWN_SECONDS)
+    left = wait_gone(children, SHUTDOWN_SECONDS)
     for process in left:
-        process.kill()
-    psutil.wait_procs(left, timeout=SHUTDOWN_SECONDS)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    wait_gone(left, SHUTDOWN_SECONDS)
 
 
 def _object_store_bytes() -> int:

@@ -10,11 +10,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
+    import psutil
+
     from slime.config.args import Args
 
 TAIL_BYTES = 4000
@@ -97,7 +100,7 @@ class ServerProcess:
                 process.kill()
         self.child.kill()
         self.child.wait()
-        psutil.wait_procs(tree, timeout=STOP_SECONDS)
+        wait_gone(tree, STOP_SECONDS)
 
     def log_tail(self) -> str:
         """The last lines that it wrote."""
@@ -148,6 +151,25 @@ def start_embedded_engine(
     if args.threads_per_process:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(args.threads_per_process)
     return EngineProcess(f"embedded engine {index}", command, f"http://{host}:{port}", log_path, env)
+
+
+def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until the processes have ended; returns those that have not after ``seconds``.
+
+    ``psutil.wait_procs`` raises on new kernels when a process ends while it asks (``pidfd_open``: ENOENT).
+    """
+    import psutil
+
+    def lives(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    until = time.monotonic() + seconds
+    while (left := [process for process in processes if lives(process)]) and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    return left
 
 
 def free_port(host: str = "127.0.0.1") -> int:
