@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from slime.config.flag import flag
 
-_NO_REPLAY = "each pass routes anew; --use-tis (or IcePop) corrects for tokens whose probability changed with it"
-
 
 @dataclass
 class AlgorithmConfig:
@@ -95,10 +93,10 @@ class OffPolicyConfig:
     use_opsm: bool = flag(False, help="mask sequences that drifted from the policy")
     opsm_delta: float = flag(1e-4, help="drift from which a sequence is masked")
     use_routing_replay: bool = flag(
-        False, help="replay MoE routing of the old log-prob pass", status="refused", reason=_NO_REPLAY
+        False, help="Megatron: experts are chosen as in the pass that computed the old log-probs"
     )
     use_rollout_routing_replay: bool = flag(
-        False, help="replay MoE routing of the engine", status="refused", reason=_NO_REPLAY
+        False, help="Megatron with SGLang: experts are chosen as the engine chose them; implies --use-routing-replay"
     )
 
 

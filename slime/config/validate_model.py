@@ -115,11 +115,12 @@ def check_fsdp(args: Args) -> list[str]:
         if size is not None and size > 1:
             why = "only the Megatron backend has it"
             problems.append(f"--{name.replace('_', '-')} {size}: --train-backend fsdp has no {words} ({why}); use 1")
-    if ParallelLayout.from_args(args).cp > 1 and args.attn_implementation not in (None, "varlen"):
-        problems.append(
-            f"--attn-implementation {args.attn_implementation} has no --context-parallel-size: leave one out"
-        )
-    problems += ParallelLayout.from_args(args).problems()
+    if args.use_routing_replay:
+        problems.append("--use-routing-replay: --train-backend fsdp does not replay the choice of experts; leave it out")
+    layout = ParallelLayout.from_args(args)
+    if layout.cp > 1 and args.attn_implementation not in (None, "varlen"):
+        problems.append(f"--attn-implementation {args.attn_implementation} has no --context-parallel-size: drop one")
+    problems += layout.problems()
     known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD | set(REFUSED_ABOVE_ONE) | {"context_parallel_size"}
     known |= {"untie_embeddings_and_output_weights"}
     idle = [name for name, value in args.megatron.items() if name not in known and not _is_idle(name, value)]

@@ -7,6 +7,7 @@ A chunk attends to the sample's tokens up to its own end: causal and aligned at 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -76,7 +77,7 @@ def build_context_pack(
         targets=np.concatenate(targets),
         response_lengths=[len(x) for x in response_index],
         num_padding=num_padding,
-        sample_ranges=[],
+        sample_ranges=[[(int(a), int(b))] for a, b in itertools.pairwise(starts)],
         response_index=response_index,
     )
 

@@ -171,7 +171,7 @@ def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "role", "message"),
-    [({}, "judge", "actor or critic"), ({"train_backend": "megatron"}, "actor", "not available here")],
+    [({}, "judge", "actor or critic"), ({"train_backend": "deepspeed"}, "actor", "neither fsdp nor megatron")],
 )
 def test_create_backend_refuses(llama: Path, changes: dict[str, Any], role: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

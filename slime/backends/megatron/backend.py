@@ -34,6 +34,7 @@ from slime.backends.megatron.freeze import select_trainable
 from slime.backends.megatron.inputs import MicroBatch, PackBuilder
 from slime.backends.megatron.model import Scores, Scoring, build_chunk
 from slime.backends.megatron.optimizer import ScheduledOptimizer
+from slime.backends.megatron.routing import ENGINE, RoutingReplay
 from slime.backends.megatron.schedule import run_schedule
 from slime.backends.megatron.shape import merged_settings
 from slime.backends.megatron.weights import ModelWeights
@@ -43,6 +44,7 @@ from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
 from slime.models.loading import load_hf_config
 from slime.weights.hf_folder import HfFolder, copy_companions, write_tensors
+from slime.weights.maps.family import moe_layers
 from slime.weights.maps.registry import family_of
 from slime.weights.torch_dist import TENSORS, read_meta
 
@@ -71,7 +73,8 @@ class MegatronBackend(StepAccounting):
             device=device,
             context_group=context,
             pad_to_multiple=self._pad_multiple(),
-            share_prompts=args.share_prompt_in_pack,
+            # Siblings' prompts may have gone to other experts each.
+            share_prompts=args.share_prompt_in_pack and not args.use_rollout_routing_replay,
             chunk_size=args.log_probs_chunk_size,
             fused=device.type == "cuda" and bool(args.compile_layers),
         )
@@ -96,6 +99,12 @@ class MegatronBackend(StepAccounting):
         self.chunks: list[Any] = models
         self._read_weights(_initial_weights(args))
         select_trainable(self.weights, args)
+        self.routing: RoutingReplay | None = None
+        if args.use_routing_replay and self.role == "actor" and self.settings.get("num_experts"):
+            with_experts = moe_layers(self.settings)
+            self.routing = RoutingReplay(
+                models, with_experts, self.config.sequence_parallel, bool(args.use_rollout_routing_replay)
+            )
         ddp = ddp_config(args)
         self.chunks = [
             DistributedDataParallel(self.config, ddp, model, disable_bucketing=i > 0) for i, model in enumerate(models)
@@ -150,7 +159,9 @@ class MegatronBackend(StepAccounting):
         assert self.role == "actor", "a critic has no log-probs"
         temperature = self.args.rollout_temperature if temperature is None else temperature
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
-        with self._weights_of(model):
+        policy = model in ("actor", "old_actor")  # others choose their experts themselves
+        mode = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
+        with self._weights_of(model), self._routed(batch, mode):
             values = self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
         return dict(zip(names, values, strict=True))
 
@@ -207,8 +218,9 @@ class MegatronBackend(StepAccounting):
             return self._loss(batch, step, micro, scores)
 
         shares: dict[str, float] = {}
-        for metrics in self._run(batch, trained, scoring, share, forward_only=False):
-            self.add_shares(shares, metrics)
+        with self._routed(batch, "replay"):
+            for metrics in self._run(batch, trained, scoring, share, forward_only=False):
+                self.add_shares(shares, metrics)
         shares = groups.object_of_last_stage(shares)
         self.require_finite(shares.get("loss", 0.0), "loss", batch, step, self.optimizer.steps)
         grad_norm = self.optimizer.grad_norm()
@@ -244,7 +256,20 @@ class MegatronBackend(StepAccounting):
         """Megatron's schedule over this rank's micro-batches; what ``on_scores`` returned beside the loss."""
         aligned = self.aligned(micro_batches, self.layout.vpp_group)
         micros = [self.builder.build(batch, indices, scoring) for indices in aligned]
-        return run_schedule(self.chunks, micros, on_scores, forward_only) if micros else []
+        return run_schedule(self.chunks, micros, on_scores, forward_only, self._around) if micros else []
+
+    _around: Any = None
+    """What each forward runs in; None without routing replay."""
+
+    @contextmanager
+    def _routed(self, batch: RankBatch, mode: Any) -> Iterator[None]:
+        """Record or replay the choice of experts in the passes inside, where the flags ask for it."""
+        if self.routing is None or mode is None or (ENGINE not in batch and "rewards" not in batch):
+            yield  # no replay, or a probe, which is no sample of a rollout
+            return
+        with self.routing.during(batch, mode) as self._around:
+            yield
+        self._around = None
 
     # --- weights and state ----------------------------------------------------------------------
 

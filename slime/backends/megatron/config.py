@@ -80,7 +80,6 @@ def transformer_config(
         fields["microbatch_group_size_per_vp_stage"] = layout.vpp_group
     if moe:
         fields |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
-        fields["moe_enable_routing_replay"] = bool(args.use_routing_replay)
         fields.pop("moe_router_bias_update_rate", None)
         fields["moe_router_bias_update_rate"] = float(settings.get("moe_router_bias_update_rate") or 0.0)
     if latent:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,10 @@ class MicroBatch:
     scoring: Scoring
     response_lengths: list[int]
     response_index: list[Tensor] | None
+    positions: np.ndarray
+    """int64 ``[T]``: position of each row in its own sample."""
+    sample_rows: list[np.ndarray]
+    """Per sample, its rows on this rank; siblings share those of their prompt."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +82,8 @@ class PackBuilder:
             ),
             response_lengths=layout.response_lengths,
             response_index=None if index is None else [torch.from_numpy(x) for x in index],
+            positions=layout.positions,
+            sample_rows=[layout.rows_of(i) for i in range(len(indices))],
         )
 
     def _layout(self, tokens: list[Any], lengths: list[int], groups: list[int]) -> PackLayout:

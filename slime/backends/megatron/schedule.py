@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,12 +16,16 @@ from slime.backends.megatron.model import Scores
 
 OnScores = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
 """On the last stage: the micro-batch's loss (scalar), and what to return of it."""
+Around = Callable[[Any, MicroBatch], contextlib.AbstractContextManager[None]]
+"""(model chunk, micro-batch) → what its forward runs in."""
 
 
 def run_schedule(
-    chunks: list[Any], micros: list[MicroBatch], on_scores: OnScores, forward_only: bool
+    chunks: list[Any], micros: list[MicroBatch], on_scores: OnScores, forward_only: bool, around: Around | None = None
 ) -> list[dict[str, Tensor]]:
     """Forward, and backward unless ``forward_only``, of all micro-batches on this rank's model chunks.
+
+    ``around`` is entered for each forward of a chunk.
 
     Returns the second results of ``on_scores``, in order; nothing on stages before the last.
     """
@@ -29,7 +34,7 @@ def run_schedule(
     iterators = [iter(micros) for _ in chunks]
     several = len(chunks) > 1
     return get_forward_backward_func()(
-        forward_step_func=functools.partial(_forward, on_scores),
+        forward_step_func=functools.partial(_forward, on_scores, around),
         data_iterator=iterators if several else iterators[0],
         model=chunks if several else chunks[0],
         num_microbatches=len(micros),
@@ -39,15 +44,16 @@ def run_schedule(
     )
 
 
-def _forward(on_scores: OnScores, iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
+def _forward(on_scores: OnScores, around: Around | None, iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
     micro = next(iterator)
-    output = chunk(
-        input_ids=micro.ids,
-        position_ids=None,
-        attention_mask=None,
-        labels=micro.scoring,
-        packed_seq_params=micro.pack,
-    )
+    with around(chunk.module, micro) if around is not None else contextlib.nullcontext():
+        output = chunk(
+            input_ids=micro.ids,
+            position_ids=None,
+            attention_mask=None,
+            labels=micro.scoring,
+            packed_seq_params=micro.pack,
+        )
     return output, functools.partial(_reduce, on_scores, micro)
 
 

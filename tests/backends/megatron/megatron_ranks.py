@@ -86,6 +86,26 @@ PLAN: list[Layout] = [
     Layout("qwen3", 2, {CP: 2}, dict(advantage_estimator="ppo"), role="critic"),
 ]
 
+RECORDED = dict(use_routing_replay=True)
+PLAN += [
+    # experts as in the pass of the old log-probs: the same ones, if every row finds its own
+    Layout("qwen3_moe", 1, {}, RECORDED),
+    Layout("qwen3_moe", 2, {TP: 2}, RECORDED),
+    Layout("glm4_moe", 2, {PP: 2, **FULL}, RECORDED),
+    Layout("deepseek_v3", 2, {CP: 2}, RECORDED),
+    Layout("qwen3_moe", 2, {EP: 2}, RECORDED),
+]
+OF_ENGINE = dict(use_rollout_routing_replay=True, use_routing_replay=True)
+ROUTED: list[Layout] = [
+    Layout("glm4_moe", 1, {}, OF_ENGINE),
+    Layout("glm4_moe", 2, {TP: 2}, OF_ENGINE),
+    Layout("glm4_moe", 2, {PP: 2, **FULL}, OF_ENGINE),
+    Layout("glm4_moe", 2, {PP: 2, VPP: 2}, OF_ENGINE),
+    Layout("glm4_moe", 2, {CP: 2}, OF_ENGINE),
+    Layout("glm4_moe", 2, {EP: 2, **FULL}, OF_ENGINE),
+]
+"""Experts as an engine chose them; compared with the first."""
+
 
 def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
     """Scores, two optimizer steps on different samples (the second leaves half of the groups out), and weights."""
@@ -115,6 +135,18 @@ def rank_batch(seed: int, zero_groups: int, rank: int, size: int) -> dict[str, A
     return make_batch(mine, [[list(range(i, i + 4)) for i in range(0, len(mine), 4)]], samples)
 
 
+def engine_routing(batch: dict[str, Any]) -> list[Any]:
+    """Two of four experts for every token but the last, in all four layers, drawn from the sample's own tokens."""
+    import torch
+
+    found = []
+    for tokens in batch["tokens"]:
+        generator = torch.Generator().manual_seed(int(tokens.sum()))
+        draws = torch.rand(len(tokens) - 1, 4, 4, generator=generator)
+        found.append(draws.argsort(-1)[..., :2].to(torch.uint8))
+    return found
+
+
 def make_arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
     from fsdp_helpers import make_args
 
@@ -132,7 +164,12 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
     args = make_arguments(layout, paths, "megatron")
     backend: Any = create_backend(args, layout.role, rank, layout.world, "127.0.0.1", port)
     mine = backend.data_parallel_rank, backend.data_parallel_size
-    out = results_of(backend, args, lambda seed, zero: rank_batch(seed, zero, *mine))
+
+    def samples_of(seed: int, zero: int) -> dict[str, Any]:
+        batch = rank_batch(seed, zero, *mine)
+        return batch | {"rollout_routed_experts": engine_routing(batch)} if layout in ROUTED else batch
+
+    out = results_of(backend, args, samples_of)
     return out | {"data_rank": mine}
 
 

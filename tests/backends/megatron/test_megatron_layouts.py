@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_helpers import make_backend
 from launch import run_ranks
-from megatron_ranks import PLAN, Layout, make_arguments, rank_batch, results_of
+from megatron_ranks import PLAN, ROUTED, Layout, make_arguments, rank_batch, results_of
 from tiny_families import CONFIGS, save_family
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -33,7 +33,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def ranks(paths: dict[str, Path]) -> list[Results]:
     """By rank: results by layout."""
-    run_ranks("megatron_ranks:worker", 4, paths, PLAN)
+    run_ranks("megatron_ranks:worker", 4, paths, [*PLAN, *ROUTED])
     return [torch.load(paths["output"] / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
 
 
@@ -109,3 +109,24 @@ def test_values(layout: Layout, ranks: list[Results], expected: dict[Any, dict[s
         for key, tolerance in (("values", 1e-5), ("values_after", 1e-4)):
             for ours, theirs in zip(mine[key], reference[key], strict=True):
                 torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ROUTED[1:], ids=lambda layout: layout.name)
+def test_experts_are_those_of_the_engine(
+    layout: Layout, ranks: list[Results], expected: dict[Any, dict[str, Any]]
+) -> None:
+    """Every layout sends every token where the engine said, in backward's recomputation too."""
+    one = result(ranks, ROUTED[0], 0)
+    free = next(Layout(x.model) for x in PLAN if x.model == layout.model)
+    assert (
+        abs(one["metrics"][0]["train/grad_norm"] / expected[free.reference]["metrics"][0]["train/grad_norm"] - 1) > 0.01
+    )
+    groups = rank_batch(0, 0, 0, 1)["group_indices"]
+    for rank in range(layout.world):
+        mine = result(ranks, layout, rank)
+        for ours, theirs in zip(mine["metrics"], one["metrics"], strict=True):
+            assert math.isclose(ours["train/loss"], theirs["train/loss"], rel_tol=0, abs_tol=5e-6)
+            assert math.isclose(ours["train/grad_norm"], theirs["train/grad_norm"], rel_tol=1e-5)
+        wanted = [i for i, group in enumerate(groups) if group % mine["data_rank"][1] == mine["data_rank"][0]]
+        for i, ours in zip(wanted, mine["log_probs"], strict=True):
+            torch.testing.assert_close(ours, one["log_probs"][i], atol=1e-5, rtol=0)
