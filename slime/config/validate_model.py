@@ -116,7 +116,7 @@ def check_fsdp(args: Args) -> list[str]:
             why = "only the Megatron backend has it"
             problems.append(f"--{name.replace('_', '-')} {size}: --train-backend fsdp has no {words} ({why}); use 1")
     if args.use_routing_replay:
-        problems.append("--use-routing-replay: --train-backend fsdp does not replay the choice of experts; leave it out")
+        problems.append("--use-routing-replay: --train-backend fsdp does not replay routing; leave it out")
     layout = ParallelLayout.from_args(args)
     if layout.cp > 1 and args.attn_implementation not in (None, "varlen"):
         problems.append(f"--attn-implementation {args.attn_implementation} has no --context-parallel-size: drop one")

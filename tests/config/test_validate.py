@@ -57,7 +57,7 @@ ONE_PROBLEM = [
     ("--rollout-sample-hook-path json.dumpz", "has no 'dumpz'"),
     ("--tensor-model-parallel-size 2", "has no tensor parallel"),
     ("--context-parallel-size 2", "no multiple"),
-    ("--context-parallel-size 2 --actor-num-gpus-per-node 2 --attn-implementation sdpa", "has no --context-parallel-size"),
+    ("--context-parallel-size 2 --actor-num-gpus-per-node 2 --attn-implementation sdpa", "has no --context-parallel"),
     ("--num-layers 35", "num_hidden_layers 36"),
     ("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "the embedded engine runs on one GPU"),
     ("--rollout-num-gpus 0", "leaves no engine"),
