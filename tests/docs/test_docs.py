@@ -10,10 +10,10 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")])
-NOT_TRAINING = {  # of ray, env.sh's tools, the quickstart and the slime command
+NOT_TRAINING = {  # of ray, torchrun, env.sh's tools, the converters, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
-    "--check-timeout", "--custom-weight-loader",
+    "--check-timeout", "--custom-weight-loader", "--nproc-per-node", "--input-dir", "--origin-hf-dir",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if "reference" not in page.parts]
 
