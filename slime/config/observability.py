@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slime.config.flag import flag
 
+_NO_MTP = "multi-token prediction layers are not trained; leave it out"
 _NO_SERVER = "there is no Megatron server; a teacher answers from SGLang (--opd-type sglang) or sits in the trainer"
 
 
@@ -105,15 +106,17 @@ class DebugConfig:
 class MegatronExtrasConfig:
     _title = "Megatron extras and teacher server"
 
-    mtp_num_layers: int = flag(None, help="multi-token prediction layers", status="planned")
-    mtp_loss_scaling_factor: float = flag(0.2, help="weight of their loss", status="planned")
-    enable_mtp_training: bool = flag(False, help="train them", status="planned")
-    custom_megatron_init_path: str = flag(None, kind="hook", help="called after Megatron's start", status="planned")
+    mtp_num_layers: int = flag(None, help="multi-token prediction layers", status="refused", reason=_NO_MTP)
+    mtp_loss_scaling_factor: float = flag(0.2, help="weight of their loss", status="refused", reason=_NO_MTP)
+    enable_mtp_training: bool = flag(False, help="train them", status="refused", reason=_NO_MTP)
+    custom_megatron_init_path: str = flag(None, kind="hook", help="called once Megatron's groups exist: fn(args)")
     custom_megatron_before_log_prob_hook_path: str = flag(
-        None, kind="hook", help="called before log-probs", status="planned"
+        None, kind="hook", help='called before log-probs: fn(args, model, prefix), prefix "", "ref_" or "teacher_"'
     )
     custom_megatron_before_train_step_hook_path: str = flag(
-        None, kind="hook", help="called before a step", status="planned"
+        None,
+        kind="hook",
+        help="called before a step: fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
     )
     megatron_deepgemm_forward_layers: list[int] | None = flag(
         None, help="layers in FP8 DeepGEMM", status="refused", reason="there are no DeepGEMM kernels here"

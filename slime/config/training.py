@@ -78,7 +78,11 @@ class ModelConfig:
     fsdp_cpu_backend: str = flag("gloo", help="backend of CPU collectives", status="notice", reason="it is always gloo")
     deterministic_mode: bool = flag(False, help="Megatron's name for --deterministic")
     custom_model_provider_path: str = flag(
-        None, kind="hook", help="replaces Megatron's model builder", status="planned"
+        None,
+        kind="hook",
+        help="replaces Megatron's model builder",
+        status="refused",
+        reason="a model needs a weight map, too: add a family in slime/weights/maps",
     )
     qwen_gdn_backend: str = flag(
         "fla",

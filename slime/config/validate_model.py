@@ -40,6 +40,11 @@ REFUSED_ABOVE_ONE = {
     "expert_model_parallel_size": "expert parallel",
     "expert_tensor_parallel_size": "expert tensor parallel",
 }
+MEGATRON_HOOKS = (
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+)
 UNDERSTOOD = {"recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"}
 DROPOUTS = ("attention_dropout", "hidden_dropout")
 
@@ -115,6 +120,11 @@ def check_fsdp(args: Args) -> list[str]:
         if size is not None and size > 1:
             why = "only the Megatron backend has it"
             problems.append(f"--{name.replace('_', '-')} {size}: --train-backend fsdp has no {words} ({why}); use 1")
+    problems += [
+        f"--{name.replace('_', '-')}: only --train-backend megatron calls it; leave it out"
+        for name in MEGATRON_HOOKS
+        if getattr(args, name)
+    ]
     if args.use_routing_replay:
         problems.append("--use-routing-replay: --train-backend fsdp does not replay routing; leave it out")
     layout = ParallelLayout.from_args(args)

@@ -40,6 +40,7 @@ from slime.backends.megatron.shape import merged_settings
 from slime.backends.megatron.weights import ModelWeights
 from slime.backends.steps import StepAccounting
 from slime.config.hf_config import megatron_folder
+from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
 from slime.models.loading import load_hf_config
@@ -68,6 +69,8 @@ class MegatronBackend(StepAccounting):
         with_context = mpu.get_data_parallel_group(with_context_parallel=True)
         self.reduce = DataParallelReduce(data.size(), device, data, context)
         self.share_reduce = DataParallelReduce(with_context.size(), device, with_context)
+        if args.custom_megatron_init_path:
+            load_function(args.custom_megatron_init_path)(args)
         self._build_model()
         self.builder = PackBuilder(
             device=device,
@@ -159,6 +162,9 @@ class MegatronBackend(StepAccounting):
         assert self.role == "actor", "a critic has no log-probs"
         temperature = self.args.rollout_temperature if temperature is None else temperature
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
+        if self.args.custom_megatron_before_log_prob_hook_path:
+            hook = load_function(self.args.custom_megatron_before_log_prob_hook_path)
+            hook(self.args, self.chunks, {"ref": "ref_", "teacher": "teacher_"}.get(model, ""))
         policy = model in ("actor", "old_actor")  # others choose their experts themselves
         mode = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
         with self._weights_of(model), self._routed(batch, mode):
@@ -201,6 +207,9 @@ class MegatronBackend(StepAccounting):
             NonFiniteError: before the weights change.
         """
         args = self.args
+        if args.custom_megatron_before_train_step_hook_path:
+            hook = load_function(args.custom_megatron_before_train_step_hook_path)
+            hook(args, batch.get("rollout_id"), step, self.chunks, self.optimizer.chained, self.optimizer.scheduler)
         scheduled, trained = self.scheduled_and_trained(batch, step)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()

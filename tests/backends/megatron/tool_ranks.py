@@ -17,8 +17,16 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     layout = Layout("qwen3_moe", 2, {TP: 2})
     args = make_arguments(layout, {"qwen3_moe": paths["checkpoint"]}, "megatron")
     args.ref_load = str(paths["converted"])
+    args.custom_megatron_init_path = "user_hooks.init"
+    args.custom_megatron_before_log_prob_hook_path = "user_hooks.before_log_prob"
+    args.custom_megatron_before_train_step_hook_path = "user_hooks.before_step"
+    args.kl_coef = 0.01
     backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", ports.get(2))
     backend.save(paths["output"] / "untrained" / "iter_0000000" / "actor")
     train_on_rollout(backend, args, rank_batch(0, 0, 0, 1))
     backend.save(paths["output"] / "trained")
     backend.save_hf(paths["output"] / "exported")
+
+    from user_hooks import CALLS
+
+    assert CALLS == [("init", True), ("log_prob", "ref_"), ("log_prob", ""), ("step", (0, 0, 1, 0))], CALLS
