@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 State = Literal["starting", "unsynced", "serving", "lost", "given up"]
+GONE: tuple[State, ...] = ("lost", "given up")  # killed, with the actor that could be asked
 MOST_LOSSES = 5  # of one engine within LOSSES_SECONDS: then something else is wrong
 LOSSES_SECONDS = 600.0
 FIRST_START_SECONDS = 900.0
@@ -146,15 +147,13 @@ class EngineFleet:
         """One line per engine, with the last log lines of those that are gone."""
         lines = []
         for engine in self.engines:
-            said: dict[str, Any] = {}
-            if engine.host is not None and engine.state != "lost":
-                said = _ask(engine.host)
-            dead = engine.state in ("lost", "given up") or said.get("alive") is False
+            gone = engine.state in GONE
+            said = _ask(engine.host) if engine.host is not None and not gone else {}
+            dead = gone or said.get("alive") is False
             pid = f" pid {said['pid']}" if said.get("pid") else ""
             lines.append(f"engine {engine.index} {engine.url}{pid}: {'DEAD' if dead else engine.state}")
             if dead:
-                tail = engine.host.log_tail() if engine.host is not None and said else ""
-                lines.append(tail or engine.last_words)
+                lines.append(engine.last_words if gone else _last_words(engine, str(said.get("error", "it ended"))))
         return "\n".join(lines)
 
     # --- start and end -----------------------------------------------------------------------
@@ -194,7 +193,7 @@ class EngineFleet:
         self._starters.shutdown(wait=False, cancel_futures=True)
         if self.router is not None:
             self.router.stop()
-        hosts = [engine.host for engine in self.engines if engine.host is not None and engine.state != "lost"]
+        hosts = [engine.host for engine in self.engines if engine.host is not None and engine.state not in GONE]
         with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
             list(pool.map(lambda host: host.stop(), hosts))
 
@@ -288,13 +287,23 @@ class EngineFleet:
 
     def synced(self, urls: Sequence[str]) -> None:
         """These hold the current weights and were audited: those that did not serve yet do so from now on."""
-        for engine in self.engines:
-            if engine.url in urls and engine.state == "unsynced":
+        for engine in [engine for engine in self.engines if engine.url in urls and engine.state == "unsynced"]:
+            url = engine.url
+            try:
+                self.check_router()  # it may have ended during the update, when nobody looked
                 if self.router is not None:
                     self.router.add_worker(engine.worker)
-                with self._lock:
+            except (ServerFailed, OSError) as error:
+                self.lose(url, f"the router did not take it: {error}")
+                continue
+            with self._lock:
+                serves = engine.state == "unsynced" and engine.url == url
+                if serves:
                     engine.state = "serving"
-                logger.warning("engine %d (%s) serves", engine.index, engine.url)
+            if serves:
+                logger.warning("engine %d (%s) serves", engine.index, url)
+            else:
+                self._forget(url)  # lost meanwhile
 
     def settled(self, deadline: float = FIRST_START_SECONDS) -> list[str]:
         """Wait until no engine is being started; returns URLs of those that answer."""
@@ -305,18 +314,22 @@ class EngineFleet:
     # --- the router --------------------------------------------------------------------------
 
     def check_router(self) -> None:
-        """Start routers that ended again."""
-        if self.router is None or self.fatal is not None:
-            return
-        for model, words in self.router.dead():
-            logger.error("%s", words)
-            if not self.tolerant:
-                self.fatal = f"{words}\n--use-fault-tolerance starts it again"
+        """Start routers that ended again; one that does not start is tried again at the next look."""
+        with self._lock:
+            if self.router is None or self.fatal is not None:
                 return
-            with self._lock:
+            for model, words in self.router.dead():
+                logger.error("%s", words)
+                if not self.tolerant:
+                    self.fatal = f"{words}\n--use-fault-tolerance starts it again"
+                    return
                 self.router_restart_count += 1
-                self.router.restart(model, self._workers())
-            logger.warning("the router serves again at %s", self.router.by_model[model].url)
+                try:
+                    self.router.restart(model, self._workers())
+                except (ServerFailed, OSError) as error:  # a worker that hangs, say: the checks find it
+                    logger.error("the router could not be started again: %s", error)
+                    continue
+                logger.warning("the router serves again at %s", self.router.by_model[model].url)
 
 
 def _ask(host: EngineHost) -> dict[str, Any]:

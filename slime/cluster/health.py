@@ -80,12 +80,14 @@ class HealthMonitor:
 
     def look(self) -> None:
         """One look: processes, then (when it is time) answers, then start what was lost."""
+        check_processes(self.fleet)  # first: a router does not start with a worker that is dead
         self.fleet.check_router()
-        check_processes(self.fleet)
         if time.monotonic() >= self._next:
             self.check(self.fleet.urls())
-            for url in self.fleet.urls("lost"):
-                if answers(url, self.timeout) is None:
+            away = [engine.url for engine in self.fleet.engines if engine.external and engine.state == "lost"]
+            silent = unhealthy(away, self.timeout)
+            for url in away:
+                if url not in silent:
                     self.fleet.readmit(url)
             self._next = time.monotonic() + self.interval
         self.fleet.restart_lost()

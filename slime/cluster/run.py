@@ -218,9 +218,10 @@ class Run:
         if not ray.is_initialized():
             return
         if self.manager is not None:
-            with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                if failed and self.engine_urls:
+            if failed and self.engine_urls:
+                with contextlib.suppress(ray.exceptions.RayError):
                     self.display.note(ray.get(self.manager.engine_report.remote(), timeout=15))
+            with contextlib.suppress(ray.exceptions.RayError):
                 ray.get(self.manager.shutdown.remote(), timeout=60)
         for group in self.groups:
             with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):

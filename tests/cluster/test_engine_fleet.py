@@ -56,15 +56,27 @@ class FakeRouter:
 
     def __init__(self) -> None:
         self.known: list[str] = []
+        self.ended = False
+        self.refuses: Callable[[str], bool] = lambda url: False
+        self.by_model = {"default": self}
 
-    def alive(self) -> bool:
-        return True
+    def dead(self) -> list[tuple[str, str]]:
+        return [("default", "the router ended")] if self.ended else []
+
+    def restart(self, model: str, workers: list[Worker]) -> None:
+        for worker in workers:
+            if self.refuses(worker.url):
+                raise ServerFailed(f"the router did not take {worker.url}")
+        self.ended, self.known = False, [worker.url for worker in workers]
 
     def add_worker(self, worker: Worker) -> None:
+        if self.refuses(worker.url):
+            raise ServerFailed(f"the router did not take {worker.url}")
         self.known.append(worker.url)
 
     def remove_worker(self, url: str) -> None:
-        self.known.remove(url)
+        if url in self.known:
+            self.known.remove(url)
 
     def stop(self) -> None: ...
 
@@ -172,6 +184,83 @@ def test_engines_with_weights_of_their_own_serve_as_soon_as_they_are_up(tmp_path
         fleet.restart_lost()
         time.sleep(0.005)
     assert "no engine (regular) of model judge is left" in fleet.fatal
+
+
+class GoneHost(FakeHost):
+    """Its actor ends with the server: once killed, nobody answers."""
+
+    def describe(self) -> dict[str, Any]:
+        if self.killed:
+            raise RuntimeError("the actor died")
+        return super().describe()
+
+    log_tail = lambda self: "last line" if not self.killed else self.describe()  # type: ignore[assignment]  # noqa: E731
+
+
+def test_the_report_names_engines_whose_actors_are_gone(tmp_path: Path) -> None:
+    started = Started(tmp_path)
+    for host in started.hosts:
+        host.__class__ = GoneHost
+    fleet = started.fleet
+    fleet.engines[0].losses = [time.monotonic()] * MOST_LOSSES
+    fleet.lose(started.hosts[0].url, "struck")
+    assert fleet.engines[0].state == "given up"
+    started.hosts[1].killed = 1  # and nobody has noticed yet
+    report = fleet.report()
+    assert report.count("DEAD") == 2 and "last line" in report and "the actor died" in report
+    fleet.stop()
+    assert started.hosts[0].stopped == 0, "there is nobody to ask"
+
+
+def test_a_router_that_ended_during_an_update_is_started_before_engines_join_it(tmp_path: Path) -> None:
+    started = Started(tmp_path, count=3)
+    fleet, (first, second, third) = started.fleet, started.hosts
+    for engine in fleet.engines[:2]:
+        engine.state = "unsynced"
+    fleet.router.ended = True
+    fleet.router.refuses = lambda url: url == first.url
+    fleet.synced([first.url, second.url, third.url])
+    assert not fleet.router.ended and fleet.router.known == [third.url, second.url]
+    assert fleet.status()["serving"] == [second.url, third.url] and fleet.urls("lost") == [first.url]
+
+
+def test_an_engine_that_is_lost_while_it_joins_does_not_serve(tmp_path: Path) -> None:
+    started = Started(tmp_path)
+    fleet, (first, _) = started.fleet, started.hosts
+    fleet.engines[0].state = "unsynced"
+    fleet.router.known.remove(first.url)
+    join = fleet.router.add_worker
+
+    def lost_meanwhile(worker: Worker) -> None:
+        with fleet._lock:
+            fleet.engines[0].state = "lost"
+        join(worker)
+
+    fleet.router.add_worker = lost_meanwhile
+    fleet.synced([first.url])
+    assert fleet.urls("lost") == [first.url] and first.url not in fleet.router.known
+
+
+@pytest.mark.parametrize("blow", ["ended", "hangs"])
+def test_router_and_engine_that_end_together_both_come_back(tmp_path: Path, blow: str) -> None:
+    """A router does not start with a worker that is dead: the engine must be found first, or in spite of that."""
+    started = Started(tmp_path)
+    fleet, (first, second) = started.fleet, started.hosts
+    monitor = HealthMonitor(fleet, interval=0.0, timeout=0.1, first_wait=0.0)
+    first.running = blow == "hangs"
+    fleet.router.ended = True
+    fleet.router.refuses = lambda url: url == first.url
+    with pytest.MonkeyPatch.context() as patch:
+        hung = {first.url: "no token"} if blow == "hangs" else {}
+        patch.setattr(
+            "slime.cluster.health.unhealthy", lambda urls, timeout: {u: w for u, w in hung.items() if u in urls}
+        )
+        monitor.look()
+        monitor.look()
+    assert not fleet.router.ended and fleet.router.known == [second.url]
+    fleet.settled(10)
+    assert first.killed == 1 and fleet.urls("unsynced") == [started.hosts[2].url]
+    fleet.stop()
 
 
 def test_nobody_is_looked_at_while_paused(tmp_path: Path) -> None:
