@@ -64,16 +64,22 @@ class Faults:
                     raise
                 lost = ", ".join(url for url in urls if url not in left)
                 self.run.display.note(f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}")
-                urls = left or (self._replacements() if replace else [])
+                urls = left
+                if replace and not left:
+                    urls = self._replacements()
+                    if self.run.args.offload_rollout:  # as Run.update_weights did for those that were lost
+                        room = [self.run.manager.onload.remote(("weights",))]
+                        self.run.manager_call(room, "the new engines to get room for weights")
         return None, []
 
     def served(self, urls: Sequence[str]) -> None:
         """These engines hold the current weights and were audited: they get requests."""
         status = self._call("end_update", "the engines after an update", list(urls))
-        self.run.engine_urls = self._alive(status)
+        self.run.engine_urls = self._alive(status) or self.run.engine_urls  # never none: they are being replaced
 
     def _replacements(self) -> list[str]:
-        """No engine is left: wait for those that are started again, in the memory that they need."""
+        """No engine is left: wait for those that are started again, in the memory that they need. Colocated, they have
+        released it again when this returns, and the trainer is awake."""
         run = self.run
         if not run.args.use_fault_tolerance:
             raise EnginesLost("no engine is left")
@@ -88,8 +94,6 @@ class Faults:
         if run.args.offload_train:
             for group in run.groups:
                 group.wake()
-        if run.args.offload_rollout:
-            run.manager_call([run.manager.onload.remote(("weights",))], "the new engines to get room for weights")
         return urls
 
     # --- while generation is under way -------------------------------------------------------
@@ -114,9 +118,10 @@ class Faults:
         update, all of them get a new one."""
         run = self.run
         if run.args.offload_train or run.args.offload_rollout:
-            if not status["serving"]:  # otherwise there is no room for the trainer: they wait for the next update
-                run.offload_engines()
-                run.update_weights()
+            if status["serving"]:
+                return  # there is no room for the trainer: they wait for the next update
+            run.offload_engines()
+            run.update_weights()
         elif run.trained != run.updated_after:
             run.update_weights()
         else:

@@ -125,6 +125,37 @@ def test_the_last_engine_is_replaced_in_the_memory_that_it_needs(colocated: bool
     assert manager.calls == ["lose_engines", *dance]
 
 
+def test_engines_that_are_started_before_an_update_get_room_once() -> None:
+    """SGLang's scheduler ends at a second resume; the update itself is what gives them room for weights."""
+    manager = Manager([])
+    manager.replacements = ["new"]
+    assert faults_of(manager, colocated=True).targets() == ["new"]
+    assert manager.calls == ["begin_update", "sleep", "start_lost_engines", "offload", "wake"]
+
+
+def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:
+    manager = Manager([])
+    faults = faults_of(manager)
+    faults.run.engine_urls, faults.run.actor = ["a"], object()
+    faults.run.trained = faults.run.updated_after = 3
+    healed: list[str] = []
+    faults.run.heal = healed.extend
+    faults.served([])
+    manager.unsynced = ["new"]
+    faults.tend()
+    assert healed == ["new"]
+
+
+def test_colocated_a_new_engine_waits_for_the_next_update_and_nobody_says_otherwise() -> None:
+    manager = Manager(["a"], ["new"])
+    faults = faults_of(manager, colocated=True)
+    faults.run.engine_urls, faults.run.actor = ["a"], object()
+    notes: list[str] = []
+    faults.run.display.note = notes.append
+    faults.tend()
+    assert notes == [] and manager.calls == ["engine_status"]
+
+
 def test_the_last_engine_without_replacement_leaves_none() -> None:
     assert faults_of(Manager(["a"])).survive(failing(torn("a")), ["a"]) == (None, [])
 
