@@ -157,7 +157,10 @@ class Routers:
         self._added: list[Worker] = []
 
     def start(self, workers: Sequence[Worker]) -> None:
-        """A router for each model of ``workers``; the first model's is ``--sglang-router-ip/port`` where given."""
+        """A router on this host for each model of ``workers``; the first model's is ``--sglang-router-ip/port`` where
+        given."""
+        from slime.weights.transports.group import address_towards  # the engines may be on other hosts
+
         for model in dict.fromkeys(worker.model for worker in workers):
             own = [worker for worker in workers if worker.model == model]
             if self.args.sglang_router_ip and not self.by_model:
@@ -165,7 +168,7 @@ class Routers:
                 for worker in own:
                     self.add_worker(worker)
             else:
-                self.by_model[model] = self._start(model, own)
+                self.by_model[model] = self._start(model, own, address_towards([worker.url for worker in own]))
         self.args.sglang_model_routers = {
             model: (urlsplit(router.url).hostname, urlsplit(router.url).port) for model, router in self.by_model.items()
         }
@@ -195,8 +198,9 @@ class Routers:
 
     def restart(self, model: str, workers: Sequence[Worker]) -> None:
         """Start a router that ended again, at its address."""
-        port = urlsplit(self.by_model[model].url).port
-        self.by_model[model] = self._start(model, [worker for worker in workers if worker.model == model], port)
+        address = urlsplit(self.by_model[model].url)
+        own = [worker for worker in workers if worker.model == model]
+        self.by_model[model] = self._start(model, own, address.hostname or "", address.port)
 
     def stop(self) -> None:
         """End our routers; take our engines out of one that is not ours."""
@@ -207,8 +211,7 @@ class Routers:
             with contextlib.suppress(ServerFailed, OSError):
                 self.by_model[worker.model].remove_worker(worker.url)
 
-    def _start(self, model: str, workers: Sequence[Worker], port: int | None = None) -> RouterProcess:
-        host = urlsplit(workers[0].url).hostname or "127.0.0.1" if workers else urlsplit(self.url).hostname or ""
+    def _start(self, model: str, workers: Sequence[Worker], host: str, port: int | None = None) -> RouterProcess:
         name = "router.log" if model == DEFAULT_MODEL else f"router-{model}.log"
         return start_router(self.args, workers, host, port, self.log_dir / name)
 

@@ -16,7 +16,7 @@ from engine_parts import engine_args
 
 from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.process import EngineProcess
-from slime.engines.router import Routers, Worker, router_options, start_router
+from slime.engines.router import Router, Routers, Worker, router_options, start_router
 from slime.rollout.generate import get_model_url
 from slime.utils.async_utils import run
 from slime.utils.http_utils import get, post
@@ -25,6 +25,22 @@ from slime.utils.http_utils import get, post
 def test_options_as_words() -> None:
     options = {"policy": "manual", "router_dp_aware": True, "cors": ["a", "b"], "off": False, "none": None}
     assert router_options(options) == ["--policy", "manual", "--dp-aware", "--cors", "a", "b"]
+
+
+def test_a_router_listens_on_its_own_host_and_comes_back_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not on an engine's, which may be another machine (external engines, several nodes)."""
+    places: list[tuple[str, int | None]] = []
+
+    def start(args: Any, workers: Any, host: str, port: int | None, log: Path) -> Router:
+        places.append((host, port))
+        return Router(f"http://{host}:{port or 7000}")
+
+    monkeypatch.setattr("slime.engines.router.start_router", start)
+    monkeypatch.setattr("slime.weights.transports.group.address_towards", lambda urls: "10.0.0.1")
+    routers = Routers(engine_args(tmp_path, sglang_router_ip=None), tmp_path)
+    routers.start([Worker("http://10.0.0.8:30000"), Worker("http://10.0.0.9:30000")])
+    routers.restart("default", [Worker("http://10.0.0.9:30000")])
+    assert places == [("10.0.0.1", None), ("10.0.0.1", 7000)]
 
 
 @pytest.mark.real
