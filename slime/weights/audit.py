@@ -161,15 +161,19 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
 
 
 async def probe_engines(args: Any, engines: Sequence[EngineHandle], probe: Probe) -> float:
-    """(a) and (b), for engines that could not generate during the sync; returns the largest difference of (a)."""
+    """(a) and (b), for engines that could not generate during the sync; returns the largest difference of (a).
+
+    A server that only prefills or only decodes answers no request alone: it is held to (b) and (d). NaN when all do.
+    """
     deadline = float(args.phase_timeout)
     infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", deadline)
     for error in failed.values():
         raise error
-    gaps = await check_probe(engines, probe, threshold(args, infos.values()), deadline)
+    whole = [e for e in engines if infos[e.url].extra.get("disaggregation_mode") in (None, "null")]
+    gaps = await check_probe(whole, probe, threshold(args, infos.values()), deadline)
     others = [engine for engine in engines if not engine.capabilities.named_checksums]  # these passed (d) already
     await audit_engines(others, infos, {}, None, 0.0, deadline)
-    return max(gaps.values())
+    return max(gaps.values(), default=math.nan)
 
 
 # --- (b), (d) ------------------------------------------------------------------------------------

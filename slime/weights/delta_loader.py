@@ -7,6 +7,7 @@ happened is written to a file instead, which the sender reads.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from slime.weights.published import Manifest, PublishedBucket, Status, read_requ
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 LOADER = "slime.weights.delta_loader.load"
 _READERS = 8
 _Touched = dict[int, set[str]]
@@ -48,7 +50,10 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         _held.pop(model, None)  # neither the copy nor the model can be trusted: only a full version helps
         status = Status("failed", f"{type(error).__name__}: {error}")
     status.seconds = time.perf_counter() - start
-    status.write(request["status"])
+    try:
+        status.write(request["status"])
+    except OSError as error:  # the sender has given up and taken its folder away, or the disk is full
+        logger.error("%s (%s), which could not be reported: %s", status.outcome, status.message, error)
 
 
 def _load(model: Any, folder: Path, device: torch.device) -> Status:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import json
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from slime.config.hf_config import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +39,8 @@ def comparable(args: Any, info: EngineInfo) -> bool:
         return False
     if any(int(info.extra.get(name) or 1) != 1 for name in ("pp_size", "dp_size", "ep_size")):
         return False
-    file = Path(args.hf_checkpoint) / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    if not set(config.get("architectures") or ()) & set(FAMILIES):
+    config = read_config(str(args.hf_checkpoint)) or {}
+    if "text_config" in config or not set(config.get("architectures") or ()) & set(FAMILIES):
         return False
     if torch.cuda.is_available():
         return _has_hash_of(info.version)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
 
+TORN = "-torn"  # behind the version of an engine that holds a mix
+
+
 @dataclass
 class _Plan:
     """What the engines said before anything was sent."""
@@ -156,7 +159,8 @@ class _Sender:
         if self.transport.name in ("disk", "delta") or self.check_equal:
             return False
         attempt = parse_version(self.version).attempt
-        return all(info.weight_version.startswith(f"{attempt}.") for info in plan.infos.values())
+        held = [info.weight_version for info in plan.infos.values()]
+        return all(version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held)
 
     def _digest(self, tensors: list[NamedTensor], plan: _Plan) -> None:
         """Note what the engines will have to show, for those that can."""
@@ -255,7 +259,7 @@ class _Sender:
     async def _mark_torn(self, engines: Sequence[EngineHandle]) -> None:
         """Close the bracket under a version that no sample may carry; these engines stay paused."""
         if self.transport.bracketed:
-            torn = f"{self.version}-torn"
+            torn = f"{self.version}{TORN}"
             await on_each(engines, lambda engine: engine.end_update(torn), "end the update", self.deadline)
 
     async def _each(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,31 @@ async def test_a_probe_gap_names_engine_token_and_values(value: float) -> None:
     engines = [Engine("x", {"a": "1"}, [-2.0, -1.0]), Engine("y", {"a": "1"}, [-2.0, value])]
     with pytest.raises(WeightAuditError, match=r"engine y and the trainer .* token 2 has log-prob .*audit-threshold"):
         await run(engines, {}, Probe([5, 6, 7], [-2.0, -1.0]))
+
+
+async def test_servers_that_only_prefill_or_decode_are_not_asked_for_the_probe_but_compared() -> None:
+    class Half(Engine):
+        def __init__(self, url: str, mode: str, sums: dict[str, str], log_probs: list[float] | None = None) -> None:
+            super().__init__(url, sums, log_probs, named=False)
+            self.mode = mode
+
+        async def info(self) -> EngineInfo:
+            extra = {"disaggregation_mode": self.mode}
+            return EngineInfo("sglang", "0.5.23", "model", "0.1", "float32", extra=extra)
+
+        async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+            assert self.mode == "null", "it would wait for its partner"
+            return await super().generate(request)
+
+    def probed(*engines: Half) -> Any:
+        args = SimpleNamespace(phase_timeout=5.0, audit_threshold=1e-3, train_dtype="float32")
+        return audit.probe_engines(args, engines, Probe([3, 4], [-1.0]))  # type: ignore[arg-type]
+
+    pair = Half("p", "prefill", {"a": "1"}), Half("d", "decode", {"a": "1"})
+    assert math.isnan(await probed(*pair))
+    assert await probed(*pair, Half("w", "null", {"a": "1"}, [-1.0005])) == pytest.approx(0.0005)
+    with pytest.raises(WeightAuditError, match="other weights than the other engines: a"):
+        await probed(*pair, Half("d2", "decode", {"a": "2"}))
 
 
 async def test_a_probe_that_is_not_scored_in_full_is_an_error() -> None:

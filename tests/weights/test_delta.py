@@ -233,6 +233,14 @@ def test_files_that_are_not_there_are_reported_not_raised(tmp_path: Path) -> Non
     assert status.outcome == "failed" and MANIFEST in status.message
 
 
+def test_a_report_that_nobody_waits_for_any_more_does_not_end_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given_up = str(tmp_path / "removed" / "r")
+    delta_loader.load(Model(), [(request(tmp_path / "nothing", given_up), torch.empty(0))])
+    assert "could not be reported" in caplog.text and MANIFEST in caplog.text
+
+
 def test_an_engine_that_cannot_load_fails_the_sync_with_its_own_words(hf_folder: Path) -> None:
     transport, engine = make(hf_folder), Engine("a")
     engine.model.load_weights = lambda tensors: [].pop()  # type: ignore[method-assign]

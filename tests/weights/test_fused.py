@@ -52,4 +52,8 @@ def test_only_known_families_on_one_rank_are_compared(tmp_path: Path) -> None:
     assert known() is known(pp_size=1, quantization=None) is (not on_cuda)
     assert not known("Gemma3ForCausalLM") and not known(kind="embedded") and not known(ranks=2)
     assert not known(width=48)  # padded on the CPU; on CUDA there is no such hash here
+    config = {"architectures": ["Qwen3ForCausalLM"], "text_config": {"intermediate_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config))  # another name for every tensor of the language model
+    info = EngineInfo("sglang", "0.5.23", "m", "0.1", "bfloat16")
+    assert not fused.comparable(SimpleNamespace(hf_checkpoint=str(tmp_path)), info)
     assert not known(pp_size=2) and not known(quantization="fp8")

@@ -58,7 +58,7 @@ class DiskTransport:
         _, result.failed = await on_each(
             ready, lambda engine: engine.load_from_disk(str(path), update.version), what, self.deadline
         )
-        if self._published is not None and not self.keep_files:
+        if self._published not in (None, path) and not self.keep_files:  # the same: a version that is sent again
             await asyncio.to_thread(shutil.rmtree, self._published, True)
         self._published = path
         return result
