@@ -91,7 +91,7 @@ async def _read(args: Any, sample: Sample, body: dict[str, Any], answer: _Answer
                 raise HttpError(f"{url} answered {response.status}: {(await response.text())[:500]}", response.status)
             async for chunk in _events(response, state):
                 if "error" in chunk:
-                    raise HttpError(f"{url}, sample {sample.index}: {chunk['error']}", 500)
+                    raise HttpError(f"{url}, sample {sample.index}: {chunk['error']}", _status(chunk["error"]))
                 answer.add(chunk)
                 if answer.ended:
                     return
@@ -100,6 +100,12 @@ async def _read(args: Any, sample: Sample, body: dict[str, Any], answer: _Answer
             raise HttpError(f"POST {url}: {error or type(error).__name__}") from error
     if answer.meta is None and not state.aborted:
         raise HttpError(f"the stream of sample {sample.index} ended before the first token")
+
+
+def _status(error: Any) -> int:
+    """Of an error inside a stream: an engine that refuses sends an object, at times with a code; text is a router's
+    that lost its engine."""
+    return int(error.get("code") or 400) if isinstance(error, dict) else 500
 
 
 async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[dict[str, Any]]:
