@@ -55,8 +55,9 @@ __all__ = [
 
 Metrics = dict[str, Tensor]
 
-LOSS_METRICS = ("loss", "pg_loss", "pg_clipfrac", "kl_loss", "value_loss", "value_clipfrac")
-"""To these, a sample left out because its advantages are 0 contributes 0. All others are diagnostics."""
+LOSS_METRICS = ("loss", "pg_loss", "pg_clipfrac", "value_loss", "value_clipfrac")
+"""To these, a sample left out because its advantages are 0 contributes 0. All others are diagnostics: the KL too,
+since samples are left out only where its coefficient is 0."""
 
 
 class LossSum(NamedTuple):
@@ -124,8 +125,7 @@ def rescale_diagnostics(metrics: Mapping[str, float], trained_share: float) -> d
     """
     if trained_share <= 0:
         return dict(metrics)
-    keep = (*LOSS_METRICS,)
-    return {k: v if k in keep or is_max_metric(k) else v / trained_share for k, v in metrics.items()}
+    return {k: v if k in LOSS_METRICS or is_max_metric(k) else v / trained_share for k, v in metrics.items()}
 
 
 def _sum_parts(parts: Mapping[str, Part]) -> LossSum:
@@ -274,7 +274,8 @@ def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     * ``batch``: dict of per-sample lists: the rank batch's own entries (``tokens``, ``loss_masks``,
       ``advantages``, ``log_probs`` (old), …, ``unconcat_tokens`` = ``tokens``,
       ``metadata`` = ``train_metadata``), and flat ``[R]`` tensors
-      ``targets``, ``current_log_probs`` (with gradient) and ``loss_mask``.
+      ``targets``, ``current_log_probs`` (with gradient) and ``loss_mask``. With context parallelism all entries
+      per response token, and ``response_lengths``, are this rank's share.
     * ``logits``: ``[R, vocab]``, the row that scores each response token, divided by the rollout
       temperature, with gradient.
     * ``sum_of_sample_mean(x)``: ``[R]`` → the run's reduction, *before* the division by the step's
@@ -285,8 +286,7 @@ def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
         raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
     logits = _need(tokens.logits, "logits", "--loss-type custom_loss")
     batch = dict(tokens.sample_entries)
-    batch.setdefault("response_lengths", tokens.response_lengths)
-    batch.setdefault("total_lengths", tokens.total_lengths)
+    batch |= {"response_lengths": tokens.response_lengths, "total_lengths": tokens.total_lengths}
     if "tokens" in batch:
         batch["unconcat_tokens"] = batch["tokens"]
     if "train_metadata" in batch:

@@ -60,7 +60,8 @@ class TokenBatch:
     targets: Tensor | None = None
     """int64 ``[R]``: the response tokens themselves, beside ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)
-    """The rank batch's own entries for these samples (lists of n), for a custom loss."""
+    """The rank batch's own entries for these samples (lists of n), for a custom loss; per-token ones are this rank's
+    share."""
 
     @classmethod
     def from_rank_batch(
@@ -97,6 +98,11 @@ class TokenBatch:
                 parts = [part[index] for part, index in zip(parts, response_index, strict=True)]
             return (torch.cat(parts) if parts else torch.zeros(0)).to(device, non_blocking=True)
 
+        def entries(key: str) -> list[Any]:
+            if response_index is None or key not in PER_RESPONSE_TOKEN:
+                return [batch[key][i] for i in picked]
+            return [torch.as_tensor(batch[key][i])[own] for i, own in zip(picked, response_index, strict=True)]
+
         loss_mask = flat("loss_masks")
         assert loss_mask is not None, "a rank batch always has loss_masks"
         sums = torch.tensor([float(batch["rollout_mask_sums"][i]) for i in picked], device=device)
@@ -115,7 +121,7 @@ class TokenBatch:
             targets=targets,
             mis_weight_mean=batch.get("mis_weight_mean"),
             sample_entries={
-                key: [entry[i] for i in picked]
+                key: entries(key)
                 for key, entry in batch.items()
                 if isinstance(entry, list) and len(entry) == n and key not in WHOLE_BATCH
             }
@@ -157,4 +163,6 @@ class TokenBatch:
 
 
 PER_TOKEN = ("log_probs", "entropy", "values", *FROM_BATCH)
+PER_RESPONSE_TOKEN = frozenset({"loss_masks", "kl", "entropy", *FROM_BATCH.values()})
+"""Entries of the rank batch with one value per response token."""
 WHOLE_BATCH = ("micro_batch_indices", "num_microbatches", "global_batch_sizes", "global_token_counts")

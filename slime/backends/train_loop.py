@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -156,7 +157,8 @@ def correct_sample_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
     """``rollout/correct-<entry>`` of the samples whose raw reward counts as a pass, and their share
     (``--log-correct-samples``); no entries where none is correct."""
     chosen = [float(reward) > PASS_ABOVE for reward in batch["raw_reward"]]
-    correct, count = backend.reduce.total([float(sum(chosen)), float(len(chosen))])
+    known = sum(not math.isnan(reward) for reward in batch["raw_reward"])
+    correct, count = backend.reduce.total([float(sum(chosen)), float(known)])
     keys = ("response_lengths", "truncated", *PER_TOKEN)
     means = _means(backend, batch, keys, chosen, "rollout/correct-")
     return {"rollout/correct_ratio": correct / max(count, 1.0), **(means if correct else {})}
@@ -172,7 +174,8 @@ def _means(
             continue
         entries = [(x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted]
         if key in PER_SAMPLE:
-            values = [float(x) for x, _ in entries]
+            known = (float(x) for x, _ in entries)
+            values = [x for x in known if not math.isnan(x)]  # no raw reward: its verifier gave no answer
         else:
             tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
             values = [float(x[mask != 0].double().mean()) for x, mask in tensors]

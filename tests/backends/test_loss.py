@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -441,7 +442,7 @@ def test_reused_log_probs_give_ratio_one_and_the_plain_policy_gradient() -> None
 def test_zero_advantages_have_exactly_zero_gradient_so_those_groups_can_be_left_out() -> None:
     tokens = make_tokens([4, 3, 2], seed=5)
     tokens.advantages = torch.cat([tokens.advantages[:4], torch.zeros(5)])  # type: ignore[index]
-    args = make_args(use_tis=True, use_opsm=True, eps_clip_c=3.0)
+    args = make_args(use_tis=True, use_opsm=True, eps_clip_c=3.0, use_kl_loss=True, kl_loss_coef=0.0)
     count = counts(tokens)
     assert tokens.log_probs is not None
     loss, metrics = compute_loss(args, tokens, **count)
@@ -451,7 +452,7 @@ def test_zero_advantages_have_exactly_zero_gradient_so_those_groups_can_be_left_
     assert left.item() == loss.item() and left_metrics["pg_clipfrac"] == metrics["pg_clipfrac"]
     scaled = rescale_diagnostics({k: v.item() for k, v in left_metrics.items()}, 1 / 3)
     alone = compute_loss(args, take(tokens, [0]), num_rollouts=1, num_tokens=4)[1]
-    for name in ("ppo_kl", "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max", "tis"):
+    for name in ("ppo_kl", "train_rollout_logprob_abs_diff", "train_rollout_logprob_abs_diff_max", "tis", "kl_loss"):
         assert scaled[name] == pytest.approx(alone[name].item()), name
     assert scaled["pg_loss"] == left_metrics["pg_loss"].item()
 
@@ -567,6 +568,43 @@ def test_custom_loss_gets_logits_batch_and_reduction(hooks: str) -> None:
     assert metrics["worst_max"].item() == pytest.approx(nll.max().item())
     loss.backward()
     assert logits.grad is not None and logits.grad[2].abs().sum() == 0
+
+
+CONTEXT_PARALLEL_LOSS = """
+import torch
+
+def loss(args, batch, logits, sum_of_sample_mean):
+    log_probs = batch["current_log_probs"]
+    assert [len(x) for x in log_probs.split(batch["response_lengths"])] == [len(x) for x in batch["advantages"]]
+    assert torch.equal(torch.cat(batch["loss_masks"]), batch["loss_mask"])
+    return sum_of_sample_mean(-log_probs * torch.cat(batch["advantages"])), {}
+"""
+
+
+def test_a_custom_loss_sees_its_ranks_share_and_the_shares_add_up(tmp_path: Path) -> None:
+    hook = tmp_path / "shares.py"
+    hook.write_text(CONTEXT_PARALLEL_LOSS)
+    whole = make_tokens([4, 3], seed=3)
+    assert whole.advantages is not None and whole.log_probs is not None
+    batch = {
+        "tokens": [torch.arange(6), torch.arange(5)],
+        "total_lengths": [6, 5],
+        "response_lengths": [4, 3],
+        "loss_masks": list(whole.loss_mask.split([4, 3])),
+        "advantages": list(whole.advantages.split([4, 3])),
+        "rollout_mask_sums": whole.rollout_mask_sums.tolist(),
+    }
+    args = make_args(loss_type="custom_loss", custom_loss_function_path=str(hook))
+
+    def share(*own: list[int]) -> float:
+        rows = torch.tensor([*own[0], *(4 + i for i in own[1])])
+        scores = whole.log_probs.detach()[rows]  # type: ignore[union-attr]
+        tokens = TokenBatch.from_rank_batch(
+            batch, [0, 1], log_probs=scores, logits=scores[:, None], response_index=[torch.tensor(x) for x in own]
+        )
+        return compute_loss(args, tokens, **counts(whole))[0].item()
+
+    assert share([0, 3], [1]) + share([1, 2], [0, 2]) == pytest.approx(share([0, 1, 2, 3], [0, 1, 2]))
 
 
 # --- the batch ---------------------------------------------------------------------------------

@@ -35,6 +35,12 @@ def test_means_by_hand() -> None:
     assert "rollout/values" not in metrics
 
 
+def test_a_sample_whose_verifier_gave_no_answer_is_in_no_reward_statistics() -> None:
+    timed_out = {**batch(), "raw_reward": [1.0, 0.0, float("nan")]}
+    assert rollout_metrics(BACKEND, timed_out)["rollout/raw_reward"] == 0.5
+    assert correct_sample_metrics(BACKEND, timed_out)["rollout/correct_ratio"] == 0.5
+
+
 def test_correct_samples_apart() -> None:
     """trap 5: they reach the metrics, also where log-probs are not recomputed"""
     metrics = correct_sample_metrics(BACKEND, batch())
