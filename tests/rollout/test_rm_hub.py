@@ -330,6 +330,16 @@ async def test_boxed_prefix_scores_what_is_in_the_box():
     assert await score("boxed_f1", r"a lot of words \boxed{Paris}", "Paris") == 1.0
     assert await score("boxed_last_number", r"12 \boxed{7 or 8} 9", "8") == 1.0
     assert await score("boxed_last_number", "8", "8") == 0.0
+    right = await score("boxed_dapo", r"Answer: 9, no: \boxed{56}", "56")
+    assert (right["score"], right["pred"]) == (1.0, "56")
+    assert (await score("boxed_dapo", "Answer: 56", "56"))["score"] == -1.0
+
+
+@pytest.mark.parametrize("rm_type", ["math", "deepscaler", "dapo", "f1", "boxed_math", "gpqa", "last_number"])
+async def test_a_sample_without_a_label_is_an_error_and_no_reward(rm_type):
+    """rows of a streamed file that no check before the start has seen, samples of a source of the user's own"""
+    with pytest.raises(ValueError, match="label"):
+        await score(rm_type, r"</think> None \boxed{None}", None)
 
 
 async def test_random_is_a_coin_of_the_samples_own():

@@ -33,6 +33,7 @@ REWARD_TYPES: dict[str, Callable[[Any, Sample], Any]] = {
     "random": random_rm.random_reward,
 }
 _BOXED = "boxed_"
+_COMPARED = ("math", "deepscaler", "dapo", "f1")  # with the label; those that read it otherwise say what it lacks
 
 
 async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
@@ -125,6 +126,8 @@ async def by_type(args: Any, sample: Sample) -> Any:
         raise ValueError(
             f"unknown reward type {name!r} of sample {sample.index} (known: {known}; each also as {_BOXED}...)"
         )
+    if plain in _COMPARED and sample.label is None:
+        raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
     scored = sample
     if plain != name:
         scored = copy.copy(sample)
@@ -141,4 +144,5 @@ def _boxed_only(rm_type: str, response: str) -> str:
     boxed = last_boxed(after_thinking(response))
     if boxed is None:
         return ""
-    return {"math": f"\\boxed{{{boxed}}}", "deepscaler": response}.get(rm_type, boxed)
+    forms = {"math": f"\\boxed{{{boxed}}}", "deepscaler": response, "dapo": f"Answer: {boxed}"}
+    return forms.get(rm_type, boxed)
