@@ -10,7 +10,7 @@ tis_mode             ``truncate`` (default): weight clamped to [0, upper]; ``cli
                      ``mask``: weight kept, tokens outside [lower, upper] rejected
 tis_upper_bound      default ``--tis-clip`` (2.0)
 tis_lower_bound      default 1 / tis_upper_bound
-tis_batch_normalize  divide by the mean weight over the rollout's unmasked tokens
+tis_batch_normalize  divide by the mean weight over the rollout's tokens that neither mask nor tis_mode leaves out
 use_rs               reject tokens whose rs-level ratio lies outside [rs_lower_bound, rs_upper_bound]
 rs_level             default tis_level
 rs_lower_bound, rs_upper_bound   default: the tis bounds
@@ -123,7 +123,8 @@ def importance_weights(
 
 
 def mean_weight(config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce) -> float:
-    """Mean weight over all unmasked tokens of all data-parallel ranks: the divisor of ``tis_batch_normalize``.
+    """Mean weight over the tokens of all data-parallel ranks that neither the mask nor ``tis_mode`` leaves out: the
+    divisor of ``tis_batch_normalize``.
 
     Taken once per rollout, before training, so that the loss does not depend on the micro-batches.
     Returns 1.0 where the mean is 0 or nothing is unmasked.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.config.args import Args
 
 GROUP_BASELINE = ("grpo", "gspo", "cispo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
+DR_GRPO_REDUCER = "slime.algorithms.dr_grpo.pg_loss_reducer"
 KL_IN_REWARD = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -50,10 +51,10 @@ def check_estimator(args: Args) -> list[str]:
             f"--advantage-estimator {estimator} compares the samples of a group, and --n-samples-per-prompt 1 makes "
             "every advantage 0: use 2 or more, or reinforce_plus_plus or ppo"
         )
-    if estimator == "dr_grpo" and args.calculate_per_token_loss:
-        problems.append(
-            "--advantage-estimator dr_grpo divides by a constant, --calculate-per-token-loss by the tokens: drop one"
-        )
+    reducer = (args.custom_pg_loss_reducer_function_path or "").replace(":", ".")
+    if args.calculate_per_token_loss and (estimator == "dr_grpo" or reducer == DR_GRPO_REDUCER):
+        named = f"--custom-pg-loss-reducer-function-path {reducer}" if reducer else "--advantage-estimator dr_grpo"
+        problems.append(f"{named} divides by a constant, --calculate-per-token-loss by the tokens: drop one")
     if args.num_critic_only_steps and not args.use_critic:
         problems.append("--num-critic-only-steps needs a critic: --advantage-estimator ppo")
     if estimator == "cispo" and args.eps_clip < 1:
@@ -96,6 +97,12 @@ def check_off_policy(args: Args) -> list[str]:
         )
     if args.get_mismatch_metrics and not args.custom_tis_function_path:
         problems.append("--get-mismatch-metrics needs --custom-tis-function-path, the function that measures")
+    drifts = args.num_steps_per_rollout != 1 or args.use_rollout_logprobs or args.keep_old_actor
+    if args.use_opsm and not drifts:
+        args.notices.append(
+            "--use-opsm masks nothing: in the one optimizer step of a rollout the policy is the old one; it needs "
+            "--num-steps-per-rollout 2 or more, or the engine as the old policy (--use-rollout-logprobs)"
+        )
     if args.tis_clip_low < 0 or args.tis_clip <= args.tis_clip_low:
         problems.append(
             f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}, and that 0 or more"

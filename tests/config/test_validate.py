@@ -6,6 +6,7 @@ import pytest
 
 from slime.config.defaults import default_args
 from slime.config.machine import Machine
+from slime.config.validate_algorithm import check_off_policy
 from slime.config.validate_rollout import check_rollout
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
@@ -17,6 +18,10 @@ ONE_PROBLEM = [
     ("--advantage-estimator reinforce_plus_plus", "needs --normalize-advantages"),
     ("--advantage-estimator reinforce_plus_plus_baseline", "needs --normalize-advantages"),
     ("--advantage-estimator dr_grpo --calculate-per-token-loss", "divides by a constant"),
+    (
+        "--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo:pg_loss_reducer --calculate-per-token-loss",
+        "divides by a constant",
+    ),
     ("--overlong-buffer-len 5000", "needs to be between 0 and --rollout-max-response-len"),
     ("--opd-teacher-load /nowhere --use-opd --opd-type megatron", "--opd-teacher-load /nowhere: no such folder"),
     ("--n-samples-per-prompt 1", "makes every advantage 0"),
@@ -192,6 +197,13 @@ def test_a_nucleus_that_training_cannot_replay_is_said() -> None:
         args = default_args(rollout_top_p=0.9, rollout_backend=backend, train_backend="fsdp")
         check_rollout(args)
         assert any("--rollout-top-p" in notice for notice in args.notices) is said
+
+
+def test_opsm_needs_a_policy_that_has_moved() -> None:
+    for settings, said in (({}, True), ({"num_steps_per_rollout": 2}, False), ({"use_rollout_logprobs": True}, False)):
+        args = default_args(use_opsm=True, **settings)
+        assert check_off_policy(args) == []
+        assert any("--use-opsm masks nothing" in notice for notice in args.notices) is said
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
