@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,9 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any, dataset: PromptDataset | None = None) -> None:
         super().__init__(args, dataset)
         self.buffer: list[Group] = []
+        self.under_way: Callable[[], list[Group]] = list
+        """Groups that were given and are generated over the end of a rollout, as they were given: whoever keeps such
+        groups says here which. A resume gives them again, first."""
 
     def get_samples(self, num_samples: int) -> list[Group]:
         groups = self._from_buffer(num_samples)
@@ -189,7 +193,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "buffer": groups_to_dicts(self.buffer)}
+        return {**super().state_dict(), "buffer": groups_to_dicts([*self.under_way(), *self.buffer])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

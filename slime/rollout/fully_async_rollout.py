@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from slime.data.sample import Group
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.state import GenerateState
@@ -49,6 +50,12 @@ class StandingPool(RolloutLoop):
         super().__init__(args, -1, data_source)
         self.deterministic = True  # the oldest first
         self.capacity = self.target * (1 + max(int(getattr(args, "async_buffer_size", None) or 1), 0))
+        if hasattr(data_source, "under_way"):
+            data_source.under_way = self.under_way  # so that a resume does not skip them
+
+    def under_way(self) -> list[Group]:
+        """The groups of the pool as they were given, in the order of admission."""
+        return [*(ticket.pristine for ticket in self.tickets), *self.unstarted]
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
         """The next groups in the order of admission."""
@@ -66,7 +73,7 @@ class StandingPool(RolloutLoop):
     async def close(self) -> None:
         """Cancel what is under way; its groups go back to the data source as they were given."""
         await self._cancel_all()
-        back = [ticket.pristine for ticket in self.tickets] + list(self.unstarted)
+        back = self.under_way()
         self.tickets.clear()
         self.unstarted.clear()
         if back:

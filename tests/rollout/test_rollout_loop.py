@@ -602,3 +602,21 @@ def test_the_loop_reads_the_filter_before_it_starts(tokenizer_dir):
     args = arguments(tokenizer_dir, dynamic_sampling_filter_path="no.such.module.fn")
     with pytest.raises(ValueError, match="no module"):
         RolloutLoop(args, 0, source_of(args))
+
+
+def test_a_resume_makes_the_groups_of_the_pool_again_and_skips_none(tokenizer_dir):
+    from slime.rollout.fully_async_rollout import StandingPool
+
+    args = arguments(tokenizer_dir)
+    source = source_of(args)
+    pool = StandingPool(args, source)
+    source.add_samples(source.get_samples(1))  # somebody gave it back
+    pool.unstarted.extend(source.get_samples(3))
+    group = source.get_samples(1)[0]
+    for sample in group:
+        sample.status = Sample.Status.COMPLETED
+    pool._take_in([group])
+    resumed = source_of(args)
+    resumed.load_state_dict(source.state_dict())
+    assert sorted(g[0].group_index for g in resumed.get_samples(6)) == list(range(6))
+    assert resumed.buffer == source.buffer == []
