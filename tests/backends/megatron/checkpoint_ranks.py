@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ranks import CP, EP, OVERLAP, PP, SP, TP, VPP, Layout, make_arguments, rank_batch
+from megatron_ranks import CP, EP, OVERLAP, PP, SP, TP, VPP, Layout, leave_groups, make_arguments, rank_batch
 
 FLAGS: dict[str, Any] = dict(lr_decay_style="linear", lr_warmup_iters=3, keep_old_actor=True)
 
@@ -51,6 +51,9 @@ REFUSED = Case(
     (layout("llama", **{TP: 2}), layout("llama", **{PP: 2})),
 )
 
+MADE: list[Layout] = []
+"""Every backend so far: each gets groups, and a port, of its own."""
+
 
 def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -68,9 +71,9 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
         read = []
         for reader in case.readers:
             try:
-                again = make(reader, rank, paths, ports)
-                again.load(folder)
-                read.append(after(again))
+                backend = make(reader, rank, paths, ports)
+                backend.load(folder)
+                read.append(after(backend))
             except Exception:
                 read.append({"error": traceback.format_exc()})
                 print(f"rank {rank}: {reader.name}\n{traceback.format_exc()}", flush=True)
@@ -81,8 +84,10 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
 def make(layout: Layout, rank: int, paths: dict[str, Path], ports: Any) -> Any:
     from slime.backends.create import create_backend
 
+    leave_groups()
+    MADE.append(layout)
     args = make_arguments(layout, paths, "megatron")
-    return create_backend(args, "actor", rank, layout.world, "127.0.0.1", ports.get(layout.world))
+    return create_backend(args, "actor", rank, layout.world, "127.0.0.1", ports.get(len(MADE)))
 
 
 def train(backend: Any, seed: int) -> dict[str, float]:

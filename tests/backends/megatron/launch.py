@@ -33,7 +33,7 @@ def run_ranks(function: str, ranks: int, *args: Any, seconds: float = SECONDS) -
 class Ports:
     """A free port for each key, the same on every rank; in shared memory."""
 
-    def __init__(self, context: Any, keys: int = 64) -> None:
+    def __init__(self, context: Any, keys: int = 256) -> None:
         self.found = context.Array("i", keys)
 
     def get(self, key: int) -> int:

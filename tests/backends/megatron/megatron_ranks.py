@@ -173,22 +173,35 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
     return out | {"data_rank": mine}
 
 
+def leave_groups() -> None:
+    """End all process groups: each gloo group has threads of its own."""
+    import gc
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def worker(rank: int, ports: Any, paths: dict[str, Path], plan: list[Layout]) -> None:
     """One rank (``launch.py``). Each world size is a process group of the first so many ranks."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
-    import torch.distributed as dist
 
     results: dict[str, Any] = {}
     for world in (4, 2, 1):
         if rank >= world:
             break
-        for layout in (x for x in plan if x.world == world):
+        for number, layout in enumerate(plan):
+            if layout.world != world:
+                continue
             try:
-                results[layout.name] = run(layout, rank, paths, ports.get(world))
+                results[layout.name] = run(layout, rank, paths, ports.get(number))
             except Exception:  # the others go on: each layout is a test of its own
                 results[layout.name] = {"error": traceback.format_exc()}
                 print(f"rank {rank}: {layout.name}\n{traceback.format_exc()}", flush=True)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            leave_groups()
     torch.save(results, paths["output"] / f"rank{rank}.pt")
