@@ -20,9 +20,9 @@ from fsdp_helpers import (
 from safetensors.torch import load_file
 
 from slime.backends.create import create_backend
-from slime.backends.fsdp import hf_weights
 from slime.backends.train_loop import train_on_rollout
 from slime.models.loading import load_hf_model
+from slime.weights import hf_folder
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_stateless_adam_keeps_no_moments_and_moves_every_weight_by_the_learning_
 def test_hf_export_loads_again(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_backend(make_args(llama))
     train(backend, 0)
-    monkeypatch.setattr(hf_weights, "SHARD_BYTES", 10_000)
+    monkeypatch.setattr(hf_folder, "SHARD_BYTES", 10_000)
     (llama / "tokenizer_config.json").write_text("{}")
     backend.save_hf(tmp_path / "hf")
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
-SHARD_BYTES = 4 * 1024**3
+from slime.weights.hf_folder import copy_companions, write_tensors
+
 _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
-COPIED_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "*processor*.json",
-    "*.py",
-)
 
 
 def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -75,44 +64,10 @@ def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, s
     Args:
         source: folder that the model came from: its tokenizer and processor files are copied.
     """
-    shards: list[tuple[str, list[str]]] = []
-    pending: dict[str, Tensor] = {}
-    total = size = 0
+    write_tensors(iter_hf_weights(model, dtype), path, writer)
     if writer:
-        path.mkdir(parents=True, exist_ok=True)
-
-    def flush() -> None:
-        file = f"model-{len(shards) + 1:05d}.safetensors"
-        save_file(pending, str(path / file), metadata={"format": "pt"})
-        shards.append((file, list(pending)))
-        pending.clear()
-
-    for name, tensor in iter_hf_weights(model, dtype):
-        if not writer:
-            continue
-        nbytes = tensor.numel() * tensor.element_size()
-        if pending and size + nbytes > SHARD_BYTES:
-            flush()
-            size = 0
-        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        size, total = size + nbytes, total + nbytes
-    if not writer:
-        return
-    flush()
-    _write_index(path, shards, total)
-    _write_config(model, path, dtype)
-    for pattern in COPIED_FILES:
-        for file in Path(source).glob(pattern):
-            shutil.copy2(file, path / file.name)
-
-
-def _write_index(path: Path, shards: list[tuple[str, list[str]]], total: int) -> None:
-    if len(shards) == 1:
-        (path / shards[0][0]).rename(path / "model.safetensors")
-        return
-    weight_map = {name: file for file, names in shards for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        _write_config(model, path, dtype)
+        copy_companions(source, path)
 
 
 def _write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
