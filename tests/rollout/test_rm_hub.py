@@ -14,8 +14,10 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
 from slime.rollout.rm_hub import async_rm, batched_async_rm, check_label, scores_whole_groups
+from slime.rollout.rm_hub.dispatch import REWARD_TYPES
 from slime.rollout.rm_hub.f1 import f1_score
 from slime.rollout.rm_hub.gpqa import extract_letter
 from slime.rollout.rm_hub.text import as_number, last_boxed, last_number, normalize_math
@@ -324,6 +326,19 @@ async def test_last_number_reward():
     assert await score("last_number", "no idea", "56") == 0.0
     with pytest.raises(ValueError, match="not a number"):
         await score("last_number", "56", "fifty-six")
+
+
+async def test_the_type_of_an_evaluation_set_has_the_limit_of_its_verifier(monkeypatch):
+    """not that of custom functions, which begins before a verifier of the pool is free"""
+
+    async def waits(args, sample):
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    monkeypatch.setitem(REWARD_TYPES, "waits", waits)
+    sample = Sample(response="x", metadata={"rm_type": "waits"}, custom_rm_path=BY_TYPE)
+    args = arguments("math", custom_rm_path="somebody.else", reward_timeout=0.1)
+    assert await batched_async_rm(args, [sample]) == [1.0] and not sample.reward_timed_out
 
 
 async def test_boxed_prefix_scores_what_is_in_the_box():

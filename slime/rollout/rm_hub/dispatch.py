@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.config.hooks import load_function
+from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
 from slime.rollout.hooks import parameters
 from slime.rollout.rm_hub import dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
@@ -43,7 +44,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
         ValueError: no reward is configured, or an unknown type.
     """
     path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
-    if not path:
+    if not path or path == BY_TYPE:  # these have limits of their own, which begin when a verifier does
         return await by_type(args, sample)
     if model_rm.is_model_class(load_reward(path)):
         rewards = await model_rm.model_rewards(args, path, load_reward(path), [sample])
