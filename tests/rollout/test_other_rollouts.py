@@ -200,8 +200,13 @@ async def test_streaming_goes_on_from_what_has_arrived_when_its_engine_is_lost(t
 async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
     from slime.rollout.sglang_streaming_rollout import generate_streaming
 
+    asked = []
+
     async def refuse(request):
-        return web.Response(status=400, text="too long")
+        asked.append(request)
+        if len(asked) == 1:
+            return web.Response(status=400, text="too long")
+        return web.Response(text='data: {"error": {"message": "far too long"}}\n\ndata: [DONE]\n\n')
 
     app = web.Application()
     app.router.add_post("/generate", refuse)
@@ -212,6 +217,9 @@ async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
         args = arguments(tokenizer_dir, sglang_router_port=runner.addresses[0][1])
         with pytest.raises(RuntimeError, match="answered 400: too long"):
             await generate_streaming(args, Sample(prompt="p"), GenerateState(args).sampling_params)
+        with pytest.raises(RuntimeError, match="far too long"):
+            await generate_streaming(args, Sample(prompt="p"), GenerateState(args).sampling_params)
+        assert len(asked) == 2, "a refusal is not tried again"
     finally:
         await runner.cleanup()
 
