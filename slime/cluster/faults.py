@@ -98,9 +98,13 @@ class Faults:
 
     # --- while generation is under way -------------------------------------------------------
 
-    def tend(self) -> None:
+    def tend(self, keep_version: bool = False) -> None:
         """Called over and over while the driver waits for generation: engines that were started again get the
-        current weights, and then requests. Raises :class:`EnginesLost` when the run cannot go on."""
+        current weights, and then requests. Raises :class:`EnginesLost` when the run cannot go on.
+
+        Args:
+            keep_version: as long as an engine serves, none gets newer weights (an evaluation is of one version).
+        """
         now = time.monotonic()
         if self._tending or now < self._next or not self.run.engine_urls:
             return
@@ -109,11 +113,11 @@ class Faults:
             status = self._call("engine_status", "the engines")
             self._alive(status)
             if status["unsynced"] and self.run.actor is not None:
-                self._heal(status)
+                self._heal(status, keep_version)
         finally:
             self._tending = False
 
-    def _heal(self, status: dict[str, Any]) -> None:
+    def _heal(self, status: dict[str, Any], keep_version: bool) -> None:
         """The engines of one run never hold different versions: where the trainer has trained on since the last
         update, all of them get a new one."""
         run = self.run
@@ -123,6 +127,8 @@ class Faults:
             run.offload_engines()
             run.update_weights()
         elif run.trained != run.updated_after:
+            if keep_version and status["serving"]:
+                return
             run.update_weights()
         else:
             self._call("begin_update", "the engines before an update")

@@ -380,7 +380,8 @@ class Run:
     def evaluate(self, step: int) -> None:
         """All evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
         with self.phase("eval"):
-            metrics = self.manager_call([self.manager.eval.remote(step)], "the evaluation", meanwhile=self.faults.tend)
+            tend = partial(self.faults.tend, keep_version=True)
+            metrics = self.manager_call([self.manager.eval.remote(step)], "the evaluation", meanwhile=tend)
         self.metrics_log.log(metrics, step, "eval/step")
         self.display.eval_line(step, metrics)
 

@@ -146,6 +146,23 @@ def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:
     assert healed == ["new"]
 
 
+def test_no_evaluation_gets_newer_weights_while_an_engine_serves() -> None:
+    manager = Manager(["a"], ["new"])
+    faults = faults_of(manager)
+    faults.run.engine_urls, faults.run.actor = ["a"], object()
+    faults.run.trained, faults.run.updated_after = 3, 2
+    updates: list[str] = []
+    faults.run.update_weights = lambda: updates.append("all")
+    faults.tend(keep_version=True)
+    assert updates == []
+    faults._next = 0.0
+    faults.tend()
+    assert updates == ["all"]
+    manager.serving, faults._next = [], 0.0
+    faults.tend(keep_version=True)
+    assert updates == ["all"] * 2, "or nobody would answer"
+
+
 def test_colocated_a_new_engine_waits_for_the_next_update_and_nobody_says_otherwise() -> None:
     manager = Manager(["a"], ["new"])
     faults = faults_of(manager, colocated=True)
