@@ -19,6 +19,7 @@ from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.sampling_params import seeded
 from slime.rollout.state import GenerateState
 
+_MASKED_IN = "masked_in_rollout_id"
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
@@ -141,14 +142,16 @@ def _assign_sessions(args: Any, group: Group, purpose: str) -> None:
 def _mask_earlier_rollouts(args: Any, state: GenerateState, sample: Sample) -> None:
     """``--mask-offpolicy-in-partial-rollout``: what an earlier rollout generated is not trained on.
 
-    What this rollout generated before an engine was lost stays: such a sample was never handed back.
+    What this rollout generated before an engine was lost stays, so each rollout masks a sample once: when it begins.
     """
+    known = (sample.metadata.get("start_rollout_id", state.rollout_id), sample.metadata.get(_MASKED_IN))
     if (
         getattr(args, "mask_offpolicy_in_partial_rollout", False)
         and sample.response_length
-        and sample.metadata.get("start_rollout_id", state.rollout_id) != state.rollout_id
+        and state.rollout_id not in known
     ):
         sample.loss_mask = [0] * sample.response_length
+        sample.metadata[_MASKED_IN] = state.rollout_id
 
 
 def _abort_custom(state: GenerateState, fn: Any, result: Generated, evaluation: bool) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
@@ -12,6 +13,7 @@ from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSource
 from slime.observability import progress
 from slime.rollout.abort import worker_urls
+from slime.rollout.group import _mask_earlier_rollouts
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.sampling_params import seeded
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
@@ -327,6 +329,18 @@ async def test_tokens_of_this_rollout_are_trained_though_an_engine_cut_them(toke
         engine._abort.set()
         output = await rollout
     assert all(sample.loss_mask == [1] * sample.response_length for sample in flatten(output.samples))
+
+
+def test_a_sample_that_came_back_and_is_cut_again_keeps_this_rollouts_tokens():
+    args, state = SimpleNamespace(mask_offpolicy_in_partial_rollout=True), SimpleNamespace(rollout_id=1)
+    sample = Sample(tokens=[7, 8, 9], response_length=2, loss_mask=[1, 1], metadata={"start_rollout_id": 0})
+    _mask_earlier_rollouts(args, state, sample)
+    sample.response_length, sample.loss_mask = 4, [*sample.loss_mask, 1, 1]  # this rollout's, then the engine is lost
+    _mask_earlier_rollouts(args, state, sample)
+    assert sample.loss_mask == [0, 0, 1, 1]
+    state.rollout_id = 2
+    _mask_earlier_rollouts(args, state, sample)
+    assert sample.loss_mask == [0] * 4
 
 
 async def test_a_rollout_that_is_over_does_not_wait_for_requests_that_reach_no_engine(tokenizer_dir, monkeypatch):
