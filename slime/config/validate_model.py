@@ -128,8 +128,14 @@ def check_fsdp(args: Args) -> list[str]:
     if args.use_routing_replay:
         problems.append("--use-routing-replay: --train-backend fsdp does not replay routing; leave it out")
     layout = ParallelLayout.from_args(args)
-    if layout.cp > 1 and args.attn_implementation not in (None, "varlen"):
-        problems.append(f"--attn-implementation {args.attn_implementation} has no --context-parallel-size: drop one")
+    if layout.cp > 1:
+        cut = args.rollout_backend == "embedded" and (args.rollout_top_p < 1 or args.rollout_top_k > 0)
+        alone = {
+            f"--attn-implementation {args.attn_implementation}": args.attn_implementation not in (None, "varlen"),
+            "--rollout-top-p below 1 or --rollout-top-k": cut,
+            "--multimodal-keys": args.multimodal_keys,
+        }
+        problems += [f"{flag} has no --context-parallel-size: drop one" for flag, given in alone.items() if given]
     problems += layout.problems()
     known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD | set(REFUSED_ABOVE_ONE) | {"context_parallel_size"}
     known |= {"untie_embeddings_and_output_weights"}
@@ -137,9 +143,6 @@ def check_fsdp(args: Args) -> list[str]:
     if idle:
         shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
         args.notices.append(f"Megatron flags without effect on --train-backend fsdp: {shown}")
-    if args.rollout_backend == "embedded" and args.sglang:
-        shown = ", ".join("--sglang-" + name.replace("_", "-") for name in sorted(args.sglang))
-        args.notices.append(f"SGLang flags without effect on --rollout-backend embedded: {shown}")
     return problems
 
 
