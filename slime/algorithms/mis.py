@@ -192,8 +192,8 @@ def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
 def _diagnostics(
     train: Tensor, rollout: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
 ) -> dict[str, Tensor]:
-    """How far apart trainer and engine are. KL and chi² are of rollout against trainer, estimated on
-    the engine's own samples; perplexities are per sequence."""
+    """How far apart trainer and engine are: KL(rollout ‖ trainer) and chi²(trainer ‖ rollout), estimated on the
+    engine's own samples, and perplexities per sequence."""
     d = train - rollout
     token, sequence = (ratio_at(level, d, mask, lengths, reduce) for level in ("token", "sequence"))
     train_nll, rollout_nll = (-spread(sequence_means(x, mask, lengths, reduce), lengths) for x in (train, rollout))

@@ -89,7 +89,8 @@ def reference_mis(samples: Samples, a: SimpleNamespace) -> tuple[list[float], li
             else:
                 w = min(max(w, lower), upper)
             if a.use_rs:
-                m *= getattr(a, "rs_lower_bound", lower) <= ratio(a.rs_level, t) <= getattr(a, "rs_upper_bound", upper)
+                r = ratio(getattr(a, "rs_level", a.tis_level), t)
+                m *= getattr(a, "rs_lower_bound", lower) <= r <= getattr(a, "rs_upper_bound", upper)
             weights.append(w)
             masks.append(0.0 if vetoed else m)
     return weights, masks
@@ -99,12 +100,16 @@ settings_strategy = st.fixed_dictionaries(
     {
         "tis_level": st.sampled_from(["token", "sequence", "geometric"]),
         "tis_mode": st.sampled_from(["truncate", "clip", "mask"]),
-        "rs_level": st.sampled_from(["token", "sequence", "geometric"]),
         "use_rs": st.booleans(),
         "rs_veto_threshold": st.sampled_from([None, 0.2]),
         "tis_upper_bound": st.sampled_from([1.7, 3.1]),
     },
-    optional={"tis_lower_bound": st.just(0.31), "rs_lower_bound": st.just(0.11), "rs_upper_bound": st.just(5.3)},
+    optional={
+        "tis_lower_bound": st.just(0.31),
+        "rs_level": st.sampled_from(["token", "sequence", "geometric"]),
+        "rs_lower_bound": st.just(0.11),
+        "rs_upper_bound": st.just(5.3),
+    },
 )
 
 
@@ -129,7 +134,26 @@ def test_mis(samples: Samples, config: dict[str, Any], normalize: bool) -> None:
         assert torch.isfinite(metric).all(), name
     train_ppl = [math.exp(-sum(t[0] for t in s if t[3]) / max(sum(t[3] for t in s), 1)) for s in samples for _ in s]
     assert metrics["mis_train_ppl"].tolist() == pytest.approx(train_ppl)
-    assert (metrics["mis_k3_kl"] >= -1e-12).all()
+
+
+def test_mis_diagnostics_by_hand() -> None:
+    """π_train / π_rollout is 2 and 1/4 on the two tokens of a sequence."""
+    samples: Samples = [[(-1.0, -1.0 - math.log(2), 1.0, True), (-3.0, -3.0 + math.log(4), 1.0, True)]]
+    _, _, metrics = compute_mis_weights(**hook_inputs(samples))
+    assert metrics["mis_kl"].tolist() == pytest.approx([-math.log(2), math.log(4)])
+    assert metrics["mis_k3_kl"].tolist() == pytest.approx([2 - 1 - math.log(2), 1 / 4 - 1 + math.log(4)])
+    assert metrics["mis_chi2_token"].tolist() == pytest.approx([4 - 1, 1 / 16 - 1])
+    assert metrics["mis_chi2_seq"].tolist() == pytest.approx([1 / 4 - 1] * 2)
+    assert metrics["mis_train_ppl"].tolist() == pytest.approx([math.exp(2)] * 2)
+    assert metrics["mis_rollout_ppl"].tolist() == pytest.approx([math.exp(2 - math.log(2) / 2)] * 2)
+    assert metrics["mis_log_ppl_diff"].tolist() == pytest.approx([math.log(2) / 2] * 2)
+
+
+def test_the_bounds_themselves_are_inside() -> None:
+    ones: Samples = [[(-1.0, -1.0, 1.0, True)]]
+    for low, high in ((0.5, 1.0), (1.0, 2.0)):
+        loss, *_ = icepop_function(**hook_inputs(ones, tis_clip_low=low, tis_clip=high))
+        assert loss.tolist() == [1.0]
 
 
 def test_metrics_alone_need_none_of_the_settings() -> None:
