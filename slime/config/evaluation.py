@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slime.config.flag import flag
@@ -31,12 +32,11 @@ class EvalConfig:
     eval_max_context_len: int = flag(None, help="prompt and response together, for the user's functions")
 
 
-def eval_pairs(args: EvalConfig) -> tuple[list[tuple[str, str]], list[str]]:
+def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     """``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` as (name, path) pairs, and what is wrong with it.
 
     A single word is the path of a data set named ``aime``, as it always was.
     """
-    words = args.eval_prompt_data or []
     if len(words) == 1:
         return [("aime", words[0])], []
     if len(words) % 2:

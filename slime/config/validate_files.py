@@ -93,7 +93,7 @@ def check_scored(args: Args) -> list[str]:
 
 
 def check_eval_files(args: Args) -> list[str]:
-    pairs, problems = eval_pairs(args)
+    pairs, problems = eval_pairs(args.eval_prompt_data or [])
     problems += [
         f"--eval-prompt-data {name} {path}: no such file" for name, path in pairs if not file_of(path).is_file()
     ]

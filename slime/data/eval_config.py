@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slime.config.evaluation import eval_pairs
 from slime.data.prompts import RowKeys
 
 
@@ -121,14 +122,11 @@ def _resolve(args: Any, defaults: Mapping[str, Any], entry: Mapping[str, Any]) -
     return config
 
 
-def _pairs(values: list[str]) -> list[dict[str, Any]]:
-    if len(values) == 1:
-        return [{"name": "aime", "path": values[0]}]
-    if len(values) % 2:
-        raise ValueError(
-            f"--eval-prompt-data takes pairs of NAME PATH, but has {len(values)} values: {' '.join(values)}"
-        )
-    return [{"name": name, "path": path} for name, path in zip(values[::2], values[1::2], strict=True)]
+def _pairs(words: list[str]) -> list[dict[str, Any]]:
+    pairs, problems = eval_pairs(words)
+    if problems:
+        raise ValueError(problems[0])
+    return [{"name": name, "path": path} for name, path in pairs]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
