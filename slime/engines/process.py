@@ -84,10 +84,12 @@ class ServerProcess:
                 self.child.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 self.kill()
-        self.child.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the process and all below it, also when they are stopped (SIGSTOP); returns when they are gone."""
+        """SIGKILL to the process and all below it, also when they are stopped (SIGSTOP); returns when they are gone.
+
+        A driver may hold a process in the kernel: it is not waited for longer than :data:`STOP_SECONDS`.
+        """
         import psutil
 
         tree: list[psutil.Process] = []
@@ -99,7 +101,8 @@ class ServerProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.child.kill()
-        self.child.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(STOP_SECONDS)
         wait_gone(tree, STOP_SECONDS)
 
     def log_tail(self) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
 import psutil
+import pytest
 
-from slime.engines.process import wait_gone
+from slime.engines.process import ServerProcess, wait_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -26,3 +29,21 @@ def test_wait_gone_returns_those_that_live_on_and_not_the_ended_or_unreaped() ->
         for child in children:
             child.kill()
             child.wait()
+
+
+def test_a_server_that_does_not_end_when_asked_is_killed_and_nobody_waits_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slime.engines.process.STOP_SECONDS", 0.3)
+    server = ServerProcess("sleeper", SLEEP, "http://127.0.0.1:1", None, {})
+    os.kill(server.pid, signal.SIGSTOP)  # SIGTERM does not reach it
+    server.stop()
+    assert server.child.returncode == -signal.SIGKILL
+    stuck = ServerProcess("stuck", SLEEP, "http://127.0.0.1:1", None, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(stuck.child, "kill", lambda: None)  # as if a driver held it in the kernel
+        os.kill(stuck.pid, signal.SIGSTOP)
+        stuck.stop()
+        assert stuck.alive()
+    stuck.kill()
+    assert not stuck.alive()
