@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import wait
 
@@ -43,7 +44,12 @@ class Chunks:
                 self._open[ahead] = self._start(ahead)
         found = self._open[chunk]
         if isinstance(found, Future):
-            found = self._open[chunk] = found.result(CHUNK_SECONDS)
+            if not futures.wait([found], CHUNK_SECONDS).done:
+                raise TimeoutError(
+                    f"{self._rows.spec}: a worker of --num-data-workers did not make prompts of {CHUNK} rows in "
+                    f"{CHUNK_SECONDS:g} s; --num-data-workers 0 shows where it stands"
+                )
+            found = self._open[chunk] = found.result()
         return found
 
     def _start(self, chunk: int) -> Future[Made] | Made:

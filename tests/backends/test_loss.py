@@ -434,9 +434,11 @@ def test_reused_log_probs_give_ratio_one_and_the_plain_policy_gradient() -> None
     weights = torch.cat([m / max(float(m.sum()), 1) / 2 for m in tokens.loss_mask.split([4, 3])])
     torch.testing.assert_close(grad, -tokens.advantages * weights, check_dtype=False)
     assert metrics["ppo_kl"].item() == 0 and metrics["pg_clipfrac"].item() == 0
-    gap = (tokens.log_probs.detach() - tokens.rollout_log_probs).abs()  # type: ignore[operator]
-    expected = float((gap * weights).sum())
+    difference = tokens.log_probs.detach() - tokens.rollout_log_probs  # type: ignore[operator]
+    expected = float((difference.abs() * weights).sum())
     assert metrics["train_rollout_logprob_abs_diff"].item() == pytest.approx(expected)  # measured all the same
+    k3 = float(((difference.exp() - 1 - difference) * weights).sum())  # of KL(engine ‖ trainer)
+    assert metrics["train_rollout_k3"].item() == pytest.approx(k3)
 
 
 def test_zero_advantages_have_exactly_zero_gradient_so_those_groups_can_be_left_out() -> None:

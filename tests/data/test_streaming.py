@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slime.data import chunks as chunks_module
 from slime.data import rows as rows_module
 from slime.data.dataset import Dataset
 from slime.data.order import shuffled
+from slime.data.prompts import Report, RowKeys
 from slime.data.rows import DataError, RowFile
 from slime.data.source import RolloutDataSourceWithBuffer
 
@@ -246,3 +249,14 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, suffix: str) -> None
                     writer.write_table(pyarrow.Table.from_pylist(part, schema))
         peaks.append(peak_mib(path, rollouts=5))
     assert peaks[1] - peaks[0] < 60, peaks
+
+
+def test_a_worker_that_stands_still_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = RowFile(str(write(tmp_path / "rows.jsonl", 3)))
+    chunks = chunks_module.Chunks(rows, lambda raws: ([], Report(RowKeys())), list, workers=0)
+    chunks._open[0] = Future()  # of a worker, never done
+    monkeypatch.setattr(chunks_module, "CHUNK_SECONDS", 0.01)
+    with pytest.raises(TimeoutError, match=r"rows.jsonl: a worker of --num-data-workers .* 0.01 s"):
+        chunks[0]
