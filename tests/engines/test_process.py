@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -31,19 +32,26 @@ def test_wait_gone_returns_those_that_live_on_and_not_the_ended_or_unreaped() ->
             child.wait()
 
 
+def suspend(server: ServerProcess) -> None:
+    os.kill(server.pid, signal.SIGSTOP)
+    until = time.monotonic() + 10
+    while psutil.Process(server.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_a_server_that_does_not_end_when_asked_is_killed_and_nobody_waits_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("slime.engines.process.STOP_SECONDS", 0.3)
     server = ServerProcess("sleeper", SLEEP, "http://127.0.0.1:1", None, {})
-    os.kill(server.pid, signal.SIGSTOP)  # SIGTERM alone does not end it
-    server.stop()
-    assert not server.alive()
-    stuck = ServerProcess("stuck", SLEEP, "http://127.0.0.1:1", None, {})
-    with monkeypatch.context() as patch:
-        patch.setattr(stuck.child, "kill", lambda: None)  # as if a driver held it in the kernel
-        os.kill(stuck.pid, signal.SIGSTOP)
-        stuck.stop()
-        assert stuck.alive()
-    stuck.kill()
-    assert not stuck.alive()
+    try:
+        suspend(server)  # SIGTERM alone does not end it
+        with monkeypatch.context() as patch:
+            patch.setattr(server.child, "kill", lambda: None)  # as if a driver held it in the kernel
+            server.stop()
+            assert server.alive()
+        server.stop()
+        assert server.child.returncode == -signal.SIGKILL
+    finally:
+        server.kill()
