@@ -154,6 +154,8 @@ def needs_reward(args: Args) -> bool:
 
 def _batch(args: Args) -> list[str]:
     """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+    if args.loss_type == "sft_loss" and "n_samples_per_prompt" not in args.explicit:
+        args.n_samples_per_prompt = 1  # nothing is sampled: copies of a conversation teach nothing new
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     given = (
         f"--rollout-batch-size {args.rollout_batch_size} x "

@@ -171,7 +171,7 @@ class BatchConfig:
     _title = "batches"
 
     rollout_batch_size: int = flag(32, help="prompts per rollout")
-    n_samples_per_prompt: int = flag(8, help="samples per prompt: the group")
+    n_samples_per_prompt: int = flag(8, help="samples per prompt: the group; with --loss-type sft_loss 1")
     global_batch_size: int = flag(
         None,
         help="samples per optimizer step; default: rollout batch x samples / steps",

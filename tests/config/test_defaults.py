@@ -36,6 +36,12 @@ def test_the_seeds_quick_start_has_all_it_needs(workplace) -> None:
     assert any("--rm-type math" in notice for notice in args.notices)
 
 
+def test_conversations_are_trained_once_unless_copies_are_asked_for() -> None:
+    once, copies = default_args(loss_type="sft_loss"), default_args(loss_type="sft_loss", n_samples_per_prompt=4)
+    assert (once.n_samples_per_prompt, once.global_batch_size) == (1, once.rollout_batch_size)
+    assert copies.n_samples_per_prompt == 4 and default_args(loss_type="custom_loss").n_samples_per_prompt == 8
+
+
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 8))
 def test_batch_equation_holds_whatever_was_given(prompts: int, samples: int, steps: int) -> None:
     total = prompts * samples
