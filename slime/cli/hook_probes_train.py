@@ -130,7 +130,7 @@ def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
         if not value.requires_grad:
             raise wrong(fn, "the loss has no gradient: it was detached, or made from numbers")
         value.backward()
-        return value, metrics
+        return value.detach(), metrics
 
     value, metrics = guarded(fn, both, bench.limit).result
     if not torch.isfinite(value) or logits.grad is None or not torch.isfinite(logits.grad).all():
