@@ -4,7 +4,9 @@
 #   bash scripts/test_sglang.sh [pytest arguments]
 #
 # Nothing is skipped but what an engine on a CPU cannot do, and a test pins that list. The environment is made
-# once (SLIME_EXTRA=sglang-cpu bash scripts/env.sh).
+# once (SLIME_EXTRA=sglang-cpu bash scripts/env.sh). Servers killed under a run take ten minutes more:
+#
+#   bash scripts/test_sglang.sh -m "sglang and slow"
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -13,4 +15,4 @@ python="$(SLIME_EXTRA=sglang-cpu bash scripts/env.sh | tail -n 1)"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMP_WAIT_POLICY=PASSIVE
 
-exec "$python" -m pytest -m sglang -rs "$@"
+exec "$python" -m pytest -m "sglang and not slow" -rs "$@"  # a later -m wins

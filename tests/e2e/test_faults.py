@@ -116,7 +116,8 @@ def trained_groups(folder: Path) -> list[list[int]]:
     """Prompt groups of each step, from the samples that the run wrote."""
     steps = []
     for file in sorted((folder / "samples").glob("rollout*.jsonl")):
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = file.read_text().split("\n")  # not splitlines: texts hold other separators
+        rows = [json.loads(line) for line in lines if line]
         steps.append(sorted({row["group_index"] for row in rows}))
     return steps
 

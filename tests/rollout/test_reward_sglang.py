@@ -46,10 +46,19 @@ async def test_a_judge_through_generate_and_through_score(smollm2, tmp_path):
 
 
 async def test_an_encoder(minilm, tmp_path):
-    from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
+    """SGLang takes the first token's vector, whatever the encoder was trained to pool."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(minilm), AutoModel.from_pretrained(minilm).eval()
+
+    def vector(text):
+        with torch.no_grad():
+            hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state
+        return torch.nn.functional.normalize(hidden[0, 0], dim=-1)
 
     pairs = [("A man eats something.", "A man is eating food."), ("The sky is blue.", "A man is eating food.")]
-    expected = EmbeddingSimilarity(str(minilm)).similarity(*zip(*pairs, strict=True))
+    expected = [max(float(vector(response) @ vector(label)), 0.0) for response, label in pairs]
     samples = [Sample(response=response, label=label) for response, label in pairs]
     with served(minilm, tmp_path, is_embedding=True) as url:
         found = await score_group(settings(f"{url}/v1/embeddings", minilm), samples)
