@@ -12,7 +12,7 @@ from slime.engines.launch import start_engine
 from slime.engines.plan import plan_engines
 from slime.engines.process import EngineProcess
 
-pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(1300)]
+pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(1300)]
 
 
 @pytest.fixture
