@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.backends.fsdp.optimizer import local
+from slime.backends.loss import needs_ref_log_probs, needs_teacher_log_probs
 
 LIVE = "actor"
 
@@ -121,3 +123,29 @@ def _as_global(tensor: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def load_copies(args: Any, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> set[str]:
+    """Make the copies that the flags ask for, beside the weights that training starts from.
+
+    Args:
+        initial: where the live weights come from; a reference from the same place is copied, not read again.
+        load: ``load(tag, path)`` reads the weights at ``path`` into the copy ``tag``.
+
+    Returns:
+        Those that change during a run, and so belong in its snapshots.
+    """
+    moving = set()
+    if needs_ref_log_probs(args):
+        if args.ref_load and args.ref_load != initial:
+            load("ref", args.ref_load)
+        else:
+            bank.copy(LIVE, "ref")
+        if args.ref_update_interval:
+            moving.add("ref")
+    if needs_teacher_log_probs(args):
+        load("teacher", args.opd_teacher_load)
+    if args.keep_old_actor:
+        bank.copy(LIVE, "old_actor")
+        moving.add("old_actor")
+    return moving

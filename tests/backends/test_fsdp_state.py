@@ -160,6 +160,21 @@ def test_reference_of_another_shape_is_an_error(llama: Path, tmp_path: Path) -> 
         make_backend(make_args(llama, ref_load=str(other), use_kl_loss=True))
 
 
+def test_the_reference_is_what_ref_load_names_also_where_training_starts_from_other_weights(
+    llama: Path, tmp_path: Path
+) -> None:
+    other = make_backend(make_args(llama))
+    train(other, 0)
+    other.save_hf(tmp_path / "start")
+    backend = make_backend(make_args(llama, load=str(tmp_path / "start"), use_kl_loss=True))
+    start, base = weights_of(other), weights_of(make_backend(make_args(llama)))
+    assert all(torch.equal(start[n], t) for n, t in backend.named_weights())
+    with backend.bank.using("ref"):
+        reference = weights_of(backend)
+    assert all(torch.equal(base[n], t) for n, t in reference.items())
+    assert any(not torch.equal(start[n], t) for n, t in reference.items())
+
+
 def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
     backend = make_backend(make_args(llama))
     before = weights_of(backend)

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from slime.backends import micro_batches as mb
-from slime.backends.bank import WeightBank
+from slime.backends.bank import WeightBank, load_copies
 from slime.backends.base import Metrics, ModelTag, RankBatch
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.checkpoint import load_training_state, save_training_state
 from slime.backends.fsdp.hf_weights import iter_hf_weights, save_hf_checkpoint
-from slime.backends.fsdp.model import DTYPES, build_scorer, checkpoint_names, load_full_model
+from slime.backends.fsdp.model import DTYPES, build_scorer, checkpoint_names, initial_weights, load_full_model
 from slime.backends.fsdp.offload import Offloader
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.loss import (
@@ -29,8 +29,6 @@ from slime.backends.loss import (
     entropy_needs_gradient,
     needs_entropy,
     needs_logits,
-    needs_ref_log_probs,
-    needs_teacher_log_probs,
 )
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.steps import StepAccounting, complete
@@ -61,26 +59,11 @@ class FsdpBackend(StepAccounting):
         self.named_buffers: list[tuple[str, Tensor]] = _persistent_buffers(self.scorer)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, LrSchedule.from_args(args, role))
         self.bank = WeightBank(self.named_parameters)
+        self.offloader = Offloader()
         self.moving_copies: set[str] = set()
         """Copies that change during a run, and so belong in its snapshots."""
-        self.offloader = Offloader()
         if role == "actor":
-            self._load_copies()
-
-    def _load_copies(self) -> None:
-        args = self.args
-        if needs_ref_log_probs(args):
-            if args.ref_load and args.ref_load != args.hf_checkpoint:
-                self._load_copy("ref", args.ref_load)
-            else:
-                self.bank.copy("actor", "ref")
-            if args.ref_update_interval:
-                self.moving_copies.add("ref")
-        if needs_teacher_log_probs(args):
-            self._load_copy("teacher", args.opd_teacher_load)
-        if args.keep_old_actor:
-            self.bank.copy("actor", "old_actor")
-            self.moving_copies.add("old_actor")
+            self.moving_copies = load_copies(args, self.bank, initial_weights(args), self._load_copy)
 
     def _load_copy(self, tag: str, path: str) -> None:
         self.bank.add(tag, dict(load_full_model(self.args, path).named_parameters()))

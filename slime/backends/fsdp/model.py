@@ -38,7 +38,7 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
     """
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
-    model = load_full_model(args, _initial_weights(args), empty=not reads)
+    model = load_full_model(args, initial_weights(args), empty=not reads)
     if packed:
         check_packable(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
@@ -111,7 +111,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         layer.forward = types.MethodType(compiled[kind], layer)
 
 
-def _initial_weights(args: Any) -> str:
+def initial_weights(args: Any) -> str:
     """``--load`` where it names a Hugging Face folder (a snapshot is read later), else ``--hf-checkpoint``."""
     starts_from_folder = args.load and (Path(args.load) / "config.json").is_file()
     return str(args.load if starts_from_folder else args.hf_checkpoint)

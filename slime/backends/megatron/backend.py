@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from slime.backends.bank import WeightBank
+from slime.backends.bank import WeightBank, load_copies
 from slime.backends.base import Metrics, ModelTag, RankBatch
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.offload import Offloader
@@ -23,8 +23,6 @@ from slime.backends.loss import (
     entropy_needs_gradient,
     needs_entropy,
     needs_logits,
-    needs_ref_log_probs,
-    needs_teacher_log_probs,
 )
 from slime.backends.megatron import groups
 from slime.backends.megatron.checkpoint import load_training_state, load_weights, save_training_state
@@ -83,11 +81,11 @@ class MegatronBackend(StepAccounting):
         )
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
         self.bank = WeightBank(self.weights.tensors(), may_swap_pointers=False)
+        self.offloader = Offloader()
         self.moving_copies: set[str] = set()
         """Copies that change during a run, and so belong in its snapshots."""
-        self.offloader = Offloader()
         if role == "actor":
-            self._load_copies()
+            self.moving_copies = load_copies(args, self.bank, _initial_weights(args), self._load_copy)
 
     def _build_model(self) -> None:
         args = self.args
@@ -125,24 +123,11 @@ class MegatronBackend(StepAccounting):
             multiple *= -(-self.args.data_pad_size_multiplier // (multiple * self.layout.cp))
         return max(multiple, 1)
 
-    def _load_copies(self) -> None:
-        args = self.args
-        if needs_ref_log_probs(args):
-            self._load_copy("ref", args.ref_load if args.ref_load != _initial_weights(args) else None)
-            if args.ref_update_interval:
-                self.moving_copies.add("ref")
-        if needs_teacher_log_probs(args):
-            self._load_copy("teacher", args.opd_teacher_load)
-        if args.keep_old_actor:
-            self.bank.copy("actor", "old_actor")
-            self.moving_copies.add("old_actor")
-
-    def _load_copy(self, tag: str, path: str | None) -> None:
-        """Another model of the same shape; None: the one that is trained."""
+    def _load_copy(self, tag: str, path: str) -> None:
+        """Another model of the same shape, read through the live parameters."""
         self.bank.copy("actor", tag)
-        if path:
-            with self.bank.using(tag):
-                self._read_weights(path)
+        with self.bank.using(tag):
+            self._read_weights(path)
 
     def _read_weights(self, path: str) -> None:
         """Of a Hugging Face folder, or Megatron weights of any layout, into the live parameters."""
