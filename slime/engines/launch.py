@@ -29,27 +29,15 @@ def start_engine(
 ) -> EngineProcess:
     """Start the server of ``spec``, or one node's part of it; returns at once, see :meth:`EngineProcess.wait_ready`.
 
+    The server ends when the calling process does, also when that is killed. SGLang's does through a guard that
+    watches the caller, and whose ``pid`` is the server's here; SGLang's own processes die with the one that started
+    them.
+
     Args:
         gpu_ids: the GPUs it may see; None leaves ``CUDA_VISIBLE_DEVICES`` as it is.
     """
-    if args.rollout_backend == "sglang":
-        return start_sglang_engine(args, spec, host, log_path, gpu_ids, node)
-    return start_embedded_engine(args, spec.index, host, log_path=log_path)
-
-
-def start_sglang_engine(
-    args: Args,
-    spec: EngineSpec,
-    host: str = "127.0.0.1",
-    log_path: str | Path | None = None,
-    gpu_ids: Sequence[int] | None = None,
-    node: Node = (0, 1, None),
-) -> EngineProcess:
-    """:func:`start_engine` for SGLang.
-
-    The server ends when the calling process does, also when that is killed: a guard watches the caller, and
-    SGLang's own processes die with the one that started them. ``pid`` is the guard's.
-    """
+    if args.rollout_backend != "sglang":
+        return start_embedded_engine(args, spec.index, host, log_path=log_path)
     from slime.engines.sglang.options import ServerPlace, server_environment, server_words
 
     port = free_port(host)

@@ -17,7 +17,7 @@ from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_m
 from slime.config.machine import installed
 from slime.engines.handle import EngineError
 from slime.engines.http_handle import HttpEngineHandle
-from slime.engines.launch import start_sglang_engine
+from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
 from slime.utils.async_utils import run
 from slime.weights import audit
@@ -50,7 +50,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 def engine(dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpEngineHandle]:
     """One server at a time: pytest runs all tests of one dtype, then those of the other."""
     log = tmp_path_factory.mktemp("logs") / f"{dtype}.log"
-    server = start_sglang_engine(make_args(model, dtype), EngineSpec(0, str(model)), log_path=log)
+    server = start_engine(make_args(model, dtype), EngineSpec(0, str(model)), log_path=log)
     try:
         server.wait_ready(START_SECONDS)
         yield HttpEngineHandle(server.url)
