@@ -60,6 +60,7 @@ def engine(dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 def make_args(model: Path, dtype: str, **changes: Any) -> Any:
     settings: dict[str, Any] = dict(
+        rollout_backend="sglang",
         hf_checkpoint=str(model),
         train_dtype=dtype,
         rollout_dtype=dtype,
