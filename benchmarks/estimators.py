@@ -73,6 +73,7 @@ def parse_args(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=1800, help="seconds of one run (default: 1800)")
     parser.add_argument("--flags", default="", help='more flags for every run: --flags="--train-dtype bfloat16"')
     parser.add_argument("--plot-only", action="store_true", help="draw what is there, start nothing")
+    parser.add_argument("--also", type=Path, help="an estimators.csv of runs made elsewhere: those count as finished")
     parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs" / "benchmarks" / "estimators")
     args = parser.parse_args(words)
     args.estimators = args.estimators.split(",")
@@ -210,7 +211,7 @@ def read_run(args: argparse.Namespace, job: Job) -> list[dict[str, float]]:
     """A row per rollout: reward over all judged samples, and the critic's loss beside the rewards' variance."""
     path = args.output_dir / "runs" / job.name / "metrics.jsonl"
     if not path.is_file():
-        return []
+        return read_csv(args.also, job) if args.also else []
     with path.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     figures = []
@@ -251,6 +252,14 @@ def summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
         )
         result["value_loss_falls"] = result["value_loss_second_half"] < result["value_loss_first_half"]
     return {name: round(x, 4) if isinstance(x, float) else x for name, x in result.items()}
+
+
+def read_csv(path: Path, job: Job) -> list[dict[str, float]]:
+    """The rows of one run that :func:`write_csv` wrote."""
+    with path.open(newline="") as file:
+        wanted = (job.estimator, str(job.seed))
+        rows = [row for row in csv.DictReader(file) if (row.pop("estimator"), row.pop("seed")) == wanted]
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
 
 
 def write_csv(path: Path, runs: dict[Job, list[dict[str, float]]]) -> None:
