@@ -27,6 +27,10 @@ def compute_cispo_loss(
 
 
 def cispo_loss(args: Any, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`compute_cispo_loss` with the run's ``--eps-clip`` and ``--eps-clip-high``."""
+    """:func:`compute_cispo_loss` with the run's ``--eps-clip`` and ``--eps-clip-high``.
+
+    A token with A = 0 counts as unclipped: samples whose advantages are all 0 may be left out of the step.
+    """
     high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    return compute_cispo_loss(ppo_kl, log_probs, advantages, args.eps_clip, high)
+    loss, clipfrac = compute_cispo_loss(ppo_kl, log_probs, advantages, args.eps_clip, high)
+    return loss, clipfrac * (advantages != 0)

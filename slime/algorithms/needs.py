@@ -81,7 +81,7 @@ def zero_advantage_groups_skippable(args: Any) -> bool:
 
     Then the actor may leave it out of forward and backward, with the step's ``num_rollouts`` and
     ``num_tokens`` unchanged. False where another term has a gradient without an advantage (KL loss,
-    entropy, router's or MTP's loss), or a hook may add one. Not for the critic.
+    entropy; the flags refuse losses of the router), or a hook may add one. Not for the critic.
     """
     return (
         bool(getattr(args, "skip_zero_advantage_groups", True))
@@ -90,9 +90,6 @@ def zero_advantage_groups_skippable(args: Any) -> bool:
         and not (args.use_kl_loss and args.kl_loss_coef != 0)
         and not args.custom_pg_loss_reducer_function_path
         and _tis_hook_is_linear(args)
-        and not getattr(args, "moe_aux_loss_coeff", None)
-        and not getattr(args, "moe_z_loss_coeff", None)
-        and not getattr(args, "enable_mtp_training", False)
     )
 
 

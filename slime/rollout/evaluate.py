@@ -28,8 +28,9 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     place, so evaluations at different steps differ by the weights alone.
 
     Returns:
-        Per data set ``rewards`` (floats; NaN where a verifier gave no answer), ``truncated`` (bools),
-        ``samples``, ``n_samples_per_prompt`` and ``settings``, in the order of the file.
+        Per data set ``rewards`` (floats; NaN where a verifier gave no answer; of a fan-out, the siblings' mean) and
+        ``truncated`` (bools), both one per rollout; ``samples`` (flat), ``n_samples_per_prompt`` and ``settings``;
+        in the order of the file.
 
     Raises:
         TimeoutError: not done within ``--phase-timeout``.
@@ -145,14 +146,19 @@ def _dataset(args: Any, state: GenerateState, config: EvalDatasetConfig) -> Data
 
 
 def _results(args: Any, config: EvalDatasetConfig, groups: list[Group]) -> dict[str, Any]:
-    samples = flatten(groups)
+    rollouts = [flatten([entry]) for group in groups for entry in group]  # siblings of a fan-out count once
     return {
-        "rewards": [eval_reward(args, sample) for sample in samples],
-        "truncated": [sample.truncated for sample in samples],
-        "samples": samples,
+        "rewards": [_mean_known([eval_reward(args, sample) for sample in rollout]) for rollout in rollouts],
+        "truncated": [any(sample.truncated for sample in rollout) for rollout in rollouts],
+        "samples": flatten(groups),
         "n_samples_per_prompt": config.n_samples_per_eval_prompt or 1,
         "settings": {name: value for name, value in asdict(config).items() if value not in (None, {}, [])},
     }
+
+
+def _mean_known(rewards: list[float]) -> float:
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def eval_reward(args: Any, sample: Sample) -> float:

@@ -103,7 +103,6 @@ def test_reference_entropy_and_logits() -> None:
         (dict(custom_tis_function_path="mine.tis"), False),
         (dict(custom_tis_function_path="slime.backends.megatron_utils.loss.icepop_function"), True),
         (dict(custom_tis_function_path="slime.algorithms.mis:compute_mis_weights"), True),
-        (dict(moe_aux_loss_coeff=0.01), False),
         (dict(skip_zero_advantage_groups=False), False),
     ],
     ids=str,

@@ -89,6 +89,26 @@ async def test_settings_of_a_data_set_override_those_of_the_run(tokenizer_dir, d
     assert set(output.data["easy"]["rewards"]) <= {0.0, 1.0}
 
 
+async def test_siblings_of_a_fan_out_count_as_one_sample(tokenizer_dir, data, tmp_path):
+    (tmp_path / "fan.py").write_text(
+        "import copy\n"
+        "async def gen(args, sample, sampling_params, evaluation=False):\n"
+        "    sample.response, sample.rollout_id = 'a', sample.index\n"
+        "    return [sample, copy.deepcopy(sample)] if sample.index % 2 else sample\n"
+        "async def rm(args, sample, **kw):\n"
+        "    return [1.0] * len(sample) if isinstance(sample, list) else float(sample.index % 2)\n"
+    )
+    args = arguments(
+        tokenizer_dir, eval_prompt_data=["easy", str(data / "easy.jsonl")], n_samples_per_eval_prompt=2,
+        custom_generate_function_path=f"{tmp_path / 'fan.py'}:gen", custom_rm_path=f"{tmp_path / 'fan.py'}:rm",
+    )  # fmt: skip
+    async with SmallEngine() as engine:
+        output = await evaluate(engine.serve(args))
+    assert output.data["easy"]["rewards"] == [0.0, 1.0] * 3 and len(output.data["easy"]["samples"]) == 9
+    metrics = eval_metrics(args, output.data)
+    assert metrics["eval/easy-pass@1"] == 0.5 and metrics["eval/easy-pass@2"] == 1.0
+
+
 @pytest.mark.parametrize("where", ["dataset", "defaults"])
 async def test_a_data_sets_reward_type_wins_over_the_runs_function(tokenizer_dir, data, tmp_path, where):
     (tmp_path / "rm.py").write_text("async def rm(args, sample, **kw): return 7.0\n")

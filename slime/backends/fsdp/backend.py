@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -107,8 +108,8 @@ class FsdpBackend(StepAccounting):
         lengths = [int(x) for x in batch["response_lengths"]]
         out: list[list[Tensor | None]] = [[None] * len(lengths) for _ in names]
         if self.context_group is not None:
-            for values in out:
-                values[:] = [torch.zeros(length) for length in lengths]
+            for values, i in itertools.product(out, {i for indices, _, _ in parts for i in indices}):
+                values[i] = torch.zeros(lengths[i])  # other ranks fill in their share
         for indices, inputs, scores in parts:
             for values, flat in zip(out, scores, strict=True):
                 if indices:
