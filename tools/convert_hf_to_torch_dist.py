@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ...     # large models: ranks share the work
 
 MODEL_ARGS are compared with config.json. Any parallel layout reads the result (``--ref-load``, ``--load``); flags of
-a layout are accepted and change nothing.
+a layout are accepted and change nothing. ``--override FILE`` is read as by train.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     from slime.backends.megatron.shape import merged_settings
-    from slime.config.parser import read_command_line
+    from slime.config.parser import read_settings
     from slime.models.loading import load_hf_config
     from slime.weights import torch_dist
     from slime.weights.hf_folder import HfFolder
@@ -33,14 +33,15 @@ def main() -> None:
     parser.add_argument("--model-name", help="model family, if not that of config.json")
     parser.add_argument("--trust-remote-code", action="store_true")
     options, rest = parser.parse_known_args()
-    args, problems = read_command_line([*rest, "--hf-checkpoint", options.hf_checkpoint])
+    args, problems = read_settings([*rest, "--hf-checkpoint", options.hf_checkpoint])
     if problems:
         parser.error("; ".join(problems))
-    config = load_hf_config(options.hf_checkpoint, options.trust_remote_code).get_text_config()
+    checkpoint = str(args.hf_checkpoint)  # an --override may name another
+    config = load_hf_config(checkpoint, options.trust_remote_code).get_text_config()
     family = family_of(config, options.model_name)
     settings = merged_settings(args, family, config)
     rank, ranks = torch_dist.join_launched_ranks()
-    folder = HfFolder(options.hf_checkpoint)
+    folder = HfFolder(checkpoint)
     torch_dist.convert_from_hf(folder, family, settings, options.save)
     if rank == 0:
         print(f"{options.save}: {family.name}, {settings['num_layers']} layers, written by {ranks} process(es)")

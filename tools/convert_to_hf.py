@@ -22,13 +22,13 @@ def main() -> None:
     from slime.backends.create import create_backend
     from slime.checkpoint.snapshot import latest
     from slime.config.defaults import resolve_defaults
-    from slime.config.parser import read_command_line
+    from slime.config.parser import read_settings
     from slime.engines.process import free_port
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", required=True, type=Path)
     options, rest = parser.parse_known_args()
-    args, problems = read_command_line(rest)
+    args, problems = read_settings(rest)
     problems += resolve_defaults(args)
     if args.load is None or args.hf_checkpoint is None:
         problems.append("--load and --hf-checkpoint are needed: what to convert, and the config and tokenizer to keep")

@@ -19,6 +19,7 @@ from slime.config.gone import GONE, unread_variables
 from slime.config.overrides import apply_file
 from slime.config.states import check_states
 from slime.config.validate import validate
+from slime.config.validate_model import drop_other_model
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 ExtraCheck = Callable[[Args], list[str]]
@@ -254,11 +255,7 @@ def check_args(
     extra_checks: Sequence[ExtraCheck] = (),
 ) -> tuple[Args, list[str]]:
     """The resolved arguments with everything that is wrong with them."""
-    args, problems = read_command_line(sys.argv[1:] if argv is None else argv, add_custom_arguments)
-    if args.custom_config_path:
-        problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
-    if args.override:
-        problems += _apply_override(args)
+    args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments)
     refused, notices = check_states(args)
     args.notices += [*notices, *unread_variables(os.environ)]
     problems += refused
@@ -267,6 +264,17 @@ def check_args(
     for check in extra_checks:
         problems += check(args)
     return args, list(dict.fromkeys(problems))
+
+
+def read_settings(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> tuple[Args, list[str]]:
+    """Words, and the files that they name on top: ``--custom-config-path``, then ``--override``. Nothing is resolved."""
+    args, problems = read_command_line(argv, add_custom_arguments)
+    if args.custom_config_path:
+        problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
+    if args.override:
+        problems += _apply_override(args)
+        drop_other_model(args)
+    return args, problems
 
 
 def _apply_override(args: Args) -> list[str]:

@@ -51,6 +51,26 @@ DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 def check_shape(args: Args) -> list[str]:
     """Every difference between the shape flags and config.json, named."""
+    return [
+        f"{difference}: source the model script of this checkpoint, or leave the flag out"
+        for difference in _differences(args)
+    ]
+
+
+def drop_other_model(args: Args) -> None:
+    """An override that names a checkpoint scales the model: MODEL_ARGS of another one give way to its config.json."""
+    differences = _differences(args) if _names_checkpoint(args) else []
+    if not differences:
+        return
+    args.notices.append(
+        f"MODEL_ARGS describe another model than the override's hf_checkpoint ({len(differences)} differences): "
+        "its own config.json is used"
+    )
+    for name in (*SHAPE, *ARCHITECTURE, "untie_embeddings_and_output_weights"):
+        args.megatron.pop(name, None)
+
+
+def _differences(args: Args) -> list[str]:
     given = {name: args.megatron[name] for name in SHAPE if name in args.megatron}
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     if config is None or not given:
@@ -61,18 +81,7 @@ def check_shape(args: Args) -> list[str]:
         for key, config_value in [_lookup(config, name)]
         if config_value is not None and not _same(value, config_value)
     ]
-    differences += _tied(args, config)
-    if differences and "hf_checkpoint" in args.explicit and args.override and _names_checkpoint(args):
-        args.notices.append(
-            f"MODEL_ARGS describe another model than the override's hf_checkpoint ({len(differences)} differences): "
-            "its own config.json is used"
-        )
-        for name in list(given):
-            args.megatron.pop(name)
-        return []
-    return [
-        f"{difference}: source the model script of this checkpoint, or leave the flag out" for difference in differences
-    ]
+    return differences + _tied(args, config)
 
 
 def _names_checkpoint(args: Args) -> bool:
