@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.plan import EngineSpec
 
-ENGINE_START_DEADLINE_SECONDS = 600.0
 ACTOR_MARGIN_SECONDS = 120.0  # for the actor itself to start, and its placement
 ASK_SECONDS = 30.0
 
@@ -38,13 +37,14 @@ class EngineActor:
         from slime.cluster.logs import redirect_output
         from slime.engines.launch import start_engine
 
+        self.start_seconds = args.start_timeout
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         redirect_output(Path(log_dir), f"engine-actor-{name}")
         self.process = start_engine(args, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
 
     def wait_ready(self) -> str:
         """Block until the server answers; returns its URL. Raises with the server's last log lines."""
-        self.process.wait_ready(ENGINE_START_DEADLINE_SECONDS)
+        self.process.wait_ready(self.start_seconds)
         return self.process.url
 
     def describe(self) -> dict[str, object]:
@@ -68,13 +68,14 @@ class RayEngineHost:
 
     Args:
         actors: one per node of the engine; the first one's server answers.
+        start_seconds: what the server may take until it answers.
     """
 
-    def __init__(self, actors: Sequence[Any]) -> None:
-        self.actors = list(actors)
+    def __init__(self, actors: Sequence[Any], start_seconds: float) -> None:
+        self.actors, self.start_seconds = list(actors), start_seconds
 
     def wait_ready(self) -> str:
-        return str(self._get("wait_ready", ENGINE_START_DEADLINE_SECONDS + ACTOR_MARGIN_SECONDS)[0])
+        return str(self._get("wait_ready", self.start_seconds + ACTOR_MARGIN_SECONDS)[0])
 
     def describe(self) -> dict[str, Any]:
         said = self._get("describe")
@@ -121,7 +122,7 @@ def launcher(
             .remote(args, spec, str(log_dir), gpus, (rank, len(nodes), meeting))
             for rank, (slot, _, gpus) in enumerate(nodes)
         ]
-        return RayEngineHost(actors)
+        return RayEngineHost(actors, args.start_timeout)
 
     return launch
 

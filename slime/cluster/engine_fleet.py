@@ -29,7 +29,6 @@ State = Literal["starting", "unsynced", "serving", "lost", "given up"]
 GONE: tuple[State, ...] = ("lost", "given up")  # killed, with the actor that could be asked
 MOST_LOSSES = 5  # of one engine within LOSSES_SECONDS: then something else is wrong
 LOSSES_SECONDS = 600.0
-FIRST_START_SECONDS = 900.0
 
 
 class EngineHost(Protocol):
@@ -305,10 +304,10 @@ class EngineFleet:
             else:
                 self._forget(url)  # lost meanwhile
 
-    def settled(self, deadline: float = FIRST_START_SECONDS) -> list[str]:
-        """Wait until no engine is being started; returns URLs of those that answer."""
+    def settled(self, deadline: float | None = None) -> list[str]:
+        """Wait (``--start-timeout``) until no engine is being started; returns URLs of those that answer."""
         starting = lambda: not self.urls("starting")  # noqa: E731
-        wait_for("engines that are started again", starting, deadline, report=self.report)
+        wait_for("engines that are started again", starting, deadline or self.args.start_timeout, report=self.report)
         return self.urls()
 
     # --- the router --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from slime.weights.audit import gap_alarm
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-ENGINES_DEADLINE_SECONDS = 900.0
+START_MARGIN_SECONDS = 180.0  # beyond --start-timeout, so that the one who waits for the process itself reports first
 
 
 class Run:
@@ -111,7 +111,9 @@ class Run:
         self.display.pop_times()  # a step's own times begin with the step
 
     def _engines_started(self, starting: Any, release: bool) -> None:
-        self.engine_urls = self.manager_call([starting], "the engines to start", ENGINES_DEADLINE_SECONDS)
+        self.engine_urls = self.manager_call(
+            [starting], "the engines to start", self.args.start_timeout + START_MARGIN_SECONDS
+        )
         if release and self.engine_urls:
             self.manager_call([self.manager.offload.remote()], "the engines to release memory")
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from slime.weights.audit import Probe
 
 Role = Literal["actor", "critic"]
-START_DEADLINE_SECONDS = 900.0
 CLOSE_DEADLINE_SECONDS = 10.0
 
 
@@ -33,6 +32,7 @@ class TrainActor:
         self.profiler = Profiler(args, Path(log_dir).parent / "traces", role, rank)
         self.backend: Any = None
         self.transport: Any = None
+        self.same_host = True
         self.probe: Probe | None = None
 
     def address(self) -> tuple[str, int]:
@@ -103,13 +103,18 @@ class TrainActor:
         import dataclasses
 
         from slime.observability import progress
+        from slime.utils.async_utils import run
         from slime.weights.sync import sync_weights
         from slime.weights.transports import create_transport, engines_of_rank
 
         progress.report("update weights")
         urls = engines_of_rank(self.args, engine_urls, slots, self.rank, self.world_size)
+        moved = same_host != self.same_host and self.args.update_weight_transport != "disk"
+        if self.transport is not None and moved:  # an engine came back on another node
+            run(self.transport.close())
+            self.transport = None
         if urls and self.transport is None:
-            self.transport = create_transport(self.args, colocated_host=same_host)
+            self.transport, self.same_host = create_transport(self.args, colocated_host=same_host), same_host
         if self.args.audit_weights:
             self.probe = self._score_probe()
         report = sync_weights(
@@ -201,13 +206,13 @@ class TrainGroup:
             for rank in range(world_size)
         ]
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
-        self.host, port = self._call([self.ranks[0].address.remote()], "to start", START_DEADLINE_SECONDS)[0]
+        self.host, port = self._call([self.ranks[0].address.remote()], "to start", self.args.start_timeout)[0]
         # Each rank reads its own shards, and those of others when their number changed.
         path = str(load_path) if load_path else None
         self.starting = [rank.init.remote(self.host, port, path) for rank in self.ranks]
 
     def wait_started(self) -> None:
-        self._call(self.starting, "to load the model", START_DEADLINE_SECONDS)
+        self._call(self.starting, "to load the model", self.args.start_timeout)
 
     def train(self, rollout_id: int, batch_refs: Sequence[Any], values: Sequence[Any] | None = None) -> dict[str, Any]:
         """Train every rank on its part; the step is never cut short by a signal.

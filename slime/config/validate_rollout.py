@@ -47,7 +47,14 @@ _NOT_NEGATIVE = (
     "clip_grad",
     "num_critic_only_steps",
 )
-_ABOVE_ZERO = ("rollout_temperature", "phase_timeout", "reward_timeout", "adam_eps", "distributed_timeout_minutes")
+_ABOVE_ZERO = (
+    "rollout_temperature",
+    "phase_timeout",
+    "start_timeout",
+    "reward_timeout",
+    "adam_eps",
+    "distributed_timeout_minutes",
+)
 
 
 def check_ranges(args: Args) -> list[str]:

@@ -108,14 +108,25 @@ async def post(url: str, payload: Any, max_retries: int | None = None, headers: 
     and raises at once.
 
     Raises:
-        HttpError: with the server's words.
+        HttpError: with the server's words, or nothing in ``--sglang-router-request-timeout-secs``, all tries together.
     """
-    return await retrying(lambda: request("POST", url, payload, _request_seconds, headers), max_retries)
+    return await _within_limit("POST", url, payload, max_retries, headers)
 
 
 async def get(url: str, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
     """GET and return the decoded answer; retries as :func:`post`."""
-    return await retrying(lambda: request("GET", url, None, _request_seconds, headers), max_retries)
+    return await _within_limit("GET", url, None, max_retries, headers)
+
+
+async def _within_limit(
+    method: str, url: str, payload: Any, max_retries: int | None, headers: dict[str, str] | None
+) -> Any:
+    try:
+        async with asyncio.timeout(_request_seconds):
+            return await retrying(lambda: request(method, url, payload, _request_seconds, headers), max_retries)
+    except TimeoutError as error:
+        limit = f"{_request_seconds:g} s (--sglang-router-request-timeout-secs)"
+        raise HttpError(f"{method} {url}: no answer in {limit}") from error
 
 
 async def retrying(

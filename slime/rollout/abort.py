@@ -64,5 +64,8 @@ async def abort_and_drain(args: Any, tasks: Collection[asyncio.Task[Any]], deadl
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"{len(pending)} groups went on after the engines were told to abort (--phase-timeout)")
-        await asyncio.wait_for(abort(args), max(left, 1.0))
+        try:
+            await asyncio.wait_for(abort(args), max(left, 1.0))
+        except TimeoutError as error:
+            raise TimeoutError("the engines did not take the order to abort (--phase-timeout)") from error
         _, pending = await asyncio.wait(pending, timeout=min(AGAIN_SECONDS, left))

@@ -110,6 +110,8 @@ class DeltaTransport:
             async with publishing(self.folder, path.name) as aside:
                 packing: list[Future[tuple[PublishedBucket, int]]] = []
                 async for bucket in stream(update.buckets):
+                    if len(packing) >= _PACKERS:  # what waits to be packed lies in the trainer's memory
+                        await asyncio.wrap_future(packing[-_PACKERS])
                     changes = await asyncio.to_thread(self.copy.advance, bucket, self.encoding)
                     comparable = comparable and changes is not None
                     packing.append(pool.submit(self._pack, aside, bucket.index, changes if comparable else None))
