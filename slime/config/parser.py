@@ -267,7 +267,7 @@ def check_args(
 
 
 def read_settings(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> tuple[Args, list[str]]:
-    """Words, and the files that they name on top: ``--custom-config-path``, then ``--override``. Nothing is resolved."""
+    """Words, then the files that they name: ``--custom-config-path`` and ``--override``. Nothing is resolved yet."""
     args, problems = read_command_line(argv, add_custom_arguments)
     if args.custom_config_path:
         problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
