@@ -32,12 +32,15 @@ cd "$checkout"
 
 # The model's folder: $MODEL, or SmolLM2-135M-Instruct, fetched once (93 MB) into models/.
 example_model() {
+    if [ -n "${MODEL:-}" ] && [ -e "$MODEL/config.json" ]; then (cd "$MODEL" && pwd) && return; fi
     "$python" -m slime.cli.main fetch-model "${MODEL:-smollm2-135m-instruct}" | tail -n 1
 }
 
 # products train|eval: the file with 65 products of two digits to train on, or the 16 others.
 products() {
-    "$python" -m slime.cli.main make-data products --output-dir "$output_dir/data" | grep "products_$1"
+    local file="$output_dir/data/products_$1.jsonl"
+    [ -e "$file" ] || "$python" -m slime.cli.main make-data products --output-dir "$output_dir/data" >/dev/null
+    echo "$file"
 }
 
 # dataset gsm8k/test.jsonl: its path below $SLIME_DATASETS, or nothing and status 1.
