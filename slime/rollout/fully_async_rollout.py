@@ -55,7 +55,7 @@ class StandingPool(RolloutLoop):
 
     def under_way(self) -> list[Group]:
         """The groups of the pool as they were given, in the order of admission."""
-        return [*(ticket.pristine for ticket in self.tickets), *self.unstarted]
+        return [*(ticket.pristine for ticket in self.tickets.values()), *self.unstarted]
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
         """The next groups in the order of admission."""
@@ -74,8 +74,7 @@ class StandingPool(RolloutLoop):
         """Cancel what is under way; its groups go back to the data source as they were given."""
         await self._cancel_all()
         back = self.under_way()
-        self.tickets.clear()
-        self.unstarted.clear()
+        self._forget()
         if back:
             self._give(back)
 

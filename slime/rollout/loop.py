@@ -10,7 +10,7 @@ import asyncio
 import copy
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +40,7 @@ class _Ticket:
     pristine: Group
     task: asyncio.Task[Group] | None = None  # None: it was finished when it came
     retries: int = 0
-
-    @property
-    def done(self) -> bool:
-        return self.task is None or self.task.done()
+    done: bool = False
 
     @property
     def group(self) -> Group:
@@ -60,7 +57,8 @@ class _Counts:
     aborted: int = 0
     lost: int = 0
     tokens: int = 0
-    rewards: list[float] = field(default_factory=list)
+    rewards: int = 0
+    reward_sum: float = 0.0
 
 
 class RolloutLoop:
@@ -74,7 +72,11 @@ class RolloutLoop:
         self.deterministic = bool(getattr(args, "deterministic", False))
         path = getattr(args, "dynamic_sampling_filter_path", None)
         self.filter = load_function(path) if path else None
-        self.tickets: deque[_Ticket] = deque()  # under way or finished, in order of submission
+        # A pool holds thousands of groups, so nothing below looks at all of them for each one that ends.
+        self.tickets: OrderedDict[int, _Ticket] = OrderedDict()  # under way or finished, in order of submission
+        self._finished: deque[int] = deque()  # the finished ones, in order of completion
+        self._failed: _Ticket | None = None
+        self._woken = asyncio.Event()
         self.unstarted: deque[Group] = deque()
         self.seconds = float(getattr(args, "phase_timeout", None) or DEFAULT_PHASE_SECONDS)
         self.deadline = 0.0
@@ -159,45 +161,63 @@ class RolloutLoop:
 
     def _add(self, group: Group, task: asyncio.Task[Group] | None = None) -> None:
         pristine = group if task is None else _snapshot(group)
-        self.tickets.append(_Ticket(self._submitted, pristine, task))
+        self._watch(_Ticket(self._submitted, pristine, task))
         self._submitted += 1
+
+    def _watch(self, ticket: _Ticket) -> None:
+        self.tickets[ticket.order] = ticket
+        if ticket.task is None:
+            self._ended(ticket)
+        else:
+            ticket.task.add_done_callback(lambda _: self._ended(ticket))
+
+    def _ended(self, ticket: _Ticket) -> None:
+        if self.tickets.get(ticket.order) is not ticket:
+            return  # cancelled and forgotten
+        ticket.done = True
+        if _error(ticket) is not None and self._failed is None:
+            self._failed = ticket
+        if not self.deterministic:
+            self._finished.append(ticket.order)
+        if self._ready():
+            self._woken.set()
 
     async def _generate(self, group: Group, rest: float = 0.0) -> Group:
         if rest:
             await asyncio.sleep(rest)
         return await generate_and_rm_group(self.args, group, self.state.sampling_params)
 
+    def _ready(self) -> bool:
+        """Whether a group can be judged, or one failed, or there is nothing to wait for."""
+        if self.deterministic:
+            head = next(iter(self.tickets.values()), None)
+            return head is None or head.done or self._failed is not None
+        return bool(self._finished) or not self.tickets or self._failed is not None
+
     async def _wait(self) -> None:
         """Until a group is there to be judged; a task's own error propagates."""
-        tasks = {ticket.task for ticket in self.tickets if ticket.task is not None and not ticket.task.done()}
-        self._raise_errors()
-        head = self.tickets[0] if self.deterministic else next((t for t in self.tickets if t.done), None)
-        if not tasks or (head is not None and head.done):
-            return
-        left = self.deadline - time.monotonic()
-        done, _ = await asyncio.wait(tasks, timeout=max(left, 0.0), return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise TimeoutError(self._deadline_report())
-        self._raise_errors()
+        if not self._ready():
+            self._woken.clear()
+            try:
+                async with asyncio.timeout(max(self.deadline - time.monotonic(), 0.0)):
+                    await self._woken.wait()
+            except TimeoutError as error:
+                raise TimeoutError(self._deadline_report()) from error
+        if self._failed is not None:
+            self._raise(self._failed)
 
-    def _raise_errors(self) -> None:
-        for ticket in self.tickets:
-            error = ticket.task.exception() if ticket.task is not None and ticket.task.done() else None
-            if error is not None:
-                error.add_note(f"rollout {self.rollout_id}, group of sample {_index(ticket.pristine)}")
-                raise error
+    def _raise(self, ticket: _Ticket) -> None:
+        error = _error(ticket)
+        if error is not None:
+            error.add_note(f"rollout {self.rollout_id}, group of sample {_index(ticket.pristine)}")
+            raise error
 
     def _next_finished(self) -> _Ticket | None:
         """The next group to judge: in deterministic mode only ever the oldest."""
-        if not self.tickets:
-            return None
         if self.deterministic:
-            return self.tickets.popleft() if self.tickets[0].done else None
-        for ticket in self.tickets:
-            if ticket.done:
-                self.tickets.remove(ticket)
-                return ticket
-        return None
+            head = next(iter(self.tickets.values()), None)
+            return self.tickets.pop(head.order) if head is not None and head.done else None
+        return self.tickets.pop(self._finished.popleft()) if self._finished else None
 
     # --- judging -----------------------------------------------------------------------------
 
@@ -242,7 +262,8 @@ class RolloutLoop:
                 self.counts.timed_out += timeout
                 self.counts.failed += not timeout
             elif isinstance(value := _reward(self.args, sample), int | float):
-                self.counts.rewards.append(value)
+                self.counts.rewards += 1
+                self.counts.reward_sum += value
 
     def _retry(self, ticket: _Ticket, group: Group) -> None:
         """An engine ended a request that nobody aborted (restart, weight update): go on with the group."""
@@ -251,26 +272,27 @@ class RolloutLoop:
         if retries > _MOST_RETRIES:
             raise RuntimeError(f"group {_index(group)} was aborted by its engines {retries} times without a new token")
         rest = min(0.1 * 2**retries, _LONGEST_REST_SECONDS) if retries else 0.0
-        again = _Ticket(ticket.order, _snapshot(group), asyncio.ensure_future(self._generate(group, rest)), retries)
+        self._watch(
+            _Ticket(ticket.order, _snapshot(group), asyncio.ensure_future(self._generate(group, rest)), retries)
+        )
         if self.deterministic:
-            self.tickets.appendleft(again)
-        else:
-            self.tickets.append(again)
+            self.tickets.move_to_end(ticket.order, last=False)
 
     # --- the rest ----------------------------------------------------------------------------
 
     async def _hand_back(self) -> None:
         """What is left goes to the data source, in the order it came from there."""
-        tasks = [ticket.task for ticket in self.tickets if ticket.task is not None and not ticket.task.done()]
+        tickets = self.tickets.values()
+        tasks = [ticket.task for ticket in tickets if ticket.task is not None and not ticket.task.done()]
         if tasks and self.deterministic:
             _, pending = await asyncio.wait(tasks, timeout=max(self.deadline - time.monotonic(), 0.0))
             if pending:
                 raise TimeoutError(self._deadline_report())
         elif tasks:
             await abort_and_drain(self.args, tasks, self.deadline)
-        self._raise_errors()
         back = []
-        for ticket in self.tickets:
+        for ticket in tickets:
+            self._raise(ticket)
             group = ticket.group
             if is_finished(group):
                 self.counts.surplus += 1
@@ -281,13 +303,18 @@ class RolloutLoop:
                 group = self._continuable(group, ticket.pristine, bool(getattr(self.args, "partial_rollout", False)))
             back.append(group)
         back += self.unstarted
-        self.tickets.clear()
-        self.unstarted.clear()
+        self._forget()
         for sample in flatten(back):
             if sample.response_length:
                 sample.metadata.setdefault("start_rollout_id", self.rollout_id)
         if back:
             self._give(back)
+
+    def _forget(self) -> None:
+        self.tickets.clear()
+        self.unstarted.clear()
+        self._finished.clear()
+        self._failed = None
 
     def _give(self, groups: list[Group]) -> None:
         self.source.add_samples(groups)
@@ -312,7 +339,7 @@ class RolloutLoop:
         return group
 
     async def _cancel_all(self) -> None:
-        tasks = [ticket.task for ticket in self.tickets if ticket.task is not None]
+        tasks = [ticket.task for ticket in self.tickets.values() if ticket.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -329,8 +356,7 @@ class RolloutLoop:
     # --- reports -----------------------------------------------------------------------------
 
     def _report(self) -> None:
-        rewards = self.counts.rewards
-        numbers = {"reward": sum(rewards) / len(rewards)} if rewards else {}
+        numbers = {"reward": self.counts.reward_sum / self.counts.rewards} if self.counts.rewards else {}
         progress.report("generate", len(self.accepted), self.target, tokens=self.counts.tokens, **numbers)
 
     def _metrics(self) -> dict[str, float]:
@@ -352,12 +378,17 @@ class RolloutLoop:
         return f" ({'; '.join(parts)})" if parts else ""
 
     def _deadline_report(self) -> str:
-        waiting = [_index(ticket.pristine) for ticket in self.tickets if not ticket.done]
+        waiting = [_index(ticket.pristine) for ticket in self.tickets.values() if not ticket.done]
         return (
             f"rollout {self.rollout_id} was not done in {self.seconds:g} s (--phase-timeout): {len(self.accepted)} of "
             f"{self.target} groups{self._drop_report()}; waiting for {len(waiting)} groups, "
             f"their first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
         )
+
+
+def _error(ticket: _Ticket) -> BaseException | None:
+    task = ticket.task
+    return None if task is None or not task.done() or task.cancelled() else task.exception()
 
 
 def _tokens(group: Group) -> int:

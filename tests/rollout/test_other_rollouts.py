@@ -240,7 +240,7 @@ async def test_the_pool_trains_in_the_order_of_admission_and_is_bounded(tokenize
             assert source.sample_group_index == len(taken) + 2 * 4, "the pool stays full"
             await asyncio.sleep(0.1)  # while the trainer trains, generation goes on
         assert taken == list(range(16))
-        assert all(ticket.done for ticket in pool.tickets)
+        assert all(ticket.done for ticket in pool.tickets.values())
         await pool.close()
     assert [g[0].group_index for g in source.buffer] == list(range(16, 24))
 
