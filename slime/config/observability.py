@@ -52,7 +52,9 @@ class DebugConfig:
     _title = "debugging and profiling"
 
     debug_rollout_only: bool = flag(False, help="no trainer")
-    debug_train_only: bool = flag(False, help="no engines; needs --load-debug-rollout-data")
+    debug_train_only: bool = flag(
+        False, help="no engines; needs --load-debug-rollout-data or a rollout function that asks none, such as SFT's"
+    )
     save_debug_rollout_data: str = flag(None, help="template of a dump of each rollout, with {rollout_id}")
     load_debug_rollout_data: str = flag(None, help="train on such dumps; implies --debug-train-only")
     load_debug_rollout_data_subsample: float = flag(None, help="share of the dump to use")

@@ -69,7 +69,7 @@ def check_load(args: Args) -> list[str]:
 
 
 def check_data_files(args: Args) -> list[str]:
-    needs_data = args.rollout_global_dataset and not args.debug_train_only
+    needs_data = args.rollout_global_dataset and not args.load_debug_rollout_data
     custom_source = args.data_source_path != FLAGS["data_source_path"].default
     if args.prompt_data is None:
         if needs_data and not custom_source:
@@ -128,8 +128,12 @@ def check_debug_files(args: Args) -> list[str]:
         problems.append(
             "--debug-rollout-only and --debug-train-only (or --load-debug-rollout-data) leave nothing to run: drop one"
         )
-    if args.debug_train_only and not args.load_debug_rollout_data:
-        problems.append("--debug-train-only needs rollouts to train on: --load-debug-rollout-data TEMPLATE")
+    makes_own = args.rollout_function_path != FLAGS["rollout_function_path"].default  # SFT needs no engines
+    if args.debug_train_only and not args.load_debug_rollout_data and not makes_own:
+        problems.append(
+            "--debug-train-only needs rollouts to train on: --load-debug-rollout-data TEMPLATE, or a "
+            "--rollout-function-path that asks no engine, such as slime.rollout.sft_rollout.generate_rollout"
+        )
     for name in (
         "save_debug_rollout_data",
         "load_debug_rollout_data",

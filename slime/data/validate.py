@@ -48,8 +48,10 @@ def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
 
 def _reads_prompts(args: Any) -> bool:
     """Whether the data source is a built-in one that will read ``--prompt-data``, or the user named a file anyway."""
-    if getattr(args, "load_debug_rollout_data", None) or getattr(args, "debug_train_only", False):
+    if getattr(args, "load_debug_rollout_data", None):
         return False
+    if getattr(args, "debug_train_only", False):  # rollouts without engines, as SFT's
+        return bool(args.prompt_data)
     source = getattr(args, "data_source_path", None) or _BUILT_IN_SOURCES[0]
     if not source.startswith(_BUILT_IN_SOURCES) or not getattr(args, "rollout_global_dataset", True):
         return bool(args.prompt_data)

@@ -96,6 +96,13 @@ def test_a_good_line_has_no_problems(workplace) -> None:
     assert workplace.problems("--advantage-estimator ppo --normalize-advantages --eps-clip-high 0.28") == []
 
 
+def test_fine_tuning_needs_no_engines(workplace) -> None:
+    sft = "--debug-train-only --loss-type sft_loss --rollout-function-path slime.rollout.sft_rollout.generate_rollout"
+    assert workplace.problems(sft) == []
+    (problem,) = workplace.problems(f"{sft} --prompt-data none.jsonl")
+    assert "none.jsonl: no such file" in problem
+
+
 def test_several_problems_are_told_at_once(workplace) -> None:
     problems = workplace.problems("--num-rolout 3 --kl-loss-coef 1 --prompt-data none.jsonl --lr x --rm-type dappo")
     assert len(problems) == 5
