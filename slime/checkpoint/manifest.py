@@ -16,6 +16,13 @@ WHERE_NOT_WHAT = frozenset(
      "phase_timeout"}
 )  # fmt: skip
 
+# With another value, the rest of an epoch repeats some prompts and leaves out others.
+DECIDES_PROMPTS = ("rollout_seed", "rollout_shuffle")
+
+
+class ResumeError(ValueError):
+    """The run cannot go on from this snapshot with these settings; the message says which to change."""
+
 
 def library_versions() -> dict[str, str]:
     """Versions of what the numbers depend on, as installed here; nothing is imported."""
@@ -38,3 +45,13 @@ def settings(values: Mapping[str, Any]) -> dict[str, Any]:
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """``name: old -> new`` for each of :func:`settings` that differs and that both sides know."""
     return [f"{name}: {then[name]} -> {now[name]}" for name in then if name in now and then[name] != now[name]]
+
+
+def check_same_prompts(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise :class:`ResumeError` where the continuation would draw the prompts in another order."""
+    kept = lambda values: {name: values[name] for name in DECIDES_PROMPTS if name in values}  # noqa: E731
+    if wrong := changes(kept(then), kept(now)):
+        raise ResumeError(
+            f"the snapshot was made with other prompts ahead ({'; '.join(wrong)}): going on would use some prompts "
+            "twice and others never. Resume with the old values, or begin anew from the weights with --finetune"
+        )

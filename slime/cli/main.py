@@ -64,6 +64,14 @@ def build_parser() -> argparse.ArgumentParser:
     summary.add_argument("--json", action="store_true", help="print the figures as JSON instead")
     summary.add_argument("--png", type=Path, help="also draw the reward curve into this file")
     summary.set_defaults(run=_summary)
+
+    ledger = commands.add_parser(
+        "ledger",
+        help="what became of each prompt group of a run; exit code 1 when the account does not close",
+    )
+    ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
+    ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
+    ledger.set_defaults(run=_ledger)
     return parser
 
 
@@ -93,6 +101,12 @@ def _summary(args: argparse.Namespace) -> int:
 
     show_summary(args.run_dir, as_json=args.json, png=args.png)
     return 0
+
+
+def _ledger(args: argparse.Namespace) -> int:
+    from slime.cli.ledger import show_ledger
+
+    return show_ledger(args.run_dir, as_json=args.json)
 
 
 if __name__ == "__main__":

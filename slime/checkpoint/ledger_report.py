@@ -1,0 +1,110 @@
+"""Read a ledger file, and check that it closes: from the rows alone, not by what the run said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slime.checkpoint.ledger import CLOSED, balance, parse_line
+from slime.checkpoint.numbers import Numbers
+
+
+@dataclass
+class Report:
+    """What a ledger file says as of its last checkpoint.
+
+    Attributes:
+        counts: closed groups by state.
+        cut: the last checkpoint's line; None where none was reached.
+        beyond: rows after it, of steps that no checkpoint has yet.
+        rolled_back: one entry per resume, ``{"attempt", "after", "groups", "rows"}``.
+        versions: trained groups by the weight versions that made them.
+        problems: why it does not close; empty where it does.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    cut: dict[str, Any] | None = None
+    beyond: int = 0
+    rolled_back: list[dict[str, Any]] = field(default_factory=list)
+    versions: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def closes(self) -> bool:
+        return not self.problems
+
+    @property
+    def asked(self) -> int:
+        return sum(self.counts.values()) + (len(self.cut["open"]) + len(self.cut["ahead"]) if self.cut else 0)
+
+
+def read_ledger(path: Path) -> Report:
+    """Every row once, every sum compared with each checkpoint's.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    report, closed = Report(), Numbers()
+    again: set[tuple[int, int]] = set()
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            line = parse_line(raw)
+            if "group" in line:
+                _row(report, line, closed, again, number)
+            elif "cut" in line:
+                _cut(report, line, closed)
+            elif "rolled_back" in line:
+                report.rolled_back.append(line["rolled_back"])
+                report.beyond = 0
+            elif "base" in line:
+                report.counts.update(line["base"]["counts"])
+                closed = Numbers(line["base"]["closed"])
+            else:
+                report.problems.append(f"line {number} is no whole JSON object")
+    if report.cut is None:
+        report.problems.append("the run has reached no checkpoint, nor its end")
+    return report
+
+
+def _row(report: Report, row: dict[str, Any], closed: Numbers, again: set[tuple[int, int]], number: int) -> None:
+    group, turn = row["group"], row.get("again", 0)
+    if (turn and (group, turn) in again) or (not turn and group in closed):
+        report.problems.append(f"line {number}: group {group} is closed a second time")
+    if row["state"] not in CLOSED:
+        report.problems.append(f"line {number}: group {group} is {row['state']!r}, which is no end")
+    if row["state"] == "trained" and row["rollout"] < report_step(report):
+        report.problems.append(f"line {number}: group {group} trained in step {row['rollout']}, before the checkpoint")
+    again.add((group, turn)) if turn else closed.add(group)
+    report.counts[row["state"]] += 1
+    report.beyond += 1
+    if row["state"] == "trained":
+        report.versions[" ".join(row["versions"])] += 1
+
+
+def report_step(report: Report) -> int:
+    """The first step after the last checkpoint."""
+    return -1 if report.cut is None else int(report.cut["cut"]) + 1
+
+
+def _cut(report: Report, line: dict[str, Any], closed: Numbers) -> None:
+    where = f"checkpoint after step {line['cut']}"
+    report.problems += [f"{where}: {problem}" for problem in balance(line)]
+    said = Counter(line["counts"])
+    for state in sorted(said.keys() | report.counts.keys()):
+        if said[state] != report.counts[state]:
+            told = f"{said[state]} groups {state}, the rows {report.counts[state]}"
+            report.problems.append(f"{where}: it says {told}")
+    everything = Numbers(closed.intervals)
+    for row in [*line["open"], *line["ahead"]]:
+        if row["group"] in everything and not row.get("again"):
+            report.problems.append(f"{where}: group {row['group']} is closed and open")
+        everything.add(row["group"])
+    if everything.intervals != line["given"]:
+        missing = Numbers(line["given"]).missing_in(everything)[:8]
+        strange = everything.missing_in(Numbers(line["given"]))[:8]
+        report.problems.append(
+            f"{where}: lost are groups {missing or 'none'}, never asked for were {strange or 'none'}"
+        )
+    report.cut, report.beyond = line, 0

@@ -1,0 +1,96 @@
+"""``slime ledger``: what became of each group of a run, and whether the account closes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slime.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from slime.checkpoint.ledger_report import Report
+
+_MOST_ROWS = 20
+
+
+def show_ledger(path: Path, as_json: bool = False) -> int:
+    """Print the account of a run's folder (or of a ledger file) as of its last checkpoint.
+
+    Returns:
+        0 when it closes, 1 when it does not.
+
+    Raises:
+        CommandError: there is no ledger.
+    """
+    from rich.console import Console
+
+    from slime.checkpoint.ledger_report import read_ledger
+    from slime.observability.run_dir import RunDir
+
+    file = RunDir(path.resolve()).ledger if path.is_dir() else path
+    try:
+        report = read_ledger(file)
+    except FileNotFoundError as error:
+        raise CommandError(f"{file} does not exist: give the folder of a run, e.g. outputs/latest") from error
+    if as_json:
+        print(json.dumps({"closes": report.closes, "asked": report.asked, **vars(report)}, indent=2))
+        return int(not report.closes)
+    console = Console(highlight=False)
+    for table in _tables(report):
+        console.print(table)
+    for undone in report.rolled_back:
+        console.print(
+            f"attempt {undone['attempt']} went on after step {undone['after']}: {undone['rows']} groups that later "
+            f"steps had closed were rolled back ({_intervals(undone['groups'])})"
+        )
+    if report.beyond:
+        console.print(f"{report.beyond} groups were closed after the last checkpoint: a resume makes them again")
+    for problem in report.problems:
+        console.print(f"does not close: {problem}", style="red")
+    if report.closes and report.cut is not None:
+        console.print(f"closes: {report.asked} groups were asked for, each is in one place")
+    return int(not report.closes)
+
+
+def _tables(report: Report) -> list[Table]:
+    from rich.table import Table
+
+    cut = report.cut
+    table = Table(title=f"groups as of step {cut['cut']}" if cut else "groups, before any checkpoint")
+    table.add_column("state")
+    table.add_column("groups", justify="right")
+    places = [*report.counts.items()]
+    if cut:
+        places += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
+    for state, count in places:
+        table.add_row(state, str(count))
+    versions = Table(title="trained groups by the weights that made them")
+    versions.add_column("versions")
+    versions.add_column("groups", justify="right")
+    for names, count in list(report.versions.items())[-_MOST_ROWS:]:
+        versions.add_row(names or "-", str(count))
+    tables = [table, versions]
+    if cut and cut["open"]:
+        tables.append(_open_groups(cut["open"]))
+    return tables
+
+
+def _open_groups(rows: list[dict[str, object]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"open groups ({min(len(rows), _MOST_ROWS)} of {len(rows)})")
+    for name in ("group", "state", "asked in", "versions", "tokens", "returns"):
+        table.add_column(name)
+    for row in rows[:_MOST_ROWS]:
+        versions = row.get("versions")
+        names = " ".join(versions) if isinstance(versions, list) else ""
+        cells = (row["group"], row["state"], row["asked"], names or "-", row.get("tokens", 0), row.get("returns", 0))
+        table.add_row(*map(str, cells))
+    return table
+
+
+def _intervals(intervals: list[list[int]]) -> str:
+    return ", ".join(str(first) if end == first + 1 else f"{first}-{end - 1}" for first, end in intervals) or "none"
