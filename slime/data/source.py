@@ -59,6 +59,10 @@ class RolloutDataSource:
     def add_samples(self, samples: list[Group]) -> None:
         """Take groups back. Nothing, here; :class:`RolloutDataSourceWithBuffer` keeps them."""
 
+    def open_groups(self) -> list[Group]:
+        """Groups that were given and are neither trained nor dropped, as far as the source knows them."""
+        return []
+
     def _next_group(self) -> Group:
         prompt = self._next_prompt()
         group: Group = []
@@ -150,6 +154,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def __init__(self, args: Any, dataset: PromptDataset | None = None) -> None:
         super().__init__(args, dataset)
         self.buffer: list[Group] = []
+        self.on_dropped: Callable[[list[Group]], None] = lambda groups: None
+        """Told which groups the buffer filter drops."""
         self.under_way: Callable[[], list[Group]] = list
         """Groups that were given and are generated over the end of a rollout, as they were given: whoever keeps such
         groups says here which. A resume gives them again, first."""
@@ -181,19 +187,24 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples <= 0:
             return []
-        before = len(self.buffer)
+        before = list(self.buffer)
         chosen = list(self.buffer_filter(self.args, self.buffer, num_samples))
         taken = {id(sample) for sample in flatten(chosen)}
         if len(chosen) > num_samples or len(taken) != len(flatten(chosen)):
             raise ValueError(f"the buffer filter gave {len(chosen)} groups of {num_samples} asked for, or one twice")
         self.buffer[:] = [group for group in self.buffer if not any(id(s) in taken for s in flatten(group))]
-        dropped = before - len(self.buffer) - len(chosen)
-        if dropped > 0:
-            logger.info("the buffer filter dropped %d groups", dropped)
+        kept = taken | {id(sample) for sample in flatten(self.buffer)}
+        dropped = [group for group in before if not any(id(sample) in kept for sample in flatten(group))]
+        if dropped:
+            logger.info("the buffer filter dropped %d groups", len(dropped))
+            self.on_dropped(dropped)
         return chosen
 
+    def open_groups(self) -> list[Group]:
+        return [*self.under_way(), *self.buffer]
+
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "buffer": groups_to_dicts([*self.under_way(), *self.buffer])}
+        return {**super().state_dict(), "buffer": groups_to_dicts(self.open_groups())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

@@ -1,0 +1,136 @@
+"""What a snapshot holds of generation: the data source, the account, and rollouts that were generated ahead."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.checkpoint.ledger import Ledger
+from slime.checkpoint.state_file import read_state, write_state
+from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
+from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.observability.run_dir import RunDir
+
+OWN_FUNCTIONS = (
+    "slime.rollout.sglang_rollout.generate_rollout",
+    "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+)
+
+
+@dataclass
+class Rollout:
+    """A generated rollout that no step has trained yet."""
+
+    groups: list[Group]
+    metrics: dict[str, float]
+    seconds: float
+
+
+class RolloutState:
+    """Belongs to one rollout manager.
+
+    A snapshot after step ``N`` holds the data source as it was after the newest complete rollout ``M``, and the
+    samples of rollouts ``N + 1 .. M``: a resume trains these, it does not make them again. A data source with
+    ``load`` and ``save`` of its own can only go back to ``N`` itself, so there they are made again.
+    """
+
+    def __init__(self, args: Any, run_dir: Path, source: Any) -> None:
+        self.args, self.source = args, source
+        keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
+        self.ledger = Ledger(RunDir(run_dir).ledger, _is_strict(args, source), keeps)
+        if isinstance(source, RolloutDataSourceWithBuffer):
+            source.on_dropped = self.ledger.discarded
+        self.saves = bool(args.save_interval or args.save)
+        self.sources: dict[int, Any] = {}  # state of the data source after each rollout that may yet be saved
+        self.ahead: dict[int, Rollout] = {}
+        self.newest = -1
+        self.restored: dict[int, Rollout] = {}
+        self.own_saved = -1  # newest rollout for which the user's data source was told to save
+
+    def take_restored(self, rollout_id: int) -> Rollout | None:
+        """The rollout, where the snapshot that this run goes on from held it."""
+        return self.restored.pop(rollout_id, None)
+
+    def complete(self, rollout_id: int, rollout: Rollout) -> None:
+        """A rollout is generated. Nothing may change the pool meanwhile: it is called on the pool's event loop."""
+        held = getattr(self.source, "open_groups", None)
+        counter = self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None
+        self.ledger.complete(rollout_id, rollout.groups, held() if held else None, counter)
+        self.newest = max(self.newest, rollout_id)
+        if not self.saves:
+            return
+        self.sources[rollout_id] = self.source.state_dict() if hasattr(self.source, "state_dict") else None
+        groups = [_shallow(group) for group in rollout.groups]  # user hooks that convert them may change them
+        self.ahead[rollout_id] = Rollout(groups, dict(rollout.metrics), rollout.seconds)
+        if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
+            self._save_own(rollout_id)  # now: at the time of the snapshot a later rollout may be under way
+
+    def trained(self, rollout_id: int) -> None:
+        """All rollouts up to this one have trained."""
+        self.ledger.trained(rollout_id)
+        self.ahead = {r: rollout for r, rollout in self.ahead.items() if r > rollout_id}
+        self.sources = {r: state for r, state in self.sources.items() if r >= rollout_id}
+
+    def close_account(self, trained: int) -> dict[str, Any]:
+        """The account after step ``trained``, checked and written; see :meth:`Ledger.cut`."""
+        return self.ledger.cut(trained, self._base(trained))
+
+    def _base(self, trained: int) -> int:
+        """The rollout after which the data source is saved, where ``trained`` is the last step."""
+        return trained if self._own("load") else max(self.newest, trained)
+
+    def save(self, rollout_id: int, directory: Path) -> None:
+        """Write everything of step ``rollout_id``'s snapshot below ``directory``."""
+        base = self._base(rollout_id)
+        kept = {r: rollout for r, rollout in self.ahead.items() if rollout_id < r <= base}
+        state = {
+            "rollout_id": rollout_id,
+            "data_source": self.sources.get(base),
+            "ahead": {r: {**vars(one), "groups": groups_to_dicts(one.groups)} for r, one in kept.items()},
+            "ledger": self.close_account(rollout_id),
+        }
+        write_state(_file(directory, rollout_id), state)
+        self._save_own(rollout_id)
+        self.trained(rollout_id)
+
+    def load(self, rollout_id: int, directory: Path, attempt: int) -> None:
+        """Go on from a snapshot."""
+        state = read_state(_file(directory, rollout_id))
+        if state["data_source"] is not None:
+            self.source.load_state_dict(state["data_source"])
+        if self._own("load"):
+            self.source.load(rollout_id)
+        self.ledger.restore(state["ledger"], attempt)
+        for number, kept in state["ahead"].items():
+            self.ahead[number] = Rollout(**{**kept, "groups": groups_from_dicts(kept["groups"])})
+        self.restored = dict(self.ahead)
+        self.newest = max(self.ahead, default=rollout_id)
+        self.sources = {self.newest: state["data_source"]}
+
+    def _save_own(self, rollout_id: int) -> None:
+        """Call ``save`` of the user's data source, once for each rollout that a snapshot holds."""
+        if self._own("save") and rollout_id > self.own_saved:
+            self.own_saved = rollout_id
+            self.source.save(rollout_id)
+
+    def _own(self, name: str) -> bool:
+        """Whether the data source has a method of the contract that is not the built-in's."""
+        function = getattr(type(self.source), name, None)
+        return function is not None and function is not getattr(RolloutDataSource, name)
+
+
+def _is_strict(args: Any, source: Any) -> bool:
+    """Whether only built-in code takes groups from the data source and puts them back."""
+    built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
+    hooked = args.rollout_all_samples_process_path or args.buffer_filter_path or args.load_debug_rollout_data
+    return built_in and not hooked and args.rollout_function_path in OWN_FUNCTIONS
+
+
+def _file(directory: Path, rollout_id: int) -> Path:
+    return directory / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt"
+
+
+def _shallow(group: Group) -> Group:
+    return copy.copy(group) if isinstance(group, Sample) else [_shallow(entry) for entry in group]
