@@ -7,6 +7,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.agent import AgentConfig
 from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
 from slime.config.checkpoint import CheckpointConfig
 from slime.config.cluster import ClusterConfig
@@ -35,6 +36,7 @@ class Args(
     CheckpointConfig,
     EvalConfig,
     RewardConfig,
+    AgentConfig,
     EngineConfig,
     AsyncConfig,
     WeightSyncConfig,

@@ -19,6 +19,7 @@ from slime.config.machine import Machine, installed, this_machine
 from slime.config.server_groups import ServerGroupError, read_server_groups, total_gpus
 
 SFT_LIKE = ("sft_loss", "custom_loss")
+AGENT_GENERATE = "slime.agent.rollout.generate"
 DEFAULT_ROLLOUT_FUNCTION = FLAGS["rollout_function_path"].default
 
 
@@ -29,6 +30,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     _backends(args, machine)
     _model(args, machine)
     _debug_modes(args)
+    problems += _agent(args)
     _data(args)
     problems += _batch(args)
     _algorithm(args)
@@ -118,6 +120,20 @@ def _debug_modes(args: Args) -> None:
     if args.debug_rollout_only:
         args.colocate = args.offload = False
         args.offload_train = args.offload_rollout = False
+
+
+def _agent(args: Args) -> list[str]:
+    """An agent program is run by the generate function for agents."""
+    if not args.agent_function_path and not args.agent_command:
+        if args.custom_generate_function_path == AGENT_GENERATE:
+            return [f"{AGENT_GENERATE} runs an agent program: give --agent-function-path or --agent-command"]
+        return []
+    if args.custom_generate_function_path is None:
+        args.custom_generate_function_path = AGENT_GENERATE
+    problems = [] if args.agent_timeout > 0 else [f"--agent-timeout {args.agent_timeout}: must be above 0"]
+    if args.agent_function_path and args.agent_command:
+        problems.append("--agent-function-path and --agent-command both name the agent program: give one")
+    return problems
 
 
 def _data(args: Args) -> None:

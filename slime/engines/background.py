@@ -1,4 +1,4 @@
-"""One event loop on a thread of its own, for the asynchronous parts of a synchronous program."""
+"""Event loops on threads of their own, for the asynchronous parts of a synchronous program."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_owner = 0  # pid: a forked child has the loop object but not its thread
+_loops: dict[tuple[str, int], asyncio.AbstractEventLoop] = {}
 
 
-def background_loop() -> asyncio.AbstractEventLoop:
-    """The loop; its daemon thread is started on first use."""
-    global _loop, _owner
+def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
+    """The loop of this name; its daemon thread is started on first use. :func:`run` works on the default one."""
+    key = name, os.getpid()  # a forked child has the loop object but not its thread
     with _lock:
-        if _loop is None or _owner != os.getpid():
-            _loop, _owner = asyncio.new_event_loop(), os.getpid()
-            threading.Thread(target=_loop.run_forever, name="slime-loop", daemon=True).start()
-        return _loop
+        if key not in _loops:
+            _loops[key] = asyncio.new_event_loop()
+            threading.Thread(target=_loops[key].run_forever, name=name, daemon=True).start()
+        return _loops[key]
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -35,7 +35,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Sample.Status.TRUNCATED
         return sample
     with trace_span(sample, "sglang_generate") as span:
-        output = await _ask(args, state, sample, request(args, state, sample, params))
+        output = await ask_engine(args, state, sample, request(args, state, sample, params))
         if output is None:
             sample.status = Sample.Status.ABORTED
             return sample
@@ -116,8 +116,8 @@ def remaining(args: Any, sample: Sample, params: dict[str, Any]) -> dict[str, An
     return {**params, "max_new_tokens": left} if left > 0 else None
 
 
-async def _ask(args: Any, state: GenerateState, sample: Sample, body: dict[str, Any]) -> dict[str, Any] | None:
-    """The engine's answer; None when no engine could be reached until the rollout was over."""
+async def ask_engine(args: Any, state: GenerateState, sample: Sample, body: dict[str, Any]) -> dict[str, Any] | None:
+    """The engine's answer to a body of :func:`request`; None when none could be reached until the rollout was over."""
     from slime.engines import http
 
     limit, headers = request_seconds(args), routing_headers(args, sample)

@@ -7,7 +7,7 @@ An aborted rollout keeps every token that has arrived, without waiting for the e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -42,10 +42,10 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
         sample.status = Sample.Status.TRUNCATED
         return sample
     body = {**request(args, state, sample, params), "stream": True}
-    answer = _Answer()
+    answer = StreamedAnswer()
     with trace_span(sample, "sglang_generate_stream"):
         async with asyncio.timeout(request_seconds(args)):
-            await retrying(lambda: _read(args, sample, body, answer, state), give_up=lambda: state.aborted)
+            await retrying(lambda: read_stream(args, sample, body, answer, state), give_up=lambda: state.aborted)
     if answer.meta is not None:
         append_output(args, sample, answer.output(aborted=not answer.ended))
     else:
@@ -53,10 +53,15 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     return sample
 
 
-class _Answer:
-    """What has arrived. SGLang sends text and log-probs cumulatively, or (a server flag) piece by piece."""
+class StreamedAnswer:
+    """What has arrived. SGLang sends text and log-probs cumulatively, or (a server flag) piece by piece.
 
-    def __init__(self) -> None:
+    Args:
+        on_text: called with the text so far, each time that some comes.
+    """
+
+    def __init__(self, on_text: Callable[[str], None] | None = None) -> None:
+        self.on_text = on_text
         self.text = ""
         self.scored: list[Any] = []
         self.meta: dict[str, Any] | None = None
@@ -68,6 +73,8 @@ class _Answer:
             self.text, self.scored = chunk["text"], scored
         else:
             self.text, self.scored = self.text + chunk["text"], self.scored + scored
+        if self.on_text is not None:
+            self.on_text(self.text)
 
     @property
     def ended(self) -> bool:
@@ -80,7 +87,14 @@ class _Answer:
         return {"text": self.text, "meta_info": meta}
 
 
-async def _read(args: Any, sample: Sample, body: dict[str, Any], answer: _Answer, state: GenerateState) -> None:
+async def read_stream(
+    args: Any, sample: Sample, body: dict[str, Any], answer: StreamedAnswer, state: GenerateState
+) -> None:
+    """One try of a streaming request; ``answer`` takes what comes, until the end, an abort or a lost engine.
+
+    Raises:
+        HttpError: the engine refused, or was gone before the first token.
+    """
     import aiohttp
 
     headers = {"Content-Type": "application/json", **(routing_headers(args, sample) or {})}

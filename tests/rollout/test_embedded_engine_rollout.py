@@ -61,13 +61,13 @@ async def test_a_deterministic_rollout_is_the_same_in_any_order(smollm2, engine,
     """Requests are sent at random times, so they meet other neighbours in the engine's batch."""
     from slime.rollout import generate as module
 
-    ask = module._ask
+    ask = module.ask_engine
 
     async def late(*args):
         await asyncio.sleep(random.random() * 0.3)
         return await ask(*args)
 
-    monkeypatch.setattr(module, "_ask", late)
+    monkeypatch.setattr(module, "ask_engine", late)
     results = []
     for _ in range(2):
         args = run_arguments(smollm2, engine.url, deterministic=True)

@@ -1,0 +1,144 @@
+"""Anthropic's form of a conversation: Messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from slime.agent.messages import ApiError, Ask, Message, call, objects, text_of, tool, whole_number
+from slime.agent.openai_api import Json, event
+from slime.agent.trajectory import Turn
+
+_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
+
+
+def anthropic_error(error: ApiError) -> Json:
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+class Messages:
+    """``POST /v1/messages``."""
+
+    error = staticmethod(anthropic_error)
+
+    @staticmethod
+    def read(body: Json) -> Ask:
+        """The request in the common form."""
+        messages = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+        for raw in objects(body, "messages"):
+            messages += _messages(raw)
+        choice = (body.get("tool_choice") or {}).get("type")
+        tools = [] if choice == "none" else objects(body, "tools", required=False)
+        return Ask(
+            messages=messages,
+            tools=[tool(t.get("name") if "input_schema" in t else None, t.get("description"), t.get("input_schema"))
+                   for t in tools],
+            max_tokens=whole_number(body, "max_tokens"),
+            stop=list(body.get("stop_sequences") or []),
+            stream=bool(body.get("stream")),
+            model=str(body.get("model") or ""),
+        )  # fmt: skip
+
+    @staticmethod
+    def whole(ask: Ask, turns: list[Turn]) -> Json:
+        """The answer in one piece."""
+        turn = turns[0]
+        return {
+            **_head(ask),
+            "content": _blocks(turn),
+            **_reason(ask, turn),
+            "usage": _usage(turn),
+        }
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.said = ask, False
+
+    def begin(self) -> bytes:
+        """The first event of a stream."""
+        usage = {"input_tokens": 0, "output_tokens": 0}  # the counts come with the end
+        head = {**_head(self.ask), "content": [], "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message={**head, "usage": usage})
+
+    def text(self, new: str) -> bytes:
+        """More text; the first opens its block."""
+        opened = (
+            b"" if self.said else _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        )
+        self.said = True
+        return opened + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": new})
+
+    def end(self, turn: Turn) -> bytes:
+        """The end of the text, the calls, the reason."""
+        parts = [_event("content_block_stop", index=0)] if self.said else []
+        uses = [block for block in _blocks(turn) if block["type"] == "tool_use"]
+        for index, block in enumerate(uses, int(self.said)):
+            given = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            parts.append(_event("content_block_start", index=index, content_block={**block, "input": {}}))
+            parts.append(_event("content_block_delta", index=index, delta=given))
+            parts.append(_event("content_block_stop", index=index))
+        parts.append(_event("message_delta", delta=_reason(self.ask, turn), usage=_usage(turn)))
+        return b"".join([*parts, _event("message_stop")])
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return event(anthropic_error(error), "error")
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
+
+
+def _head(ask: Ask) -> Json:
+    return {"id": f"msg_{ask.id}", "type": "message", "role": "assistant", "model": ask.model}
+
+
+def _reason(ask: Ask, turn: Turn) -> Json:
+    matched = turn.outputs[-1]["meta_info"]["finish_reason"].get("matched")
+    if turn.cut:
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if turn.answer.get("tool_calls"):
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if isinstance(matched, str) and matched in ask.stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": matched}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(turn: Turn) -> Json:
+    cached = turn.cached_tokens
+    return {
+        "input_tokens": turn.prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": len(turn.output_ids),
+    }
+
+
+def _blocks(turn: Turn) -> list[Json]:
+    calls = turn.answer.get("tool_calls", [])
+    text = turn.answer["content"]
+    blocks: list[Json] = [] if calls and not text.strip() else [{"type": "text", "text": text}]
+    functions = [(entry["id"], entry["function"]) for entry in calls]
+    return [*blocks, *({"type": "tool_use", "id": i, "name": f["name"], "input": f["arguments"]} for i, f in functions)]
+
+
+def _messages(raw: Json) -> list[Message]:
+    """A message of blocks as common messages: results of tools come first, each as a message of its own."""
+    role, content = raw.get("role"), raw.get("content")
+    if role not in ("user", "assistant"):
+        raise ApiError(400, f"unknown role {role!r}")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(raw, "content")
+    results = [
+        {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": str(block.get("tool_use_id") or "")}
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    hidden = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    texts = [block for block in blocks if block.get("type") not in hidden]
+    calls = [
+        call(str(block.get("name")), block.get("input") or {}, str(block.get("id") or ""))
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    message: Message = {"role": role, "content": text_of(texts), **({"tool_calls": calls} if calls else {})}
+    return [*results, *([message] if texts or calls or not results else [])]

@@ -1,0 +1,95 @@
+"""From conversations to token ids: the model's chat template, and what it adds between two turns."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from slime.agent.messages import ApiError, Message, Tool
+from slime.agent.tool_parsers import HERMES_PREAMBLE
+from slime.rollout.prompts import encode
+
+_MARK = "slime.7c2e.turn"  # stands for the model's last words while what follows them is rendered
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Where it knows no tools, they are described in the system message in the words of the Hermes models, and
+    earlier calls stand in the assistant's text.
+
+    Args:
+        kwargs: template arguments, such as ``enable_thinking``.
+    """
+
+    def __init__(self, tokenizer: Any, kwargs: dict[str, Any]) -> None:
+        if not tokenizer.chat_template:
+            raise ValueError("agents need a chat template, and the tokenizer of --hf-checkpoint has none")
+        self.tokenizer, self.kwargs = tokenizer, kwargs
+        self.knows_tools = "tools" in str(tokenizer.chat_template)
+
+    def prompt(self, messages: list[Message], tools: list[Tool]) -> list[int]:
+        """Ids of a conversation up to where the model is to speak; a last message of the assistant is continued."""
+        return encode(self.tokenizer, self._render(messages, tools))
+
+    def continuation(self, messages: list[Message], tools: list[Tool], known: int, last_id: int) -> list[int] | None:
+        """Ids that follow the model's words in the conversation.
+
+        Only what comes after message ``known - 1``, the model's, is tokenised: the end of its turn and the
+        messages from ``known`` on. The end is left out when the model wrote it itself.
+
+        Args:
+            known: messages whose ids are recorded; the last of them is the assistant's.
+            last_id: the last id that the model sampled.
+
+        Returns:
+            None where the template does not show what follows (some refuse answers that are not theirs).
+        """
+        said = {"role": "assistant", "content": _MARK}
+        try:
+            text = self._render([*messages[: known - 1], said, *messages[known:]], tools)
+        except ApiError:
+            return None
+        _, found, after = text.partition(_MARK)
+        if not found:
+            return None
+        ids = encode(self.tokenizer, after)
+        closed = bool(ids) and ids[0] == last_id and last_id in self.tokenizer.all_special_ids
+        return ids[1:] if closed else ids
+
+    def _render(self, messages: list[Message], tools: list[Tool]) -> str:
+        from jinja2 import TemplateError
+
+        if not self.knows_tools:
+            messages = _in_words(messages, tools)
+        prefilled = messages[-1]["role"] == "assistant"
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools or None,
+                    tokenize=False,
+                    add_generation_prompt=not prefilled,
+                    continue_final_message=prefilled,
+                    **self.kwargs,
+                )
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            raise ApiError(400, f"the model's chat template does not take these messages: {error}") from error
+
+
+def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
+    """Tools in the system message, and earlier calls in the text, for templates that know neither."""
+    plain = []
+    for message in messages:
+        calls = "".join(
+            f"\n<tool_call>\n{json.dumps(c['function'])}\n</tool_call>" for c in message.get("tool_calls", [])
+        )
+        plain.append({"role": message["role"], "content": (message["content"] + calls).lstrip("\n")})
+    if not tools:
+        return plain
+    preamble = HERMES_PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))
+    if plain[0]["role"] == "system":
+        first = {"role": "system", "content": f"{plain[0]['content']}\n\n{preamble}"}
+        return [first, *plain[1:]]
+    return [{"role": "system", "content": preamble}, *plain]

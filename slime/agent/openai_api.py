@@ -1,0 +1,302 @@
+"""OpenAI's two forms of a conversation: Chat Completions and Responses."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import orjson
+
+from slime.agent.messages import ApiError, Ask, Message, Tool, call, objects, text_of, tool, whole_number
+from slime.agent.trajectory import Turn
+
+Json = dict[str, Any]
+_ROLES = {"developer": "system", "function": "tool"}
+
+
+def event(data: Json, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def openai_error(error: ApiError) -> Json:
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+
+
+def _arguments(entry: Json) -> str:
+    return json.dumps(entry["function"]["arguments"])
+
+
+def _stops(body: Json, name: str = "stop") -> list[str]:
+    value = body.get(name) or []
+    return [value] if isinstance(value, str) else list(value)
+
+
+class Chat:
+    """``POST /v1/chat/completions``."""
+
+    error = staticmethod(openai_error)
+
+    @staticmethod
+    def read(body: Json) -> Ask:
+        """The request in the common form."""
+        if body.get("logprobs"):
+            raise ApiError(400, "logprobs are not given to the program; they are recorded for training")
+        choices = whole_number(body, "n") or 1
+        if choices > 1 and body.get("stream"):
+            raise ApiError(400, "n above 1 cannot be streamed")
+        tools = [] if body.get("tool_choice") == "none" else objects(body, "tools", required=False)
+        functions = [entry.get("function") or {} for entry in tools]
+        return Ask(
+            messages=[_chat_message(message) for message in objects(body, "messages")],
+            tools=[tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions],
+            max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
+            stop=_stops(body),
+            stream=bool(body.get("stream")),
+            choices=choices,
+            model=str(body.get("model") or ""),
+            usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        )
+
+    @staticmethod
+    def whole(ask: Ask, turns: list[Turn]) -> Json:
+        """The answer in one piece."""
+        choices = [
+            {"index": i, "message": _chat_answer(turn), "finish_reason": _finish(turn), "logprobs": None}
+            for i, turn in enumerate(turns)
+        ]
+        return {**_head(ask, turns[0].created, "chat.completion"), "choices": choices, "usage": _usage(turns)}
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.head = ask, _head(ask, int(time.time()), "chat.completion.chunk")
+
+    def begin(self) -> bytes:
+        """The first event of a stream."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def text(self, new: str) -> bytes:
+        """More text."""
+        return self._chunk({"content": new})
+
+    def end(self, turn: Turn) -> bytes:
+        """Calls, the reason of the end, token counts where they were asked for, and the end."""
+        parts = [self._chunk({"tool_calls": [{"index": i, **entry}]}) for i, entry in enumerate(_chat_calls(turn))]
+        parts.append(self._chunk({}, _finish(turn)))
+        if self.ask.usage:
+            parts.append(event({**self.head, "choices": [], "usage": _usage([turn])}))
+        return b"".join([*parts, b"data: [DONE]\n\n"])
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return event(openai_error(error))
+
+    def _chunk(self, delta: Json, finish: str | None = None) -> bytes:
+        return event(
+            {**self.head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]}
+        )
+
+
+def _head(ask: Ask, created: int, kind: str) -> Json:
+    return {"id": f"chatcmpl-{ask.id}", "object": kind, "created": created, "model": ask.model}
+
+
+def _chat_message(raw: Json) -> Message:
+    role = _ROLES.get(str(raw.get("role")), raw.get("role"))
+    if role not in ("system", "user", "assistant", "tool"):
+        raise ApiError(400, f"unknown role {role!r}")
+    message: Message = {"role": role, "content": text_of(raw.get("content"))}
+    calls = [entry for entry in raw.get("tool_calls") or [] if isinstance(entry, dict)]
+    if calls:
+        functions = [(entry.get("function") or {}, str(entry.get("id") or "")) for entry in calls]
+        message["tool_calls"] = [call(str(f.get("name")), f.get("arguments"), i) for f, i in functions]
+    if role == "tool":
+        message["tool_call_id"] = str(raw.get("tool_call_id") or "")
+    return message
+
+
+def _chat_answer(turn: Turn) -> Json:
+    calls, content = _chat_calls(turn), turn.answer["content"]
+    message: Json = {"role": "assistant", "content": (content.strip() or None) if calls else content, "refusal": None}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _chat_calls(turn: Turn) -> list[Json]:
+    """OpenAI's arguments are JSON text."""
+    return [
+        {**entry, "function": {**entry["function"], "arguments": _arguments(entry)}}
+        for entry in turn.answer.get("tool_calls", [])
+    ]
+
+
+def _finish(turn: Turn) -> str:
+    return "length" if turn.cut else "tool_calls" if turn.answer.get("tool_calls") else "stop"
+
+
+def _usage(turns: list[Turn]) -> Json:
+    prompt, output = turns[0].prompt_tokens, sum(len(turn.output_ids) for turn in turns)
+    cached = {"cached_tokens": turns[0].cached_tokens}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": cached,
+    }
+
+
+class Responses:
+    """``POST /v1/responses``."""
+
+    error = staticmethod(openai_error)
+
+    @staticmethod
+    def read(body: Json) -> Ask:
+        """The request in the common form."""
+        if body.get("background") or body.get("conversation"):
+            raise ApiError(400, "background and conversation are not supported; previous_response_id is")
+        given = body.get("input")
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(body, "input")
+        messages = _from_items(items)
+        if body.get("instructions"):
+            messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
+        tools = [] if body.get("tool_choice") == "none" else objects(body, "tools", required=False)
+        after = body.get("previous_response_id")
+        return Ask(
+            messages=messages,
+            tools=[_tool(entry) for entry in tools],
+            max_tokens=whole_number(body, "max_output_tokens"),
+            stream=bool(body.get("stream")),
+            after=str(after).removeprefix("resp_") if after else None,
+            model=str(body.get("model") or ""),
+        )
+
+    @staticmethod
+    def whole(ask: Ask, turns: list[Turn]) -> Json:
+        """The answer in one piece."""
+        turn = turns[0]
+        prompt, output = turn.prompt_tokens, len(turn.output_ids)
+        return {
+            **_response(ask, turn.created, "incomplete" if turn.cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
+            "output": _items(turn),
+            "usage": {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": turn.cached_tokens},
+                "output_tokens": output,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + output,
+            },
+        }
+
+    def __init__(self, ask: Ask) -> None:
+        self.ask, self.number, self.said = ask, 0, ""
+        self.item = f"msg_{ask.id}"
+
+    def begin(self) -> bytes:
+        """The first event of a stream."""
+        return self._event("response.created", response=_response(self.ask, int(time.time()), "in_progress"))
+
+    def text(self, new: str) -> bytes:
+        """More text; the first opens the message."""
+        place = {"item_id": self.item, "output_index": 0, "content_index": 0}
+        opened = b""
+        if not self.said:
+            item = {"id": self.item, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+            opened = self._event("response.output_item.added", output_index=0, item=item)
+            opened += self._event("response.content_part.added", **place, part=_part(""))
+        self.said += new
+        return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
+
+    def end(self, turn: Turn) -> bytes:
+        """The end of the message, the calls, the whole answer."""
+        parts = []
+        response = self.whole(self.ask, [turn])
+        if self.said:
+            place = {"item_id": self.item, "output_index": 0, "content_index": 0}
+            parts.append(self._event("response.output_text.done", **place, text=self.said, logprobs=[]))
+            parts.append(self._event("response.content_part.done", **place, part=_part(self.said)))
+            said = _message_item(turn, self.said)
+            parts.append(self._event("response.output_item.done", output_index=0, item=said))
+            response["output"] = [said, *(i for i in response["output"] if i["type"] != "message")]
+        for index, item in enumerate(response["output"]):
+            if item["type"] == "function_call":
+                place = {"item_id": item["id"], "output_index": index}
+                opened = {**item, "arguments": "", "status": "in_progress"}
+                parts.append(self._event("response.output_item.added", output_index=index, item=opened))
+                parts.append(self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]))
+                done = {"arguments": item["arguments"], "name": item["name"]}
+                parts.append(self._event("response.function_call_arguments.done", **place, **done))
+                parts.append(self._event("response.output_item.done", output_index=index, item=item))
+        parts.append(self._event("response.incomplete" if turn.cut else "response.completed", response=response))
+        return b"".join(parts)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that an error ends."""
+        return self._event("error", code=error.code, message=error.message, param=None)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self.number += 1
+        return event({"type": kind, "sequence_number": self.number - 1, **fields}, kind)
+
+
+def _tool(entry: Json) -> Tool:
+    if entry.get("type") != "function":
+        raise ApiError(400, f"tools of type {entry.get('type')!r} are not supported: functions only")
+    return tool(entry.get("name"), entry.get("description"), entry.get("parameters"))
+
+
+def _response(ask: Ask, created: int, status: str) -> Json:
+    fixed: Json = {"error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "temperature": None}
+    tools = [{"type": "function", "strict": None, **entry["function"]} for entry in ask.tools]
+    return {
+        **{"id": f"resp_{ask.id}", "object": "response", "created_at": created, "status": status, "model": ask.model},
+        **{"output": [], "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True, "top_p": None},
+        **fixed,
+    }
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message_item(turn: Turn, text: str) -> Json:
+    status = "incomplete" if turn.cut else "completed"
+    return {"id": f"msg_{turn.id}", "type": "message", "status": status, "role": "assistant", "content": [_part(text)]}
+
+
+def _items(turn: Turn) -> list[Json]:
+    calls = turn.answer.get("tool_calls", [])
+    text = turn.answer["content"]
+    items = [] if calls and not text.strip() else [_message_item(turn, text)]
+    return [
+        *items,
+        *(
+            {"id": f"fc_{entry['id']}", "type": "function_call", "status": "completed", "call_id": entry["id"],
+             "name": entry["function"]["name"], "arguments": _arguments(entry)}
+            for entry in calls
+        ),
+    ]  # fmt: skip
+
+
+def _from_items(items: list[Json]) -> list[Message]:
+    """Items as messages: what the assistant said and called one after the other is one message."""
+    messages: list[Message] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            continue
+        if kind == "function_call_output":
+            output = text_of(item.get("output"))
+            messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id") or "")})
+        elif kind == "function_call":
+            entry = call(str(item.get("name")), item.get("arguments"), str(item.get("call_id") or ""))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(entry)
+        elif kind == "message":
+            messages.append(_chat_message(item))
+        else:
+            raise ApiError(400, f"input items of type {kind!r} are not supported")
+    return messages

@@ -1,0 +1,154 @@
+"""Running an agent program: an async function, a plain one, or a command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slime.config.hooks import load_function
+from slime.engines.background import background_loop
+from slime.rollout.hooks import is_async
+
+_KEPT_BYTES = 1 << 16  # of a command's output
+Reward = float | dict[str, Any] | None
+
+
+class ProgramError(RuntimeError):
+    """A command failed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an agent program gets.
+
+    Attributes:
+        prompt, label, metadata: of the row of the data.
+        openai_base_url: for ``OpenAI(base_url=…, api_key=…)``; this session's own.
+        anthropic_base_url: for ``Anthropic(base_url=…, api_key=…)``.
+        model: any name will do.
+        evaluation: whether this is an evaluation.
+    """
+
+    prompt: Any
+    label: Any
+    metadata: dict[str, Any]
+    openai_base_url: str
+    anthropic_base_url: str
+    api_key: str
+    model: str = "slime"
+    evaluation: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """What both client libraries read, and the task as JSON in ``SLIME_TASK``."""
+        row = {name: asdict(self)[name] for name in ("prompt", "label", "metadata", "evaluation")}
+        return {
+            "OPENAI_BASE_URL": self.openai_base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.anthropic_base_url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "SLIME_MODEL": self.model,
+            "SLIME_TASK": json.dumps(row, default=str),
+        }
+
+
+async def run_program(args: Any, task: Task) -> Reward:
+    """Run the program of ``--agent-function-path`` or ``--agent-command`` and return its reward, or None.
+
+    Nothing that it does holds up the rollout's event loop: async functions share a loop of their own, plain ones
+    have a thread each, commands a process group, which is killed when this is cancelled.
+
+    Raises:
+        ProgramError: a command failed.
+        TypeError: a reward that is none.
+    """
+    if args.agent_command:
+        return reward_of(await _run_command(shlex.split(args.agent_command), task), args.agent_command)
+    fn = load_function(args.agent_function_path)
+    if is_async(fn):
+        running = asyncio.run_coroutine_threadsafe(fn(task), background_loop("slime-agents"))
+        result = await asyncio.wrap_future(running)
+    else:
+        result = await _in_thread(fn, task)
+    return reward_of(result, args.agent_function_path)
+
+
+def reward_of(value: Any, name: str) -> Reward:
+    """A number, a dict (``--reward-key`` names its entry that trains), or None: ``--rm-type`` scores then."""
+    if value is None or isinstance(value, dict):
+        return value
+    if isinstance(value, int | float):
+        return float(value)
+    raise TypeError(f"agent program {name} returned {type(value).__name__}: return a number, a dict or None")
+
+
+async def _in_thread(fn: Callable[[Task], Any], task: Task) -> Any:
+    """In a thread of its own, a daemon: one that never ends must not hold up others, nor the end of the process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if not future.done():  # else nobody waits any more
+            future.set_result(result) if error is None else future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = fn(task)
+        except BaseException as raised:
+            error = raised if isinstance(raised, Exception) else RuntimeError(f"the program ended by {raised!r}")
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="slime-agent", daemon=True).start()
+    return await future
+
+
+async def _run_command(words: list[str], task: Task) -> Any:
+    """The reward in the last line of a command's output, JSON such as ``{"reward": 1.0}``; None without such a line."""
+    guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
+    process = await asyncio.create_subprocess_exec(
+        *guard,
+        *words,
+        env={**os.environ, **task.environment()},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        output, errors, code = await asyncio.gather(_tail(process.stdout), _tail(process.stderr), process.wait())
+    finally:
+        _kill_group(process.pid)
+        await process.wait()
+    if code:
+        raise ProgramError(f"it ended with status {code}: {errors.strip()[-2000:] or output.strip()[-2000:]}")
+    last = output.rstrip().rpartition("\n")[2]
+    try:
+        found = json.loads(last)
+    except ValueError:
+        return None
+    return found.get("reward") if isinstance(found, dict) else None
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """The end of what comes, however much it is."""
+    kept = b""
+    while part := await stream.read(_KEPT_BYTES):
+        kept = (kept + part)[-_KEPT_BYTES:]
+    return kept.decode(errors="replace")
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

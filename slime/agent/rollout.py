@@ -1,0 +1,139 @@
+"""``--custom-generate-function-path slime.agent.rollout.generate``: a sample is what an agent program makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+from typing import Any
+
+from slime.agent.program import Reward, Task, run_program
+from slime.agent.server import agent_server
+from slime.agent.session import Session
+from slime.data.sample import Sample
+from slime.observability.trace_utils import trace_span
+from slime.rollout.prompts import prompt_ids
+from slime.rollout.rm_hub import async_rm, scores_whole_groups
+from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
+
+logger = logging.getLogger(__name__)
+STATISTICS = "agent"  # key of sample.metadata
+_LOOK_SECONDS = 0.5  # how often the abort flag is looked at while the program works
+_GRACE_SECONDS = 5.0  # for a program that was told to end
+
+
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """Run the agent program on one row and make samples of what it and the model said to each other.
+
+    Every leaf of the session's tree is a sample; those of one session share its reward. A program that raises,
+    fails or takes longer than ``--agent-timeout`` leaves its samples without a reward: they are FAILED (TRUNCATED
+    where the context was full), in no statistics and not trained on, and counted in ``rollout/reward_timeout_count``
+    and ``rollout/reward_error_count``. When the rollout is aborted, the sample is ABORTED and begins anew.
+
+    Raises:
+        Exception: of an engine; that is not the program's fault.
+    """
+    session_id = sample.session_id
+    sample.reset_response()
+    sample.session_id = session_id
+    sample.metadata.pop(FAILURE_KEY, None)
+    server = await agent_server(args.agent_host)
+    session = server.open(args, sample, sampling_params, evaluation)
+    url = server.url(session)
+    task = Task(
+        prompt=copy.deepcopy(sample.prompt),
+        label=sample.label,
+        metadata=copy.deepcopy(sample.metadata),
+        openai_base_url=f"{url}/v1",
+        anthropic_base_url=url,
+        api_key=session.id,
+        evaluation=evaluation,
+    )
+    began = time.monotonic()
+    try:
+        with trace_span(sample, "agent") as span:
+            reward, failure = await _outcome(args, session, task)
+            span.set(**session.counts)
+    finally:
+        server.close(session)
+    if session.fault is not None:
+        raise session.fault
+    if session.aborted:
+        sample.status = Sample.Status.ABORTED
+        return sample
+    samples = _samples(args, session)
+    for leaf in samples:
+        leaf.metadata[STATISTICS] = {**session.counts, "leaves": len(samples), "seconds": time.monotonic() - began}
+        leaf.reward = copy.copy(reward)
+    if not session.tree.turns and failure is None:
+        failure = "error", "the agent program got no answer of the model"
+    if failure is not None:
+        _leave_out(samples, *failure)
+    elif reward is None:
+        await _score_once(args, samples)
+    return samples[0] if len(samples) == 1 else samples
+
+
+async def _outcome(args: Any, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
+    """The program's reward, or why it gave none."""
+    program = asyncio.ensure_future(run_program(args, task))
+    deadline = time.monotonic() + args.agent_timeout
+    try:
+        while not program.done() and not session.aborted and session.fault is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return None, (
+                    "timeout",
+                    f"the agent program was not done in {args.agent_timeout:g} s (--agent-timeout)",
+                )
+            await asyncio.wait({program}, timeout=min(_LOOK_SECONDS, left))
+        if not program.done():
+            return None, None
+        error = program.exception()
+        if error is None:
+            return program.result(), None
+        if not session.aborted and session.fault is None:
+            logger.warning("agent program, sample %s: %s: %s", session.sample.index, type(error).__name__, error)
+        return None, ("error", f"the agent program raised {type(error).__name__}: {error}"[:2000])
+    finally:
+        session.close()
+        if not program.done():
+            program.cancel()
+            await asyncio.wait({program}, timeout=_GRACE_SECONDS)
+
+
+def _samples(args: Any, session: Session) -> list[Sample]:
+    tokenizer = session.state.tokenizer
+    samples = session.tree.samples(args, session.sample, tokenizer)
+    if samples:
+        return samples
+    sample = session.sample  # the program never got an answer: a prompt with an untrained end, so that it can be kept
+    sample.tokens = prompt_ids(session.state, sample) or [tokenizer.eos_token_id]
+    sample.append_response_tokens(tokens=[tokenizer.eos_token_id], log_probs=None, trainable=False)
+    sample.response = tokenizer.decode([tokenizer.eos_token_id])
+    sample.status = Sample.Status.TRUNCATED if session.counts["overflows"] else Sample.Status.COMPLETED
+    return [sample]
+
+
+def _leave_out(samples: list[Sample], kind: str, detail: str) -> None:
+    for sample in samples:
+        mark_unscored(sample, kind, detail)
+        if sample.status is not Sample.Status.TRUNCATED:
+            sample.status = Sample.Status.FAILED
+
+
+async def _score_once(args: Any, samples: list[Sample]) -> None:
+    """One reward for a session with several leaves, by the newest; a reward function of the user's gets them all."""
+    last = samples[-1]
+    own = last.custom_rm_path or getattr(args, "custom_rm_path", None)
+    if len(samples) == 1 or own or scores_whole_groups(args):
+        return
+    last.reward = await async_rm(args, last)
+    for sample in samples[:-1]:
+        if last.reward_timed_out:
+            mark_unscored(sample, *str(last.metadata[FAILURE_KEY]).split(": ", 1))
+        else:
+            sample.reward = copy.copy(last.reward)

@@ -1,0 +1,246 @@
+"""The endpoint: OpenAI's Chat Completions and Responses and Anthropic's Messages over HTTP.
+
+A request names its session by the path, ``/s/SESSION/v1/…``, or by its API key. One server per event loop serves the
+sessions of all samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from slime.agent.anthropic_api import Messages
+from slime.agent.messages import ApiError, Ask
+from slime.agent.openai_api import Chat, Responses
+from slime.agent.session import Session
+from slime.agent.trajectory import Turn
+
+logger = logging.getLogger(__name__)
+Dialect = type[Chat] | type[Responses] | type[Messages]
+_DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+_IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
+_NOT_FORCED = ("response_format", "text", "tool_choice")
+_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = weakref.WeakKeyDictionary()
+_noted: set[str] = set()
+
+
+class AgentServer:
+    """Sessions and the HTTP before them."""
+
+    def __init__(self, host: str) -> None:
+        self.host, self.port = host, 0
+        self.sessions: dict[str, Session] = {}
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        for prefix in ("", "/s/{session}"):
+            for path, dialect in _DIALECTS.items():
+                app.router.add_post(f"{prefix}/v1/{path}", self._handler(dialect, self._answer))
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count))
+            app.router.add_get(f"{prefix}/v1/models", self._handler(Chat, self._models))
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self) -> AgentServer:
+        """Listen on a free port."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.host, 0).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    def url(self, session: Session) -> str:
+        """Base URL of a session, without ``/v1``."""
+        return f"http://{self.host}:{self.port}/s/{session.id}"
+
+    def open(self, args: Any, sample: Any, params: dict[str, Any], evaluation: bool = False) -> Session:
+        """A new session; :meth:`close` ends it."""
+        session = Session(uuid.uuid4().hex, args, sample, params, evaluation)
+        self.sessions[session.id] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        session.close()
+        self.sessions.pop(session.id, None)
+
+    def _handler(
+        self, dialect: Dialect, answer: Callable[[web.Request, Dialect, Session], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session: Session | None = None
+            task = asyncio.current_task()
+            assert task is not None
+            try:
+                session = self._session(request)
+                session.tasks.add(task)
+                return await answer(request, dialect, session)
+            except ApiError as error:
+                return _refusal(dialect, error)
+            except ConnectionError:  # the client is gone
+                return web.Response()
+            except Exception as error:
+                if session is not None:
+                    session.fault = session.fault or error
+                logger.exception("an agent's request failed")
+                return _refusal(dialect, ApiError(500, f"{type(error).__name__}: {error}"))
+            finally:
+                if session is not None:
+                    session.tasks.discard(task)
+
+        return handle
+
+    def _session(self, request: web.Request) -> Session:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        name = request.match_info.get("session") or request.headers.get("x-api-key") or bearer
+        session = self.sessions.get(name)
+        if session is None:
+            raise ApiError(401, "no such session: it is over, or base URL and API key are another's", "invalid_api_key")
+        return session
+
+    async def _answer(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+        ask = dialect.read(await _body(request))
+        prepared = session.prepare(ask)
+        if ask.stream:
+            return await _stream(request, dialect(ask), session, ask, prepared)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_caught(session.answer(ask, prepared))) for _ in range(ask.choices)]
+        turns = [task.result() for task in tasks]
+        failed = next((turn for turn in turns if isinstance(turn, Exception)), None)
+        if failed is not None:
+            raise failed
+        made = [turn for turn in turns if isinstance(turn, Turn)]
+        response = _json(dialect.whole(ask, made))
+        try:  # sent here: what the client never got is no part of its conversation
+            await response.prepare(request)
+            await response.write_eof()
+        except (ConnectionError, asyncio.CancelledError):
+            _undelivered(session, made)
+            raise
+        return response
+
+    async def _count(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+        ask = dialect.read({"max_tokens": 1, **await _body(request)})
+        return _json({"input_tokens": len(session.template.prompt(ask.messages, ask.tools))})
+
+    async def _models(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
+        card = {"id": "slime", "object": "model", "created": 0, "owned_by": "slime"}
+        return _json({"object": "list", "data": [card]})
+
+
+async def agent_server(host: str) -> AgentServer:
+    """The server of the running event loop, started when first asked for."""
+    loop = asyncio.get_running_loop()
+    if loop not in _servers:
+        _servers[loop] = asyncio.ensure_future(AgentServer(host).start())
+    return await asyncio.shield(_servers[loop])
+
+
+async def stop_agent_server() -> None:
+    """End the server of the running loop; the next request for one starts another."""
+    task = _servers.pop(asyncio.get_running_loop(), None)
+    if task is not None:
+        await (await task).stop()
+
+
+async def _stream(
+    request: web.Request,
+    encoder: Chat | Responses | Messages,
+    session: Session,
+    ask: Ask,
+    prepared: Any,
+) -> web.StreamResponse:
+    """Server-sent events while the turn is generated; an error before the first token is a plain refusal."""
+    texts: asyncio.Queue[str | None] = asyncio.Queue()
+    task = asyncio.ensure_future(session.answer(ask, prepared, texts.put_nowait))
+    task.add_done_callback(lambda _: texts.put_nowait(None))
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    sent = ""
+    try:
+        text = await texts.get()
+        if text is None:
+            task.result()  # raises what it failed with, if it did
+        await response.prepare(request)
+        await response.write(encoder.begin())
+        while text is not None:
+            if len(text) > len(sent) and text.startswith(sent):
+                await response.write(encoder.text(text[len(sent) :]))
+                sent = text
+            text = await texts.get()
+        turn = _result(task)
+        if isinstance(turn, ApiError):
+            await response.write(encoder.failed(turn))
+        else:
+            content = turn.answer["content"]
+            rest = content[len(sent) :] if content.startswith(sent) else ""
+            more = encoder.text(rest) if rest.strip() or (rest and not turn.answer.get("tool_calls")) else b""
+            await response.write(more + encoder.end(turn))
+        await response.write_eof()
+    except (ConnectionError, asyncio.CancelledError):
+        if task.done() and not task.cancelled() and task.exception() is None:
+            _undelivered(session, [task.result()])
+        raise
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return response
+
+
+def _result(task: asyncio.Task[Turn]) -> Turn | ApiError:
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, ApiError):
+        return error
+    raise error
+
+
+async def _caught(answer: Awaitable[Turn]) -> Turn | Exception:
+    """An error as a value: a task group would wrap it."""
+    try:
+        return await answer
+    except Exception as error:
+        return error
+
+
+def _undelivered(session: Session, turns: list[Turn]) -> None:
+    for turn in turns:
+        session.tree.remove(turn)
+        session.counts["turns"] -= 1
+        session.counts["cancelled"] += 1
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = orjson.loads(await request.read())
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    for name in _IGNORED:
+        if body.get(name) is not None:
+            _note(name, "is ignored: the run's flags decide how turns are sampled")
+    for name in _NOT_FORCED:
+        if body.get(name) not in (None, "auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"}):
+            _note(name, "is not enforced: the model is free in what it writes")
+    return body
+
+
+def _note(name: str, words: str) -> None:
+    if name not in _noted:
+        _noted.add(name)
+        logger.warning("the agent program's %r %s (said once)", name, words)
+
+
+def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(content), status=status, headers=headers, content_type="application/json")
+
+
+def _refusal(dialect: Dialect, error: ApiError) -> web.Response:
+    return _json(dialect.error(error), error.status, {"x-should-retry": "false"})

@@ -1,0 +1,145 @@
+"""What an agent and the model said to each other, as a tree, and the samples that its leaves are.
+
+A turn is one answer of the model. Its parent is the turn that its request went on from: the deepest one whose whole
+conversation begins the request. The same request twice, or one that changes what was said, makes a branch.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.agent.messages import Ask, Message, Tool, key_of
+from slime.data.sample import Sample
+from slime.rollout.generate import append_output
+
+Key = tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Turn:
+    """One answer, and what the client said before it.
+
+    Attributes:
+        messages: the client's, since the parent's answer.
+        answer: the model's, as the client got it.
+        added_ids: ids between the parent's output and this one; of a first turn its whole prompt.
+        outputs: the engine's answers, in order; several where it was interrupted and went on.
+        overflowed: the program asked for more after this turn, and no room was left.
+    """
+
+    parent: Turn | None
+    messages: list[Message]
+    tools: list[Tool]
+    answer: Message
+    added_ids: list[int]
+    outputs: list[dict[str, Any]]
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    overflowed: bool = False
+    children: list[Turn] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.keys: list[Key] = [key_of(message) for message in [*self.messages, self.answer]]
+        self.tools_key = json.dumps(self.tools, sort_keys=True)
+        self.depth: int = 1 if self.parent is None else self.parent.depth + 1
+        self.prompt_tokens: int = (0 if self.parent is None else self.parent.length) + len(self.added_ids)
+        self.length: int = self.prompt_tokens + len(self.output_ids)  # ids up to the end of this turn
+
+    @property
+    def output_ids(self) -> list[int]:
+        """What the engine sampled."""
+        return [int(item[1]) for output in self.outputs for item in output["meta_info"]["output_token_logprobs"]]
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.outputs[0]["meta_info"].get("cached_tokens") or 0)
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer ended at a limit of its length."""
+        return bool(self.outputs[-1]["meta_info"]["finish_reason"]["type"] == "length")
+
+    def path(self) -> list[Turn]:
+        """From the first turn to this one."""
+        return [*(self.parent.path() if self.parent else []), self]
+
+    def ids(self) -> list[int]:
+        """All ids up to the end of this turn: what the engine has seen and sampled."""
+        return [token for turn in self.path() for token in (*turn.added_ids, *turn.output_ids)]
+
+    def conversation(self) -> list[Message]:
+        return [message for turn in self.path() for message in (*turn.messages, turn.answer)]
+
+
+class Tree:
+    """The turns of one session."""
+
+    def __init__(self) -> None:
+        self.turns: dict[str, Turn] = {}  # in the order of their ends
+
+    def find(self, ask: Ask) -> Turn | None:
+        """The turn that a request goes on from; None when it begins anew. Of equal answers the newest."""
+        tools_key = json.dumps(ask.tools, sort_keys=True)
+        roots = [turn for turn in self.turns.values() if turn.parent is None and turn.tools_key == tools_key]
+        return _deepest(roots, [key_of(message) for message in ask.messages])
+
+    def add(self, turn: Turn) -> None:
+        self.turns[turn.id] = turn
+        if turn.parent is not None:
+            turn.parent.children.append(turn)
+
+    def remove(self, turn: Turn) -> None:
+        """Forget an answer that its client never got."""
+        if self.turns.pop(turn.id, None) is not None and turn.parent is not None:
+            turn.parent.children.remove(turn)
+
+    def leaves(self) -> list[Turn]:
+        """Turns that nothing went on from, in the order of their ends."""
+        return [turn for turn in self.turns.values() if not turn.children]
+
+    def samples(self, args: Any, base: Sample, tokenizer: Any) -> list[Sample]:
+        """One sample per leaf; turns that several share are trained in the first of them alone."""
+        trained: set[Turn] = set()
+        samples = []
+        for leaf in self.leaves():
+            sample = _sample(args, base, leaf, trained)
+            sample.response = tokenizer.decode(
+                sample.tokens[-sample.response_length :],
+                skip_special_tokens=bool(getattr(args, "rollout_skip_special_tokens", False)),
+            )
+            trained.update(leaf.path())
+            samples.append(sample)
+        return samples
+
+
+def _deepest(turns: Sequence[Turn], keys: list[Key]) -> Turn | None:
+    best: Turn | None = None
+    for turn in turns:
+        count = len(turn.keys)
+        if len(keys) > count and keys[:count] == turn.keys:  # the request says something more
+            found = _deepest(turn.children, keys[count:]) or turn
+            best = found if best is None or found.depth >= best.depth else best
+    return best
+
+
+def _sample(args: Any, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
+    sample = copy.copy(base)
+    sample.spec_info, sample.prefix_cache_info = copy.copy(base.spec_info), copy.copy(base.prefix_cache_info)
+    sample.metadata = {**base.metadata, "messages": leaf.conversation(), "round_number": leaf.depth}
+    for turn in leaf.path():
+        if turn.parent is None:
+            sample.tokens = list(turn.added_ids)
+        else:
+            sample.append_response_tokens(args, tokens=turn.added_ids, log_probs=None, trainable=False)
+        if turn in trained:
+            sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=None, trainable=False)
+            continue
+        for output in turn.outputs:
+            append_output(args, sample, {**output, "text": ""})  # the text is decoded in one piece at the end
+    sample.status = Sample.Status.TRUNCATED if leaf.cut or leaf.overflowed else Sample.Status.COMPLETED
+    return sample
