@@ -2,7 +2,8 @@
 
     python train_async.py --async-buffer-size 4 --update-weights-interval 2 ...   (other flags as for train.py)
 
-``--async-buffer-size 1 --update-weights-interval 1`` is one-step off-policy.
+``--async-buffer-size 1 --update-weights-interval 1`` is one-step off-policy. With ``--rollout-function-path
+slime.rollout.fully_async_rollout.generate_rollout_fully_async`` groups go on generating through an update.
 """
 
 from __future__ import annotations
@@ -23,13 +24,11 @@ def train(args: Args) -> None:
                 batch = rollouts.next()
                 run.train(rollout_id, batch)
                 if run.is_due(rollout_id, args.save_interval):
-                    run.save(rollout_id)
+                    rollouts.save(rollout_id)
                 if run.is_due(rollout_id, args.update_weights_interval):
-                    with rollouts.held():
-                        run.update_weights()
+                    rollouts.update_weights()
                 if run.is_due(rollout_id, args.eval_interval):
-                    with rollouts.held():
-                        run.evaluate(rollout_id + 1)
+                    rollouts.evaluate(rollout_id + 1)
                 run.end_step(rollout_id)
 
 

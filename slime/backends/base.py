@@ -25,6 +25,7 @@ log_probs              float32 ``[response_length]``  old log-probs; absent = cu
 values                 float32 ``[response_length]``
 advantages, returns    float32 ``[response_length]``
 weight_versions        list[str]
+staleness              float32 ``[response_length]``  steps since each token's weights; -1: unknown; absent: 0
 multimodal_train_inputs dict[str, Tensor] or None
 train_metadata         dict or None
 ====================== ============================== ===========================================

@@ -42,6 +42,7 @@ from slime.config.hooks import load_function
 __all__ = [
     "TokenBatch",
     "compute_loss",
+    "divide_by_weights",
     "entropy_needs_gradient",
     "is_max_metric",
     "needs_entropy",
@@ -54,6 +55,9 @@ __all__ = [
 ]
 
 Metrics = dict[str, Tensor]
+
+WEIGHT = "/weight"
+"""``name`` is a mean over the tokens of one kind: once summed over micro-batches and ranks, divide it by this."""
 
 LOSS_METRICS = ("loss", "pg_loss", "pg_clipfrac", "value_loss", "value_clipfrac")
 """To these, a sample left out because its advantages are 0 contributes 0. All others are diagnostics: the KL too,
@@ -111,6 +115,15 @@ def compute_loss(
 def is_max_metric(name: str) -> bool:
     """Whether micro-batches and ranks combine this metric by maximum instead of sum."""
     return name.endswith("_max")
+
+
+def divide_by_weights(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Means over tokens of one kind (:data:`WEIGHT`), from the step's totals; without those that there is no token of."""
+    return {
+        name: value / metrics[name + WEIGHT] if name + WEIGHT in metrics else value
+        for name, value in metrics.items()
+        if not name.endswith(WEIGHT) and metrics.get(name + WEIGHT, 1.0) != 0
+    }
 
 
 def rescale_diagnostics(metrics: Mapping[str, float], trained_share: float) -> dict[str, float]:
@@ -197,11 +210,23 @@ def _engine_gap(tokens: TokenBatch, train: Tensor, reducer: Reducer) -> Metrics:
         return {}
     difference = train - tokens.rollout_log_probs
     gap = difference.abs()
-    return {
+    by_age: Metrics = {}
+    for name, of_age in _ages(tokens):
+        by_age |= {name: reducer(gap * of_age), name + WEIGHT: reducer(of_age)}
+    return by_age | {
         "train_rollout_logprob_abs_diff": reducer(gap),
         "train_rollout_logprob_abs_diff_max": gap.max() if gap.numel() else gap.new_zeros(()),
         "train_rollout_k3": reducer(compute_approx_kl(-difference, torch.zeros_like(difference), "k3")),
     }
+
+
+def _ages(tokens: TokenBatch) -> list[tuple[str, Tensor]]:
+    """1.0 for the tokens of each age: of the weights that are trained, one step old, and older."""
+    age = tokens.staleness
+    if age is None:
+        return []
+    kinds = {"0": age == 0, "1": age == 1, "2+": age >= 2}
+    return [(f"logprob_gap_staleness_{name}", chosen.to(tokens.loss_mask.dtype)) for name, chosen in kinds.items()]
 
 
 def _correct_off_policy(
@@ -211,6 +236,9 @@ def _correct_off_policy(
 
     With ``--get-mismatch-metrics`` alone, only the metrics are taken.
     """
+    by_default = args.use_tis and "use_tis" not in getattr(args, "explicit", ("use_tis",))
+    if by_default and tokens.rollout_log_probs is None:  # a generate function that gives no log-probs
+        return pg_loss, tokens.loss_mask, {}
     apply = args.use_tis or getattr(args, "use_rs", False)
     if not apply and not args.get_mismatch_metrics:
         return pg_loss, tokens.loss_mask, {}

@@ -20,6 +20,7 @@ FROM_BATCH = {
     "returns": "returns",
     "old_values": "values",
     "opd_reverse_kl": "opd_reverse_kl",
+    "staleness": "staleness",
 }
 """Field of TokenBatch → per-token key of the rank batch. ``log_probs`` of the batch are the old ones;
 ``values`` are those from before the step."""
@@ -53,6 +54,8 @@ class TokenBatch:
     values: Tensor | None = None
     """``[R]``, with gradient: the critic's. Their presence selects the value loss."""
     opd_reverse_kl: Tensor | None = None
+    staleness: Tensor | None = None
+    """Steps between the weights that made a token and those that train on it; -1 where that is not known."""
     mis_weight_mean: float | None = None
     logits: Tensor | None = None
     """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature,

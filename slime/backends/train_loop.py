@@ -13,7 +13,7 @@ import torch
 
 from slime.algorithms.advantages import compute_advantages
 from slime.backends.base import RankBatch
-from slime.backends.loss import needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
+from slime.backends.loss import divide_by_weights, needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
 from slime.config.hooks import load_function
 from slime.observability import progress
 from slime.observability.profiler import Profiler
@@ -92,7 +92,7 @@ def train_on_rollout(
             progress.report(name.replace("_", " "), step, steps)
             results.append(backend.train_step(batch, step))
     prefix = "train/critic-" if critic else "train/"
-    metrics = {prefix + key: value for key, value in _mean_over_steps(results).items()}
+    metrics = {prefix + key: value for key, value in divide_by_weights(_mean_over_steps(results)).items()}
     if not critic:
         metrics |= rollout_metrics(backend, batch)
         if args.log_correct_samples:

@@ -1,15 +1,15 @@
-"""Generate ahead of training, a bounded number of rollouts."""
+"""Generation that runs on while the trainer trains: how far ahead, and what an update and an evaluation wait for."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.wait import WaitExpired
+from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
     from slime.cluster.run import Run
@@ -17,45 +17,55 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 
 
-def staleness_bound(buffer_size: int, update_interval: int) -> int:
-    """Steps between the weights that made a sample and the step that trains on it, at most.
-
-    Rollout ``i`` starts no earlier than step ``i - buffer_size`` begins, with weights that are at
-    most ``update_interval - 1`` steps old by then.
-    """
-    return buffer_size + update_interval - 1
-
-
 class Prefetcher:
-    """Keeps at most ``--async-buffer-size`` finished rollouts waiting; they train in their order.
+    """Keeps rollouts finished or under way beside the one that trains; they train in their order.
 
-    A thread of the driver asks the manager for one rollout after the other, so generation goes on
-    while the main thread waits for a training step.
+    A thread of the driver asks the manager for one rollout after the other, so generation goes on while the main
+    thread waits for a training step. How many may start is :class:`~slime.rollout.admission.Admission`'s matter.
+
+    With the default rollout function an update waits until no rollout is under way, so none mixes versions. The fully
+    asynchronous one has a standing pool of groups, which an update goes through: its engines are paused for as long
+    as it takes, and the groups go on with the new weights. An evaluation runs beside that pool, and beside training
+    steps; an update waits for it, so it is of one version.
     """
 
     def __init__(self, run: Run) -> None:
+        args = run.args
         self.run = run
-        self.capacity = run.args.async_buffer_size
+        self.admission = Admission(
+            1, args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness, run.first_rollout
+        )
         self.finished: deque[dict[str, Any]] = deque()
+        self.in_flight = False  # whether a pool stands, which updates go through
         self.generating = False
         self.closed = False
         self.holding = False
+        self.evaluation: tuple[int, Any] | None = None  # the step and the answer to come
+        self.training = False  # a batch was taken, and its step is not over yet
         self.error: BaseException | None = None
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetcher:
-        bound = staleness_bound(self.capacity, self.run.args.update_weights_interval)
-        self.run.display.note(f"samples train at most {bound} step(s) after the weights that made them")
+        run, bound = self.run, self.admission.bound
+        optimizer = bound * (run.args.num_steps_per_rollout or 1)
+        in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
+        run.display.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that made them")
+        opening = run.manager.open_pool.remote(run.first_rollout, run.num_rollout)
+        self.in_flight = bool(run.manager_call([opening], "the rollout manager to open a pool"))
         self.thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
+        try:
+            if kind is None:
+                self._end_evaluation()
+        finally:
+            with self.changed:
+                self.closed = True
+                self.changed.notify_all()
 
     def _work(self) -> None:
         import ray
@@ -63,9 +73,10 @@ class Prefetcher:
         try:
             for rollout_id in range(self.run.first_rollout, self.run.num_rollout):
                 with self.changed:
-                    self.changed.wait_for(lambda: self.closed or (self._has_room() and not self.holding))
+                    self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
                     if self.closed:
                         return
+                    self.admission.admit()
                     self.generating = True
                 batch = ray.get(self.run.manager.generate.remote(rollout_id), timeout=self.run.args.phase_timeout)
                 with self.changed:
@@ -78,42 +89,112 @@ class Prefetcher:
                 self.error = error
                 self.changed.notify_all()
 
-    def _has_room(self) -> bool:
-        return len(self.finished) < self.capacity
-
     def _wait(self, ready: Any, what: str) -> None:
         """Wait on the condition (held) in slices, so that signals and errors are seen."""
-        waited = 0.0
+        started = time.monotonic()
         while not ready():
             if self.error is not None:
                 raise self.error
             self.run.stop.check()
-            self.run.faults.tend()
-            if waited > self.run.args.phase_timeout:
-                raise WaitExpired(f"waited {waited:.0f} s for {what}")
+            self.run.faults.tend(keep_version=self.evaluation is not None)
+            self._tell_version()  # lost engines may have got newer weights when they came back
+            if time.monotonic() - started > self.run.args.phase_timeout:
+                raise WaitExpired(f"waited {time.monotonic() - started:.0f} s for {what}")
             self.changed.wait(POLL_SECONDS)
-            waited += POLL_SECONDS
 
     def next(self) -> dict[str, Any]:
-        """The oldest finished rollout; the seconds waited for it count as ``rollout``."""
+        """The oldest finished rollout; the seconds waited for it count as ``rollout``.
+
+        ``perf/staleness_wait_time`` are those in which more could not start because of its age.
+        """
+        self._let_go()
+        self._step_is_over()
+        held = self.admission.limited_by_staleness
+        started = time.monotonic()
         with self.run.phase("rollout"), self.changed:
             self._wait(lambda: self.finished, "a finished rollout")
             batch = self.finished.popleft()
+            self.admission.taken()
+            self.training = True
             self.changed.notify_all()
         self.run.take_rollout(batch)
         self.run.pending["rollout/buffered"] = float(len(self.finished))
+        self.run.pending["perf/staleness_wait_time"] = time.monotonic() - started if held else 0.0
+        self._tell_pool(taken=True)
         return batch
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """No rollout is under way inside, so that none mixes weight versions."""
+    def _step_is_over(self) -> None:
+        """What was taken is trained: more may start."""
+        if not self.training:
+            return
+        self.training = False
+        with self.changed:
+            self.admission.trained()
+            self.changed.notify_all()
+        self._tell_pool(trained=True)
+
+    # --- weights and evaluation --------------------------------------------------------------
+
+    def save(self, rollout_id: int) -> None:
+        """A snapshot, with the rollouts that are generated ahead: they are not made again. None starts between it and
+        the update that follows, or the next step, so that a resume with a snapshot at an update repeats it exactly."""
+        if not self.in_flight:
+            self._hold()
+        self.run.save(rollout_id)
+
+    def update_weights(self) -> None:
+        """Bring the new weights to the engines: beside the groups of a standing pool, else between two rollouts."""
+        self._end_evaluation()
+        if not self.in_flight:
+            self._hold()
+        try:
+            self.run.update_weights()
+            self._tell_version()
+            self._step_is_over()
+        finally:
+            self._let_go()
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate the engines' weights. Beside a standing pool and the next training step, until the next update."""
+        if self.in_flight:
+            self._end_evaluation()
+            self.evaluation = step, self.run.start_evaluation(step)
+            return
+        self._hold()
+        try:
+            self.run.evaluate(step)
+        finally:
+            self._let_go()
+
+    def _end_evaluation(self) -> None:
+        if self.evaluation is not None:
+            self.run.end_evaluation(*self.evaluation)
+            self.evaluation = None
+
+    def _hold(self) -> None:
+        """Wait until no rollout is under way, and start none until :meth:`_let_go`."""
         with self.changed:
             self.holding = True
             with self.run.phase("drain"):
-                self._wait(lambda: not self.generating, "the rollout under way to finish before the weight update")
-        try:
-            yield
-        finally:
+                self._wait(
+                    lambda: not self.generating,
+                    "the rollout under way to finish before the weights change or are saved",
+                )
+
+    def _let_go(self) -> None:
+        with self.changed:
+            self.holding = False
+            self.changed.notify_all()
+
+    def _tell_version(self) -> None:
+        """The engines' weights are newer: what starts from now on is younger."""
+        if self.run.held_step > self.admission.version:
             with self.changed:
-                self.holding = False
+                self.admission.version_changed(self.run.held_step)
                 self.changed.notify_all()
+            self._tell_pool()
+
+    def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
+        if self.in_flight:
+            told = self.run.manager.advance_pool.remote(self.run.held_step, taken, trained)
+            self.run.manager_call([told], "the rollout manager to start more groups")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
+    from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
     from slime.engines.handle import EngineHandle, MemoryTag
@@ -24,6 +25,7 @@ class RolloutManager:
 
     def __init__(self, args: Args, run_dir: str, layout: ParallelLayout) -> None:
         from slime.cluster.logs import redirect_output
+        from slime.cluster.rollout_state import RolloutState
         from slime.config.hooks import load_function
 
         self.log_dir = Path(run_dir) / "logs"
@@ -34,10 +36,10 @@ class RolloutManager:
         self.data_source = load_function(args.data_source_path)(args)
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
-        self.states: dict[int, Any] = {}  # data source after each rollout that may yet be saved
-        self.own_saved = -1  # newest rollout for which the user's data source was told to save
+        self.state = RolloutState(args, self.run_dir, self.data_source)
         self.fleet: Any = None  # EngineFleet, once the engines are started
         self.monitor: Any = None
+        self.pool: Any = None  # StandingPool of a fully asynchronous run
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -122,7 +124,7 @@ class RolloutManager:
 
     def _on_engines(self, call: Callable[[EngineHandle], Awaitable[None]]) -> None:
         """On all engines at once. Those that fail are lost; without ``--use-fault-tolerance`` that is an error."""
-        from slime.utils.async_utils import run
+        from slime.engines.background import run
         from slime.weights.fleet import on_each
 
         _, failed = run(on_each(self.handles(), call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))
@@ -145,23 +147,58 @@ class RolloutManager:
         import ray
 
         from slime.data.convert import samples_to_train_data, split_train_data
+        from slime.data.sample import flatten
+        from slime.data.staleness import add_staleness
 
-        start = time.perf_counter()
-        groups, metrics = self._rollout(rollout_id)
-        seconds = time.perf_counter() - start
-        metrics.update(self._fault_counts())
-        if self.args.save_interval or self.args.save:
-            self.states[rollout_id] = self.data_source.state_dict() if hasattr(self.data_source, "state_dict") else None
-            if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
-                self._save_own(rollout_id)  # now: at the time of the snapshot a later rollout may be under way
-        texts = self._log(rollout_id, groups, metrics, seconds)
+        rollout = self.state.take_restored(rollout_id) or self._new_rollout(rollout_id)
+        groups, metrics = rollout.groups, rollout.metrics
+        texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
             return {"refs": [], "metrics": metrics, "texts": texts}
         train_data = samples_to_train_data(self.args, groups)
+        add_staleness(train_data, flatten(groups), rollout_id)
         parts = split_train_data(self.args, train_data, self.layout.dp, self.layout.schedule())
+        if all("group_indices" in part for part in parts):
+            self.state.ledger.left_out(rollout_id, {int(n) for part in parts for n in part["group_indices"]})
         for part in parts:
             part["rollout_id"] = rollout_id
         return {"refs": [ray.put(part) for part in parts], "metrics": metrics, "texts": texts}
+
+    def _new_rollout(self, rollout_id: int) -> Rollout:
+        """Generate one, and cut the account there."""
+        from slime.cluster.rollout_state import Rollout
+        from slime.engines.background import run
+        from slime.rollout.state import GenerateState
+
+        start = time.perf_counter()
+        GenerateState(self.args).observer = self.state.ledger
+        groups, metrics = self._rollout(rollout_id)
+        metrics.update(self._fault_counts())
+        rollout = Rollout(groups, metrics, time.perf_counter() - start)
+
+        async def complete() -> None:  # on the thread that the pool lives on
+            self.state.complete(rollout_id, rollout)
+
+        run(complete())
+        return rollout
+
+    def open_pool(self, first_step: int, last_step: int) -> bool:
+        """Whether the rollout function has a standing pool, which updates go through; if so, open it."""
+        from slime.rollout.state import GenerateState
+
+        opener = getattr(self.rollout_function, "open_pool", None)
+        if opener is None or self.args.load_debug_rollout_data:
+            return False
+        GenerateState(self.args).observer = self.state.ledger
+        ahead = len(self.state.restored)  # rollouts that a snapshot held
+        self.pool = opener(self.args, self.data_source, first_step, last_step, ahead)
+        return True
+
+    def advance_pool(self, version: int, taken: bool, trained: bool) -> None:
+        """How far training is: see :meth:`StandingPool.advance`."""
+        from slime.engines.background import run
+
+        run(self.pool.advance(version, taken, trained))
 
     def _rollout(self, rollout_id: int) -> tuple[list[Any], dict[str, float]]:
         from slime.observability.debug_data import load_rollout, save_rollout
@@ -185,6 +222,7 @@ class RolloutManager:
         """Add what the samples say to ``metrics``, keep the texts, and return a few to show."""
         from slime.config.hooks import load_function
         from slime.data.sample import flatten
+        from slime.data.staleness import staleness_metrics
         from slime.observability.samples import preview, write_samples
         from slime.observability.trace_file import write_trace_file
         from slime.rollout.metrics import rollout_metrics
@@ -195,6 +233,7 @@ class RolloutManager:
         hook = self.args.custom_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)):
             metrics.update(rollout_metrics(self.args, samples, seconds))
+        metrics.update(staleness_metrics(samples, rollout_id))
         return preview(samples)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
@@ -224,35 +263,20 @@ class RolloutManager:
     # --- state -------------------------------------------------------------------------------
 
     def save_state(self, rollout_id: int, directory: str) -> None:
-        """Write the data source as it was after ``rollout_id``, buffer included, below ``directory``."""
-        from slime.checkpoint.state_file import write_state
+        """Write data source, account and rollouts generated ahead below ``directory``; step ``rollout_id`` is over."""
+        self.state.save(rollout_id, Path(directory))
 
-        state = {"rollout_id": rollout_id, "data_source": self.states.get(rollout_id)}
-        write_state(Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt", state)
-        self._save_own(rollout_id)
-        self.states = {key: value for key, value in self.states.items() if key > rollout_id}
+    def load_state(self, rollout_id: int, directory: str, attempt: int) -> None:
+        self.state.load(rollout_id, Path(directory), attempt)
 
-    def load_state(self, rollout_id: int, directory: str) -> None:
-        from slime.checkpoint.state_file import read_state
+    def trained(self, rollout_id: int) -> None:
+        """Step ``rollout_id`` is over."""
+        self.state.trained(rollout_id)
 
-        state = read_state(Path(directory) / "rollout" / f"global_dataset_state_dict_{rollout_id}.pt")
-        if state["data_source"] is not None:
-            self.data_source.load_state_dict(state["data_source"])
-        if self._own("load"):
-            self.data_source.load(rollout_id)
-
-    def _save_own(self, rollout_id: int) -> None:
-        """Call ``save`` of the user's data source, once for each rollout that a snapshot holds."""
-        if self._own("save") and rollout_id > self.own_saved:
-            self.own_saved = rollout_id
-            self.data_source.save(rollout_id)
-
-    def _own(self, name: str) -> bool:
-        """Whether the data source has a method of the contract that is not the built-in's."""
-        from slime.data.source import RolloutDataSource
-
-        function = getattr(type(self.data_source), name, None)
-        return function is not None and function is not getattr(RolloutDataSource, name)
+    def close_account(self, trained: int) -> dict[str, int]:
+        """The run ends after step ``trained``; returns the number of groups by state. Raises ``LedgerError``."""
+        cut = self.state.close_account(trained)
+        return {**cut["counts"], "ahead of training": len(cut["ahead"]), "open": len(cut["open"])}
 
     def status(self) -> dict[str, Any]:
         """What is under way; answers while :meth:`generate` runs."""

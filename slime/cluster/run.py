@@ -52,9 +52,9 @@ class Run:
         self.first_rollout = 0
         self.num_rollout = 0
         self.attempt = 0
-        self.updates = 0
         self._checked_equal = False
-        self.version = ""  # of the weights that the engines hold
+        self.version = ""  # of the weights that the engines hold: <attempt>.<steps that had trained them>
+        self.held_step = 0  # the second part of it
         self.updated_after: int | None = None  # what ``trained`` was when they got them
         self.trained: int | None = None  # last rollout whose training is complete
         self.saved: int | None = None
@@ -160,11 +160,12 @@ class Run:
             manifest = self.snapshot.manifest
             self.trained = self.saved = int(manifest["rollout_id"])
             self.attempt = int(manifest["attempt"]) + 1
-            state = self.manager.load_state.remote(self.trained, str(self.snapshot.path))
+            state = self.manager.load_state.remote(self.trained, str(self.snapshot.path), self.attempt)
             self.manager_call([state], "the data source to be restored")
             self.first_rollout = self.trained + 1
             self.display.note(f"resumed from {self.snapshot.path}: going on with rollout {self.first_rollout}")
             changed = manifest_of.changes(manifest.get("settings", {}), self._settings())
+            manifest_of.check_same_prompts(manifest.get("settings", {}), self._settings())
             if changed:
                 self.display.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
         if self.args.start_rollout_id is not None:
@@ -196,6 +197,7 @@ class Run:
             if stopped:
                 self._snapshot_before_stop()
             if kind is None:
+                self._close_account()
                 self.display.finish()
         finally:
             self._shutdown(failed=kind is not None and not stopped)
@@ -209,6 +211,13 @@ class Run:
         if self.args.save and self.trained is not None and self.trained != self.saved:
             self.save(self.trained)
             self.display.note(f"saved rollout {self.trained}; go on with --load {self.args.save}")
+
+    def _close_account(self) -> None:
+        """Each group that was asked for is in one place, or the run ends with an error that says which is not."""
+        last = -1 if self.trained is None else self.trained
+        counts = self.manager_call([self.manager.close_account.remote(last)], "the ledger to be closed")
+        told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        self.display.note(f"ledger: {sum(counts.values())} groups asked for: {told or 'none'}")
 
     def _shutdown(self, failed: bool) -> None:
         """Leave no process behind; on a failure say first which engines were alive."""
@@ -293,6 +302,7 @@ class Run:
                     self.display.note(alarm)
             self._refresh_reference(rollout_id)
         self.trained = rollout_id
+        self.manager_call([self.manager.trained.remote(rollout_id)], "the rollout manager to close a step's account")
         self._log_memory("train")
 
     def _refresh_reference(self, rollout_id: int) -> None:
@@ -310,11 +320,11 @@ class Run:
         with self.phase("update_weights"):
             urls = self.faults.targets()
             self._onload(("weights",))
-            self.version = f"{self.attempt}.{self.updates}"
-            self.updates += 1
+            held = self.first_rollout if self.trained is None else max(self.trained + 1, self.first_rollout)
+            self.version = f"{self.attempt}.{held}"
             report, urls = self.faults.survive(self._send, urls, replace=True)
             assert report is not None
-            self.updated_after = self.trained
+            self.updated_after, self.held_step = self.trained, held
         self._log_memory("update_weights")
         if self.args.offload_train:
             with self.display.timers("sleep"):
@@ -381,9 +391,16 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """All evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
+        self.end_evaluation(step, self.start_evaluation(step))
+
+    def start_evaluation(self, step: int) -> Any:
+        """Begin it; training may go on, but no update, until :meth:`end_evaluation` has waited for it."""
+        return self.manager.eval.remote(step)
+
+    def end_evaluation(self, step: int, evaluation: Any) -> None:
         with self.phase("eval"):
             tend = partial(self.faults.tend, keep_version=True)
-            metrics = self.manager_call([self.manager.eval.remote(step)], "the evaluation", meanwhile=tend)
+            metrics = self.manager_call([evaluation], "the evaluation", meanwhile=tend)
         self.metrics_log.log(metrics, step, "eval/step")
         self.display.eval_line(step, metrics)
 
@@ -399,7 +416,7 @@ class Run:
             manifest: dict[str, Any] = {
                 "rollout_id": rollout_id,
                 "attempt": self.attempt,
-                "weight_version": self.updates,
+                "weight_version": self.version,
             }
             manifest |= {"world_size": self.placement.slots.train, "seed": self.args.seed, "metrics": self.pending}
             snapshot.commit(temp, manifest | {"settings": self._settings()})

@@ -85,7 +85,11 @@ class OffPolicyConfig:
         False,
         help="the engine's log-probs are the old policy; excludes --use-tis",
     )
-    use_tis: bool = flag(False, help="truncated importance weights between trainer and engine")
+    use_tis: bool = flag(
+        None,
+        help="truncated importance weights between trainer and engine; default: on where train_async.py trains tokens "
+        "of older weights",
+    )
     tis_clip: float = flag(2.0, help="upper bound of the weight")
     tis_clip_low: float = flag(0.0, help="lower bound of the weight")
     custom_tis_function_path: str = flag(None, kind="hook", help="replaces the weight (IcePop, MIS)")

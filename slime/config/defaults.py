@@ -21,6 +21,7 @@ from slime.config.server_groups import ServerGroupError, read_server_groups, tot
 SFT_LIKE = ("sft_loss", "custom_loss")
 AGENT_GENERATE = "slime.agent.rollout.generate"
 DEFAULT_ROLLOUT_FUNCTION = FLAGS["rollout_function_path"].default
+FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
 def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
@@ -33,7 +34,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     problems += _agent(args)
     _data(args)
     problems += _batch(args)
-    _algorithm(args)
+    _algorithm(args, asynchronous)
     _resources(args, machine, asynchronous)
     _evaluation(args)
     _checkpoints(args)
@@ -162,9 +163,14 @@ def _reward(args: Args, row: dict[str, Any] | None) -> None:
         )
 
 
+def is_fully_async(args: Args) -> bool:
+    return args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
+
+
 def needs_reward(args: Args) -> bool:
     """Whether samples need a score that no flag names."""
-    scored_elsewhere = args.loss_type in SFT_LIKE or args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    scored_elsewhere = args.loss_type in SFT_LIKE or own_rollout
     return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
 
 
@@ -207,7 +213,7 @@ def _batch(args: Args) -> list[str]:
     return []
 
 
-def _algorithm(args: Args) -> None:
+def _algorithm(args: Args, asynchronous: bool) -> None:
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
     if args.n_samples_per_prompt == 1:
@@ -215,6 +221,25 @@ def _algorithm(args: Args) -> None:
     args.use_critic = args.advantage_estimator == "ppo"
     if args.use_rollout_routing_replay:
         args.use_routing_replay = True
+    if args.use_tis is None:
+        _correct_by_default(args, asynchronous)
+
+
+def _correct_by_default(args: Args, asynchronous: bool) -> None:
+    """Where samples are older than the weights that they train, their loss is weighed, unless the user chose otherwise."""
+    chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
+    bound = staleness_bound(args)
+    args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
+    if args.use_tis:
+        args.notices.append(
+            f"--use-tis is on: tokens may be {bound} step(s) older than the weights that they train (off: --no-use-tis)"
+        )
+
+
+def staleness_bound(args: Args) -> int:
+    """Steps that a trained token may be old in train_async.py."""
+    implied = args.async_buffer_size + args.update_weights_interval - 1
+    return implied if args.max_weight_staleness is None else min(implied, args.max_weight_staleness)
 
 
 def _resources(args: Args, machine: Machine, asynchronous: bool) -> None:
@@ -265,6 +290,8 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
 
 
 def _evaluation(args: Args) -> None:
+    if args.eval_function_path is None and is_fully_async(args):
+        args.eval_function_path = str(DEFAULT_ROLLOUT_FUNCTION)  # the pool does not evaluate
     fallbacks: dict[str, str] = {
         "eval_function_path": "rollout_function_path",
         "eval_input_key": "input_key",

@@ -33,7 +33,9 @@ class RolloutConfig:
     over_sampling_batch_size: int = flag(None, help="groups fetched at a time; default: rollout batch size")
     dynamic_sampling_filter_path: str = flag(None, kind="hook", help="keeps or drops a group (DAPO)")
     partial_rollout: bool = flag(False, help="aborted groups go on in a later rollout")
-    mask_offpolicy_in_partial_rollout: bool = flag(False, help="do not train tokens of earlier rollouts")
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False, help="do not train a sample's tokens of earlier rollouts; of earlier weights, fully asynchronously"
+    )
     rollout_sample_hook_path: list[str] = flag([], kind="repeat", help="called on each sample before its reward")
     rollout_sample_filter_path: str = flag(None, kind="hook", help="marks samples of the finished rollout")
     rollout_all_samples_process_path: str = flag(None, kind="hook", help="sees all groups, kept or not")
@@ -47,8 +49,12 @@ class RolloutConfig:
 class AsyncConfig:
     _title = "asynchrony (train_async.py)"
 
-    async_buffer_size: int = flag(1, help="finished rollouts that may wait for the trainer")
-    max_weight_staleness: int = flag(None, help="largest age, in weight versions, of a trained token", status="planned")
+    async_buffer_size: int = flag(1, help="rollouts that may be finished or under way beside the one that trains")
+    max_weight_staleness: int = flag(
+        None,
+        help="most steps between the weights that made a trained token and those that train on it; default: what "
+        "--async-buffer-size and --update-weights-interval imply",
+    )
     replay_schedule: str = flag(
         None, kind="path", help="repeat the schedule of an earlier asynchronous run", status="planned"
     )

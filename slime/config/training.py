@@ -107,6 +107,13 @@ class WeightSyncConfig:
     _title = "weight sync"
 
     update_weights_interval: int = flag(1, help="sync every N rollouts (train_async.py)")
+    update_weight_pause_mode: str = flag(
+        None,
+        choices=("abort", "retract", "in_place"),
+        help="what an update does to requests under way. abort: end them, the rollout goes on with their tokens; "
+        "retract: compute their cache again; in_place: keep the cache of the old weights; default: retract where the "
+        "engine can, else abort",
+    )
     update_weight_mode: str = flag(
         "full",
         choices=("full", "delta"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slime.config.args import FLAGS, Args
+from slime.config.defaults import is_fully_async
 from slime.config.layout import ParallelLayout
 
 RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
@@ -46,6 +47,7 @@ _NOT_NEGATIVE = (
     "weight_decay",
     "clip_grad",
     "num_critic_only_steps",
+    "max_weight_staleness",
 )
 _ABOVE_ZERO = (
     "rollout_temperature",
@@ -117,8 +119,10 @@ def _static_split(args: Args) -> list[str]:
 
 def check_rollout(args: Args) -> list[str]:
     problems = []
-    if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
-        problems.append("--mask-offpolicy-in-partial-rollout needs --partial-rollout")
+    if args.mask_offpolicy_in_partial_rollout and not (args.partial_rollout or is_fully_async(args)):
+        problems.append(
+            "--mask-offpolicy-in-partial-rollout needs --partial-rollout, or the fully asynchronous rollout"
+        )
     if args.rollout_max_context_len is not None and args.rollout_max_context_len < 2:
         problems.append(
             f"--rollout-max-context-len {args.rollout_max_context_len}: leaves no room for a prompt and a response"
@@ -152,10 +156,32 @@ def check_reward(args: Args) -> list[str]:
 def check_loop(args: Args, asynchronous: bool) -> list[str]:
     if asynchronous and args.colocate:
         return ["train_async.py needs GPUs of their own for the engines: drop --colocate, or use train.py"]
-    if not asynchronous:
-        for name in ("async_buffer_size", "update_weights_interval"):
-            if name in args.explicit and getattr(args, name) != FLAGS[name].default:
-                args.notices.append(f"{FLAGS[name].option} is for train_async.py; train.py syncs after every rollout")
+    if asynchronous:
+        return _check_staleness(args)
+    for name in ("async_buffer_size", "update_weights_interval", "max_weight_staleness"):
+        if name in args.explicit and getattr(args, name) != FLAGS[name].default:
+            args.notices.append(f"{FLAGS[name].option} is for train_async.py; train.py syncs after every rollout")
+    if is_fully_async(args):
+        return ["the fully asynchronous rollout generates while the trainer trains: start it with train_async.py"]
+    return []
+
+
+def _check_staleness(args: Args) -> list[str]:
+    bound, interval = args.max_weight_staleness, args.update_weights_interval
+    if bound is None:
+        return []
+    if bound < interval - 1:
+        return [
+            f"--max-weight-staleness {bound}: with --update-weights-interval {interval} the engines' weights alone are "
+            f"up to {interval - 1} steps old: allow that, or update more often"
+        ]
+    larger = (args.over_sampling_batch_size or 0) > args.rollout_batch_size
+    if (larger or args.partial_rollout) and not is_fully_async(args):
+        return [
+            "--max-weight-staleness bounds how much starts, and --over-sampling-batch-size or --partial-rollout keep "
+            "what was started for later rollouts of any age: drop them, or take the fully asynchronous rollout "
+            "(--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async)"
+        ]
     return []
 
 

@@ -217,7 +217,9 @@ def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[
 def _optional(args: Any, samples: list[Sample], masks: list[list[int]]) -> TrainData:
     """Entries that are there only if some sample has them."""
     data: TrainData = {}
-    engine = _flags(args, "use_tis", "use_rollout_logprobs", "get_mismatch_metrics")
+    explicit = getattr(args, "explicit", ("use_tis",))  # by default it corrects where it can
+    asked = ["use_tis"] if "use_tis" in explicit else []
+    engine = _flags(args, *asked, "use_rollout_logprobs", "get_mismatch_metrics")
     teacher = ["--use-opd"] if getattr(args, "use_opd", False) and getattr(args, "opd_type", None) == "sglang" else []
     replay = _flags(args, "use_rollout_routing_replay")
 

@@ -96,6 +96,7 @@ class Sample:
     reward_timed_out: bool = False  # the verifier gave no answer in time: no statistics, no loss
     loss_mask: list[int] | None = None  # [response_length]; None = train on every response token
     weight_versions: list[str] = field(default_factory=list)  # of the engine, one per call
+    version_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (version, start, end) in the response
     rollout_log_probs: list[float] | None = None  # [response_length], 0.0 for tokens that no engine sampled
     rollout_top_p_token_ids: np.ndarray | None = None  # int32 [offsets[-1]]: the nucleus of each token
     rollout_top_p_token_offsets: np.ndarray | None = None  # int32 [response_length + 1]
@@ -158,6 +159,7 @@ class Sample:
             self.rollout_top_p_token_ids = self.rollout_top_p_token_ids[: self.rollout_top_p_token_offsets[-1]]
         if self.rollout_routed_experts is not None:
             self.rollout_routed_experts = self.rollout_routed_experts[: len(self.tokens) - 1]
+        self.version_spans = [(v, start, min(end, length)) for v, start, end in self.version_spans if start < length]
 
     def append_response_tokens(
         self,
@@ -200,7 +202,7 @@ class Sample:
         if meta_info.get("routed_experts") is not None:
             self.rollout_routed_experts = _decode_routed_experts(args, meta_info["routed_experts"])
         if update_terminal_info:
-            self._take_terminal_info(args, meta_info)
+            self._take_terminal_info(args, meta_info, len(tokens))
 
     def _append_log_probs(self, count: int, log_probs: Sequence[float] | None, trainable: bool) -> None:
         if trainable:
@@ -238,7 +240,27 @@ class Sample:
             self.rollout_top_p_token_ids = np.concatenate([self.rollout_top_p_token_ids, _decode_int32(given)])
         self.rollout_top_p_token_offsets = np.concatenate([self.rollout_top_p_token_offsets, new_offsets])
 
-    def _take_terminal_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+    def _take_version_spans(self, args: Any, meta_info: Mapping[str, Any], count: int) -> None:
+        """Which weights made the last ``count`` tokens (or, where parts of the answer were appended before, all of it).
+
+        An engine that has no spans ends its requests before it takes new weights, so its answer is of one version.
+        """
+        given = meta_info.get("weight_versions")
+        if not given or given[-1]["end"] > self.response_length:
+            given = [{"version": meta_info["weight_version"], "start": 0, "end": count}]
+        first = self.response_length - given[-1]["end"]
+        spans = [span for span in self.version_spans if span[1] < first]
+        for part in given:
+            version, start, end = str(part["version"]), first + part["start"], first + part["end"]
+            if spans and spans[-1][0] == version and spans[-1][2] == start:
+                start = spans.pop()[1]
+            if end > start:
+                spans.append((version, start, end))
+        self.version_spans = spans
+        if len(given) > 1 and getattr(args, "update_weight_pause_mode", None) == "in_place":
+            self.metadata["kv_of_older_weights"] = True
+
+    def _take_terminal_info(self, args: Any, meta_info: Mapping[str, Any], count: int) -> None:
         finish = meta_info.get("finish_reason")
         if finish is not None:
             kind = finish["type"] if isinstance(finish, Mapping) else finish
@@ -248,6 +270,7 @@ class Sample:
             self.status = _STATUS_OF_FINISH[kind]
         if meta_info.get("weight_version") is not None:
             self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
+            self._take_version_spans(args, meta_info, count)
         self.prefix_cache_info.add(meta_info)
         if getattr(args, "sglang_speculative_algorithm", None):
             self.spec_info.add(meta_info)
@@ -289,6 +312,7 @@ _GENERATED_FIELDS = (
     "reward_timed_out",
     "loss_mask",
     "weight_versions",
+    "version_spans",
     "rollout_log_probs",
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",

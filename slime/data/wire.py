@@ -29,6 +29,7 @@ _RAGGED: dict[str, tuple[str, str]] = {
     "returns": ("float32", "float32"),
     "rollout_top_p_token_ids": ("int32", "int32"),
     "rollout_top_p_token_offsets": ("int32", "int32"),
+    "staleness": ("int16", "float32"),
     "rollout_routed_experts": ("", ""),  # as they come: uint8 or int16, [tokens - 1, layers, topk]
 }
 _NUMBERS: dict[str, str] = {

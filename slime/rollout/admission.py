@@ -1,10 +1,11 @@
 """How much generation may start ahead of training: by the room in the buffer and by the age that weights may reach.
 
 Groups train in the order of their admission, so the place of a group in that order says, before it starts, in which
-step it trains at the latest. With rollouts of ``B`` groups and an update every ``K`` steps, the group at place ``p``
-trains in step ``p // B`` or earlier (a filter that drops groups before it only moves it forward), and step ``s`` trains
-weights of version ``s // K``. Started under version ``v``, its oldest token is ``p // B // K - v`` versions old then,
-also when later versions go on with it. It may start when that is at most the bound, and when it is among the
+step it trains at the latest. A version of the weights is the number of steps that have trained them, so step ``s``
+trains those of version ``s``, and with an update every ``K`` steps the engines hold 0, K, 2K, … With rollouts of ``B``
+groups, the group at place ``p`` trains in step ``p // B`` or earlier (a filter that drops groups before it only moves
+it forward). Started under version ``v``, its oldest token is at most ``p // B - v`` steps old then, also when later
+versions go on with it. It may start when that is at most the bound, and when it is among the
 ``(1 + N) B`` groups that may be admitted and not yet trained. Nothing is thrown away for its age.
 
 The same object serves all modes: one-step (``N = K = 1``), buffered (the unit is a rollout: ``batch = 1``) and fully
@@ -15,12 +16,12 @@ from __future__ import annotations
 
 
 def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:
-    """Weight versions between a sample's oldest token and the step that trains it, at most.
+    """Steps between the weights of a sample's oldest token and the step that trains it, at most.
 
-    While step ``s`` trains, nothing beyond step ``s + N`` is admitted, and
-    ``(s + N) // K - s // K`` is at most ``ceil(N / K)``.
+    While step ``s`` trains, nothing beyond step ``s + N`` is admitted, and the engines' weights are at most ``K - 1``
+    steps older than those that ``s`` trains.
     """
-    implied = -(-buffer_size // update_interval)
+    implied = buffer_size + update_interval - 1
     return implied if max_staleness is None else min(implied, max_staleness)
 
 
@@ -32,13 +33,14 @@ class Admission:
     Args:
         batch: units (groups, or whole rollouts) that one step trains.
         buffer_size: batches that may be admitted beside the one that trains (``--async-buffer-size``).
-        update_interval: steps per weight version (``--update-weights-interval``).
+        update_interval: steps between two updates (``--update-weights-interval``).
         max_staleness: ``--max-weight-staleness``; None: whatever the two above imply.
         first_step: of this process: 0, or where a resumed run goes on.
+        last_step: the step after the last, for which nothing starts; None: there is none.
 
     Attributes:
-        bound: weight versions between a unit's start and its training, at most.
-        version: of the engines' weights.
+        bound: steps between the weights of a unit's start and its training, at most.
+        version: of the engines' weights: the steps that had trained them.
         open: units admitted, not dropped and not yet taken.
     """
 
@@ -49,6 +51,7 @@ class Admission:
         update_interval: int = 1,
         max_staleness: int | None = None,
         first_step: int = 0,
+        last_step: int | None = None,
     ) -> None:
         numbers = {"batch": (batch, 1), "buffer_size": (buffer_size, 0), "update_interval": (update_interval, 1)}
         numbers |= {"max_staleness": (0 if max_staleness is None else max_staleness, 0), "first_step": (first_step, 0)}
@@ -57,20 +60,25 @@ class Admission:
             for name, (value, least) in numbers.items()
             if value < least
         ]
+        if max_staleness is not None and 0 <= max_staleness < update_interval - 1:
+            wrong.append(
+                f"max_staleness is {max_staleness}, but weights get {update_interval - 1} steps old by themselves"
+            )
         if wrong:
             raise ValueError("; ".join(wrong))
         self.batch, self.first_step, self.update_interval = batch, first_step, update_interval
         self.capacity = batch * (1 + buffer_size)
         self.max_staleness = max_staleness
         self.bound = staleness_bound(buffer_size, update_interval, max_staleness)
-        self.version = self.version_of(first_step)
+        self.end = None if last_step is None else batch * (last_step - first_step)
+        self.version = first_step
         self.open = 0
         self._taken = 0
         self._trained = 0
 
     def version_of(self, step: int) -> int:
-        """The weights that ``step`` trains."""
-        return step // self.update_interval
+        """What the engines hold while ``step`` trains, where every update is due by the interval."""
+        return max(step // self.update_interval * self.update_interval, self.first_step)
 
     def step_of(self, place: int) -> int:
         """The step that trains the unit at ``place`` of the order, counted from this process' first, at the latest."""
@@ -83,20 +91,25 @@ class Admission:
 
     def room(self) -> int:
         """Units that may start now."""
-        return max(min(self._trained + self.capacity, self._young()) - self.place, 0)
+        last = min(self._trained + self.capacity, self._young())
+        return max((last if self.end is None else min(last, self.end)) - self.place, 0)
 
     def held_by(self) -> str | None:
         """What lets nothing more start: ``"staleness"``, ``"buffer"`` or None."""
         if self.room():
             return None
-        return "staleness" if self._young() < self._trained + self.capacity else "buffer"
+        return "staleness" if self.limited_by_staleness else "buffer"
+
+    @property
+    def limited_by_staleness(self) -> bool:
+        """Whether age lets less start than the buffer would."""
+        return self._young() < self._trained + self.capacity
 
     def _young(self) -> int:
         """The first place that would be too old when it trains."""
         if self.max_staleness is None:
             return self._trained + self.capacity
-        steps = (self.version + self.max_staleness + 1) * self.update_interval - self.first_step
-        return steps * self.batch
+        return (self.version + self.max_staleness + 1 - self.first_step) * self.batch
 
     def admit(self, count: int = 1) -> None:
         """``count`` units start, with the weights of now.
@@ -123,7 +136,7 @@ class Admission:
         self._trained = self._taken
 
     def version_changed(self, version: int) -> None:
-        """The engines hold these weights: after ``step``, those of ``version_of(step + 1)``.
+        """The engines hold these weights: those that an update after ``step`` brings are ``step + 1``.
 
         Raises:
             ValueError: an older version than before.

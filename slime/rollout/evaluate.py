@@ -36,7 +36,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
         TimeoutError: not done within ``--phase-timeout``.
     """
     state = GenerateState(args)
-    state.rollout_id = rollout_id
+    state.eval_rollout_id = rollout_id
     plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
     tasks = {
         config.name: [

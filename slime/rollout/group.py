@@ -183,7 +183,8 @@ async def _hooks_and_reward(args: Any, result: Generated, evaluation: bool) -> G
 async def _sample_hooks(args: Any, sample: Sample, evaluation: bool) -> Sample:
     for path in getattr(args, "rollout_sample_hook_path", None) or []:
         hook = load_function(path)
-        rollout_id = GenerateState(args).rollout_id
+        state = GenerateState(args)
+        rollout_id = state.eval_rollout_id if evaluation else state.rollout_id
         answer = await call(hook, args, sample, **accepted(hook, rollout_id=rollout_id, evaluation=evaluation))
         if answer is not None and not isinstance(answer, Sample):
             raise TypeError(f"sample hook {path} returned {type(answer).__name__}; it must return None or a Sample")

@@ -39,7 +39,6 @@ class _Ticket:
     order: int
     pristine: Group
     task: asyncio.Task[Group] | None = None  # None: it was finished when it came
-    retries: int = 0
     done: bool = False
 
     @property
@@ -152,24 +151,28 @@ class RolloutLoop:
                 f"the data source gave no more groups: rollout {self.rollout_id} has "
                 f"{len(self.accepted)} of {self.target}{self._drop_report()}"
             )
+        for group in groups:
+            self._tell("asked", group)
         return groups
+
+    def _tell(self, event: str, group: Group, **facts: Any) -> None:
+        if self.state.observer is not None:
+            self.state.observer(event, group, facts)
 
     def _start_all(self) -> None:
         while self.unstarted:
             group = self.unstarted.popleft()
+            self._tell("started", group)
             self._add(group, asyncio.ensure_future(self._generate(group)))
 
     def _add(self, group: Group, task: asyncio.Task[Group] | None = None) -> None:
         pristine = group if task is None else _snapshot(group)
-        self._watch(_Ticket(self._submitted, pristine, task))
+        ticket = self.tickets[self._submitted] = _Ticket(self._submitted, pristine, task)
         self._submitted += 1
-
-    def _watch(self, ticket: _Ticket) -> None:
-        self.tickets[ticket.order] = ticket
-        if ticket.task is None:
+        if task is None:
             self._ended(ticket)
         else:
-            ticket.task.add_done_callback(lambda _: self._ended(ticket))
+            task.add_done_callback(lambda _: self._ended(ticket))
 
     def _ended(self, ticket: _Ticket) -> None:
         if self.tickets.get(ticket.order) is not ticket:
@@ -182,10 +185,27 @@ class RolloutLoop:
         if self._ready():
             self._woken.set()
 
-    async def _generate(self, group: Group, rest: float = 0.0) -> Group:
-        if rest:
-            await asyncio.sleep(rest)
-        return await generate_and_rm_group(self.args, group, self.state.sampling_params)
+    async def _generate(self, group: Group) -> Group:
+        """The group, finished; or as far as it came when the rollout aborted it.
+
+        Where an engine ends a request that nobody aborted (a restart, a weight update), it goes on at once from the
+        tokens so far, whether or not it is its turn to be judged.
+        """
+        pristine, retries = _snapshot(group), 0
+        while True:
+            before = _tokens(group)
+            group = await generate_and_rm_group(self.args, group, self.state.sampling_params)
+            if self.state.aborted or not any(s.status is Sample.Status.ABORTED for s in flatten(group)):
+                return group
+            self._tell("continued", group)
+            group = self._continuable(group, _snapshot(pristine), partial=True)
+            retries = 0 if _tokens(group) > before else retries + 1
+            if retries > _MOST_RETRIES:
+                raise RuntimeError(
+                    f"group {_index(group)} was aborted by its engines {retries} times without a new token"
+                )
+            if retries:
+                await asyncio.sleep(min(0.1 * 2**retries, _LONGEST_REST_SECONDS))
 
     def _ready(self) -> bool:
         """Whether a group can be judged, or one failed, or there is nothing to wait for."""
@@ -224,17 +244,21 @@ class RolloutLoop:
     def _judge(self, ticket: _Ticket) -> None:
         group = ticket.group
         leaves = flatten(group)
-        if any(sample.status is Sample.Status.ABORTED for sample in leaves):
-            self._retry(ticket, group)
-            return
+        self._tell("generated", group)
         self.judged.append(group)
         self._count(leaves)
         valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
         if len(valid) < min(2, len(group)):
             self._replace(leaves)
+            self._tell("replaced", group)
             return
-        if self._keeps(group if len(valid) == len(group) else valid):
+        reason = self._why_not(group if len(valid) == len(group) else valid)
+        if reason is None:
             self.accepted.append(group)
+            self._tell("accepted", group, rollout_id=self.rollout_id)
+        else:
+            self.counts.dropped[reason] += 1
+            self._tell("filtered", group, reason=reason)
 
     def _replace(self, leaves: list[Sample]) -> None:
         self.counts.replaced += 1
@@ -245,14 +269,14 @@ class RolloutLoop:
                 f"{len(self.accepted)} of {self.target} have rewards; the last failure: {failures[-1]}"
             )
 
-    def _keeps(self, group: Group) -> bool:
+    def _why_not(self, group: Group) -> str | None:
+        """Why the filter drops a group; None: it does not."""
         if self.filter is None:
-            return True
+            return None
         answer = call_dynamic_filter(self.filter, self.args, group)
         if answer.keep or (answer.keep_when_insufficient and self._under_way + 1 <= self.target):
-            return True
-        self.counts.dropped[answer.reason or "no_reason"] += 1
-        return False
+            return None
+        return answer.reason or "no_reason"
 
     def _count(self, leaves: list[Sample]) -> None:
         for sample in leaves:
@@ -264,19 +288,6 @@ class RolloutLoop:
             elif isinstance(value := _reward(self.args, sample), int | float):
                 self.counts.rewards += 1
                 self.counts.reward_sum += value
-
-    def _retry(self, ticket: _Ticket, group: Group) -> None:
-        """An engine ended a request that nobody aborted (restart, weight update): go on with the group."""
-        group = self._continuable(group, ticket.pristine, partial=True)
-        retries = 0 if _tokens(group) > _tokens(ticket.pristine) else ticket.retries + 1
-        if retries > _MOST_RETRIES:
-            raise RuntimeError(f"group {_index(group)} was aborted by its engines {retries} times without a new token")
-        rest = min(0.1 * 2**retries, _LONGEST_REST_SECONDS) if retries else 0.0
-        self._watch(
-            _Ticket(ticket.order, _snapshot(group), asyncio.ensure_future(self._generate(group, rest)), retries)
-        )
-        if self.deterministic:
-            self.tickets.move_to_end(ticket.order, last=False)
 
     # --- the rest ----------------------------------------------------------------------------
 
@@ -318,6 +329,8 @@ class RolloutLoop:
 
     def _give(self, groups: list[Group]) -> None:
         self.source.add_samples(groups)
+        for group in groups:
+            self._tell("given_back", group)
         if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # the one without a buffer
             self.counts.lost = len(groups)
             logger.warning(
@@ -410,7 +423,7 @@ def _snapshot(group: Group) -> Group:
     if isinstance(group, Sample):
         kept = copy.copy(group)
         kept.prompt, kept.metadata = copy.deepcopy(group.prompt), copy.deepcopy(group.metadata)
-        for name in ("tokens", "loss_mask", "weight_versions", "rollout_log_probs"):
+        for name in ("tokens", "loss_mask", "weight_versions", "version_spans", "rollout_log_probs"):
             value = getattr(group, name)
             setattr(kept, name, None if value is None else list(value))
         kept.spec_info, kept.prefix_cache_info = copy.copy(group.spec_info), copy.copy(group.prefix_cache_info)

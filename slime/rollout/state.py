@@ -7,10 +7,20 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from slime.config.hf_config import media_token_ids
+from slime.data.sample import Group
 from slime.rollout.sampling_params import sampling_params
+from slime.rollout.schedule import Schedule
+
+Observer = Callable[[str, Group, dict[str, Any]], None]
+"""Called on the event loop with an event, the group, and facts of the event:
+
+``asked`` (it came from the data source), ``started``, ``continued`` (an engine ended a request that nobody aborted),
+``generated`` (all its samples are finished and scored), then one of ``accepted`` (``rollout_id``: the step that trains
+it), ``filtered`` (``reason``), ``replaced`` (its verifier gave no answers), ``given_back`` (to the data source)."""
 
 _KEPT_WITHOUT_WEAKREF = 8
 _lock = threading.Lock()
@@ -27,9 +37,12 @@ class GenerateState:
         media_token_ids: stand for images and the like in the model's input; none for a text model.
         aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
         rollout_id: the rollout under way.
+        eval_rollout_id: the evaluation under way; in a fully asynchronous run both are.
         eval_datasets: read once, by their settings.
         encoded: the text that was tokenised last, and its ids.
         pool: the standing pool of a fully asynchronous run.
+        observer: told what becomes of each group: ``observer(event, group, facts)``; see :data:`Observer`.
+        schedule: of an asynchronous run, see :mod:`slime.rollout.schedule`.
     """
 
     args: Any
@@ -37,9 +50,12 @@ class GenerateState:
     media_token_ids: frozenset[int]
     aborted: bool
     rollout_id: int | None
+    eval_rollout_id: int | None
     eval_datasets: dict[bytes, Any]
     encoded: tuple[str, list[int]]
     pool: Any
+    observer: Observer | None
+    schedule: Schedule | None
 
     def __new__(cls, args: Any) -> GenerateState:
         with _lock:
@@ -64,6 +80,9 @@ class GenerateState:
         self.eval_datasets = {}
         self.encoded = "", []
         self.pool = None
+        self.observer = None
+        self.schedule = None
+        self.eval_rollout_id = None
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )

@@ -1,7 +1,7 @@
 """Weight versions: ``attempt.step``.
 
-``attempt`` counts the starts of a run (0, and one more for each resume), ``step`` the updates of that
-attempt. After a resume a version is therefore never met twice with other weights.
+``attempt`` counts the starts of a run (0, and one more for each resume), ``step`` the steps that had trained these
+weights: step ``i`` trains version ``i``. After a resume a version is therefore never met twice with other weights.
 """
 
 from __future__ import annotations

@@ -51,9 +51,23 @@ def test_a_smaller_age_holds_back_what_the_buffer_has_room_for() -> None:
 
 
 def test_with_an_interval_a_version_serves_several_steps() -> None:
-    admission = Admission(batch=1, buffer_size=4, update_interval=2, max_staleness=0)
-    assert admission.room() == 2  # steps 0 and 1 both train version 0
-    assert [staleness_bound(n, 2) for n in range(5)] == [0, 1, 1, 2, 2]
+    admission = Admission(batch=1, buffer_size=4, update_interval=2, max_staleness=1)
+    assert admission.room() == 2  # steps 0 and 1, in which version 0 is 0 and 1 steps old
+    assert [staleness_bound(n, 2) for n in range(5)] == [1, 2, 3, 4, 5]
+
+
+def test_an_interval_that_makes_weights_older_than_allowed_is_refused() -> None:
+    """Step 2 would wait for an update that waits for step 2."""
+    with pytest.raises(ValueError, match="2 steps old by themselves"):
+        Admission(batch=1, buffer_size=4, update_interval=3, max_staleness=1)
+
+
+def test_nothing_starts_for_steps_that_never_come() -> None:
+    admission = Admission(batch=4, buffer_size=3, first_step=2, last_step=4)
+    assert admission.room() == 8
+    admission.admit(8)
+    admission.dropped()
+    assert admission.room() == 1
 
 
 @pytest.mark.parametrize(("buffer_size", "interval"), [(1, 1), (4, 2), (3, 2), (2, 5), (5, 3)])
@@ -67,7 +81,7 @@ def test_the_printed_bound_is_reached(buffer_size: int, interval: int) -> None:
             admission.admit(admission.room())
             if part == "wait":
                 admission.taken()
-                ages += [admission.version_of(step) - version for version in pool[:3]]
+                ages += [step - version for version in pool[:3]]
                 del pool[:3]
         admission.version_changed(admission.version_of(step + 1))
         admission.trained()
@@ -75,14 +89,15 @@ def test_the_printed_bound_is_reached(buffer_size: int, interval: int) -> None:
 
 
 def test_a_resumed_run_counts_on_from_its_first_step() -> None:
-    admission = Admission(batch=2, buffer_size=2, update_interval=2, max_staleness=0, first_step=5)
-    assert admission.version == 2
-    assert admission.room() == 2  # step 5 alone: step 6 trains version 3
+    admission = Admission(batch=2, buffer_size=2, update_interval=2, max_staleness=1, first_step=5)
+    assert admission.version == 5  # a resume begins with an update
+    assert admission.room() == 4  # steps 5 and 6
     admission.admit(2)
     admission.taken()
     admission.version_changed(admission.version_of(6))
     admission.trained()
-    assert admission.room() == 4
+    assert admission.version == 6
+    assert admission.room() == 4  # steps 6 and 7, of which nothing is open
 
 
 def test_a_dropped_group_makes_room_for_another() -> None:
@@ -127,6 +142,7 @@ def test_no_group_trains_older_than_the_bound_and_the_run_ends(
     seed: int,
 ) -> None:
     """Groups start whenever there is room, or later; a share is dropped; the oldest train first."""
+    max_staleness = None if max_staleness is None else max_staleness + interval - 1
     draw = random.Random(seed)
     admission = Admission(batch, buffer_size, interval, max_staleness, first_step)
     pool: deque[int] = deque()  # the version under which each open group started
@@ -152,7 +168,7 @@ def test_no_group_trains_older_than_the_bound_and_the_run_ends(
         admission.admit(room)
         pool.extend([admission.version] * room)
         assert len(pool) <= batch * buffer_size
-        largest = max(largest, *(admission.version_of(step) - version for version in kept))
+        largest = max(largest, *(step - version for version in kept))
         admission.version_changed(admission.version_of(step + 1))
         admission.trained()
     assert largest <= admission.bound

@@ -1,0 +1,80 @@
+"""How old the weights are that made a sample's tokens, when a step trains them.
+
+A version is named ``<attempt>.<steps trained>``, so step ``i`` trains the weights of version ``i``, and a token of
+version ``v`` is ``i - v`` steps old in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.data.sample import Sample
+
+UNKNOWN = -1
+
+
+def step_of(version: str) -> int | None:
+    """Steps that had trained a version's weights; None for a name that is not of this form (an engine never updated)."""
+    _, dot, step = version.partition(".")
+    return int(step) if dot and step.isdigit() else None
+
+
+def token_staleness(sample: Sample, step: int) -> np.ndarray:
+    """int16 ``[response_length]``: steps from each token's weights to those that ``step`` trains; :data:`UNKNOWN` for
+    tokens that no engine sampled, and for versions without a number."""
+    ages = np.full(sample.response_length, UNKNOWN, np.int16)
+    for version, start, end in sample.version_spans:
+        made = step_of(version)
+        if made is not None:
+            ages[start:end] = step - made
+    return ages
+
+
+def sample_staleness(sample: Sample, step: int) -> int | None:
+    """Of the oldest token that is trained; None where none is, or none has a known version."""
+    if sample.remove_sample or sample.reward_timed_out:
+        return None
+    ages = token_staleness(sample, step)
+    if sample.loss_mask is not None and len(sample.loss_mask) == len(ages):
+        ages = ages[np.asarray(sample.loss_mask) != 0]
+    return int(ages.max()) if len(ages) and ages.max() != UNKNOWN else None
+
+
+def staleness_metrics(samples: Iterable[Sample], step: int) -> dict[str, float]:
+    """``rollout/staleness/{mean,max}`` over samples, and shares of the samples whose answers an update divided."""
+    samples = list(samples)
+    ages = [age for sample in samples if (age := sample_staleness(sample, step)) is not None]
+    if not ages:
+        return {}
+    several = [len({version for version, _, _ in sample.version_spans}) > 1 for sample in samples]
+    kept = [bool(sample.metadata.get("kv_of_older_weights")) for sample in samples]
+    metrics = {
+        "rollout/staleness/mean": float(np.mean(ages)),
+        "rollout/staleness/max": float(max(ages)),
+        "rollout/several_versions_ratio": float(np.mean(several)),
+    }
+    return metrics | ({"rollout/old_kv_ratio": float(np.mean(kept))} if any(kept) else {})
+
+
+def add_staleness(train_data: dict[str, Any], samples: Sequence[Sample], step: int) -> None:
+    """Set ``train_data["staleness"]``, one array per sample, where anything is stale: for the log-prob gap by age."""
+    if len(train_data["tokens"]) != len(samples):
+        return  # a custom converter made other samples of them
+    ages = [token_staleness(sample, step) for sample in samples]
+    if any((age > 0).any() for age in ages):
+        train_data["staleness"] = ages
+
+
+def mask_older_versions(sample: Sample) -> None:
+    """Train the tokens of the sample's newest weights only (``--mask-offpolicy-in-partial-rollout``)."""
+    if len({version for version, _, _ in sample.version_spans}) < 2:
+        return
+    newest = sample.version_spans[-1][0]
+    mask = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
+    for version, start, end in sample.version_spans:
+        if version != newest:
+            mask[start:end] = [0] * (end - start)
+    sample.loss_mask = mask

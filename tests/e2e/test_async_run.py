@@ -1,0 +1,63 @@
+"""A fully asynchronous run from the command line: updates go through while groups generate."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from slime.data.sample import flatten
+from slime.data.staleness import UNKNOWN, token_staleness
+from slime.observability.debug_data import load_rollout
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+STEPS = 6
+
+
+def samples_of(folder: Path, rollout_id: int) -> list:
+    from types import SimpleNamespace
+
+    args = SimpleNamespace(
+        load_debug_rollout_data=str(folder / "{rollout_id}.pt"), load_debug_rollout_data_subsample=None
+    )
+    return flatten(load_rollout(args, rollout_id))
+
+
+def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(runner, flags, tmp_path) -> None:
+    """The share of the label's letter is trained on answers of up to 300 tokens, of which each update divides some."""
+    evaluation = tmp_path / "eval.jsonl"
+    evaluation.write_text('{"prompt": "Write the letter a.", "label": "a"}\n' * 3)
+    result = runner.run(
+        *flags, "--rollout-function-path", FULLY_ASYNC, "--async-buffer-size", 3, "--max-weight-staleness", 2,
+        "--num-rollout", STEPS, "--rollout-max-response-len", 300, "--save-debug-rollout-data",
+        tmp_path / "dump" / "{rollout_id}.pt", "--eval-interval", 2, "--eval-prompt-data", "letters", evaluation,
+        "--eval-max-response-len", 40, "--skip-eval-before-train", script="train_async.py",
+    )  # fmt: skip
+    assert result.code == 0, result.output
+    assert "at most 2 step(s)" in result.output and "--use-tis is on" in result.output
+    rows = result.metrics()
+    assert [row["rollout/step"] for row in rows] == list(range(STEPS))
+    oldest, divided, trained = 0, 0, []
+    for step in range(STEPS):
+        samples = samples_of(tmp_path / "dump", step)
+        trained += sorted({sample.group_index for sample in samples})
+        ages = [token_staleness(sample, step) for sample in samples]
+        for sample, age in zip(samples, ages, strict=True):
+            assert len(age) == sample.response_length == len(sample.rollout_log_probs)
+            assert UNKNOWN not in age and age.min() >= 0
+            assert [end for _, _, end in sample.version_spans[:-1]] == [
+                start for _, start, _ in sample.version_spans[1:]
+            ]
+            divided += len(sample.version_spans) > 1
+        assert rows[step]["rollout/staleness/max"] == max(age.max() for age in ages)
+        oldest = max(oldest, *(age.max() for age in ages))
+    assert trained == list(range(4 * STEPS)), "in the order of admission, each once"
+    assert 0 < oldest <= 2
+    assert divided, "an update went through while samples were generated"
+    assert any("train/logprob_gap_staleness_0" in row and "train/logprob_gap_staleness_1" in row for row in rows)
+    assert all(math.isfinite(row["train/tis_clipfrac"]) for row in rows)
+    assert all("perf/staleness_wait_time" in row for row in rows)
+    assert [row["eval/step"] for row in result.metrics("eval/step")] == [2, 4, 6]
+    assert runner.wait_gone() == []
