@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from slime.backends.fsdp.optimizer import local
+from slime.backends.collectives import local
 from slime.backends.loss import needs_ref_log_probs, needs_teacher_log_probs
 
 LIVE = "actor"

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slime.backends.loss import is_max_metric
 from slime.models.context_parallel import sum_over
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class DataParallelReduce:

@@ -21,6 +21,10 @@ computed again. ``in_place``: they wait and go on with the KV of the old weights
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
+DELTA_LOADER = "slime.weights.delta_loader.load"
+"""What ``load_format`` names where a tensor update is a request to load a published delta, also in SGLang
+(``--custom-weight-loader``)."""
+
 
 @dataclass(frozen=True)
 class Capabilities:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import ipaddress
 import os
 import signal
 import socket
@@ -192,3 +193,16 @@ def _healthy(url: str) -> bool:
         return False
     finally:
         connection.close()
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """This host's address as the engines see it: loopback only when all of them are on loopback."""
+    hosts = {urlsplit(url).hostname or "127.0.0.1" for url in urls}
+    addresses = {host: socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0] for host in sorted(hosts)}
+    far = [info for info in addresses.values() if not ipaddress.ip_address(info[4][0]).is_loopback]
+    if not far:
+        return "127.0.0.1"
+    family, _, _, _, target = far[0]
+    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+        probe.connect((target[0], 9))  # sends nothing: only asks the routing table
+        return str(probe.getsockname()[0])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.config.server_groups import DEFAULT_MODEL, WorkerType
-from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, free_port
+from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, address_towards, free_port
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -159,8 +159,6 @@ class Routers:
     def start(self, workers: Sequence[Worker]) -> None:
         """A router on this host for each model of ``workers``; the first model's is ``--sglang-router-ip/port`` where
         given."""
-        from slime.weights.transports.group import address_towards  # the engines may be on other hosts
-
         for model in dict.fromkeys(worker.model for worker in workers):
             own = [worker for worker in workers if worker.model == model]
             if self.args.sglang_router_ip and not self.by_model:

@@ -51,7 +51,7 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
     memory, which must not happen to a trainer's parameters."""
     import torch
 
-    from slime.weights.flat import flatten, layout
+    from slime.engines.flat import flatten, layout
 
     if bucket.flat is None:
         entries, size = layout(bucket.tensors)

@@ -32,7 +32,7 @@ def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout (``--rollout-batch-size`` groups) or one evaluation. Blocks; works on the shared event loop."""
-    from slime.utils.async_utils import run
+    from slime.engines.background import run
 
     if evaluation:
         return run(eval_rollout(args, rollout_id))

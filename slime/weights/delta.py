@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.weights.flat import Entry, flatten, layout
+from slime.engines.flat import Entry, flatten, layout
 from slime.weights.update import Bucket, NamedTensor
 
 if TYPE_CHECKING:

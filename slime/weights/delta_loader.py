@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-LOADER = "slime.weights.delta_loader.load"
 _READERS = 8
 _Touched = dict[int, set[str]]
 """Index of a bucket to the names of its tensors that change."""

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from slime.engines.flat import Entry
 from slime.weights.delta import Encoding
-from slime.weights.flat import Entry
 
 MANIFEST = "slime_weights.json"
 

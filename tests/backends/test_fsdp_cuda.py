@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
 
+from slime.backends.collectives import local
 from slime.backends.create import create_backend
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.fsdp.optimizer import local
 from slime.backends.train_loop import train_on_rollout
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

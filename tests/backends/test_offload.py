@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.backends.fsdp.offload import HostArena, Offloader
+from slime.backends.offload import HostArena, Offloader
 
 
 @given(st.lists(st.integers(0, 70), min_size=1, max_size=12))

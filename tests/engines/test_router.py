@@ -36,7 +36,7 @@ def test_a_router_listens_on_its_own_host_and_comes_back_there(monkeypatch: pyte
         return Router(f"http://{host}:{port or 7000}")
 
     monkeypatch.setattr("slime.engines.router.start_router", start)
-    monkeypatch.setattr("slime.weights.transports.group.address_towards", lambda urls: "10.0.0.1")
+    monkeypatch.setattr("slime.engines.router.address_towards", lambda urls: "10.0.0.1")
     routers = Routers(engine_args(tmp_path, sglang_router_ip=None), tmp_path)
     routers.start([Worker("http://10.0.0.8:30000"), Worker("http://10.0.0.9:30000")])
     routers.restart("default", [Worker("http://10.0.0.9:30000")])

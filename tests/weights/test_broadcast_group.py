@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from slime.engines.handle import EngineError, EngineInfo
+from slime.engines.process import address_towards
 from slime.models.digest import tensor_digest
 from slime.weights.transports.distributed import DistributedTransport
-from slime.weights.transports.group import address_towards
 from slime.weights.update import Bucket, WeightUpdate
 
 pytestmark = pytest.mark.real

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.handle import EngineInfo
+from slime.engines.handle import DELTA_LOADER, EngineInfo
 from slime.weights import delta, delta_loader
 from slime.weights.delta import HostCopy
 from slime.weights.published import MANIFEST, Manifest, Status, request
@@ -107,7 +107,7 @@ class Engine:
         return EngineInfo("embedded", "1", "m", self.version, "float32")
 
     async def call_loader(self, loader: str, request: str) -> None:
-        assert loader == delta_loader.LOADER
+        assert loader == DELTA_LOADER
         delta_loader.load(self.model, [(request, torch.empty(0))])
 
 

@@ -22,7 +22,6 @@ from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.checkpoint import load_training_state, save_training_state
 from slime.backends.fsdp.hf_weights import iter_hf_weights, save_hf_checkpoint
 from slime.backends.fsdp.model import DTYPES, build_scorer, checkpoint_names, initial_weights, load_full_model
-from slime.backends.fsdp.offload import Offloader
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.loss import (
     TokenBatch,
@@ -32,6 +31,7 @@ from slime.backends.loss import (
     needs_logits,
 )
 from slime.backends.lr_schedule import LrSchedule
+from slime.backends.offload import Offloader
 from slime.backends.steps import StepAccounting, complete
 from slime.config.layout import ParallelLayout
 from slime.models.inputs import ModelInputs

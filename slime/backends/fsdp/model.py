@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.backends.bank import shard_of
-from slime.backends.fsdp.optimizer import local, select_trainable
+from slime.backends.collectives import local
+from slime.backends.fsdp.optimizer import select_trainable
 from slime.config.seeds import derive_seed
 from slime.models.inputs import InputBuilder
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model

@@ -9,16 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from slime.backends.collectives import local
 from slime.backends.lr_schedule import LrSchedule
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def select_trainable(named: Iterable[tuple[str, nn.Parameter]], args: Any) -> list[str]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from slime.backends.bank import WeightBank, load_copies
 from slime.backends.base import Metrics, ModelTag, RankBatch
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.fsdp.offload import Offloader
 from slime.backends.loss import (
     TokenBatch,
     compute_loss,
@@ -36,6 +35,7 @@ from slime.backends.megatron.routing import ENGINE, RoutingReplay
 from slime.backends.megatron.schedule import run_schedule
 from slime.backends.megatron.shape import merged_settings
 from slime.backends.megatron.weights import ModelWeights
+from slime.backends.offload import Offloader
 from slime.backends.steps import StepAccounting
 from slime.config.hf_config import megatron_folder
 from slime.config.hooks import load_function

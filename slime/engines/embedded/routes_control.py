@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from aiohttp import web
 
+from slime.config.hooks import load_function
 from slime.engines.embedded.memory import TAGS
 from slime.engines.embedded.process_group import join_group
 from slime.engines.embedded.protocol import API_VERSION, BadRequest
 from slime.engines.embedded.tensor_wire import read_named_tensors
 from slime.engines.embedded.web import LOADED, body_of, field, json_answer, outcome
 from slime.engines.embedded.weights import WeightError, overall_checksum
-from slime.weights.delta_loader import LOADER, load
+from slime.engines.handle import DELTA_LOADER
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 FLUSHED = "Cache flushed.\n"
@@ -84,9 +85,9 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
 
     def write() -> None:
-        if body.get("load_format") == LOADER:
+        if body.get("load_format") == DELTA_LOADER:
             ((text, place),) = read_named_tensors(entries[0], None)
-            load(weights, [(text, place.to(engine.runner.device))])
+            load_function(DELTA_LOADER)(weights, [(text, place.to(engine.runner.device))])
         else:
             weights.load(read_named_tensors(entries[0], body.get("load_format")))
 
@@ -316,6 +317,7 @@ async def loads(request: web.Request) -> web.Response:
         "num_waiting_reqs": waiting,
         "num_total_reqs": running + waiting,
         "num_used_tokens": used,
+        "num_held_reqs": scheduler.held,
         "max_total_num_tokens": scheduler.max_total_tokens,
         "max_running_requests": scheduler.max_running,
         "token_usage": used / scheduler.max_total_tokens,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.machine import this_machine
 from slime.config.passthrough import command_line
-from slime.weights.delta_loader import LOADER
+from slime.engines.handle import DELTA_LOADER
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -59,7 +59,7 @@ def server_options(args: Args, spec: EngineSpec, place: ServerPlace) -> dict[str
     if spec.updates:
         ours["dtype"] = args.rollout_dtype or args.train_dtype
         if args.update_weight_mode == "delta":
-            ours["custom_weight_loader"] = [LOADER]
+            ours["custom_weight_loader"] = [DELTA_LOADER]
     if place.num_nodes > 1:
         ours |= {"nnodes": place.num_nodes, "node_rank": place.node_rank, "dist_init_addr": place.dist_init_addr}
     if spec.worker_type in ("prefill", "decode"):

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from slime.engines.handle import EngineError, EngineHandle, EngineInfo
+from slime.engines.handle import DELTA_LOADER, EngineError, EngineHandle, EngineInfo
 from slime.weights.delta import Changes, Encoding, HostCopy, digests
-from slime.weights.delta_loader import LOADER
 from slime.weights.fleet import Failures, on_each
 from slime.weights.published import Manifest, PublishedBucket, Status, publishing, request
 from slime.weights.transports.base import OpenWindow, SendResult, stream
@@ -57,8 +56,9 @@ class DeltaTransport:
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
         infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", self.deadline)
         for url, info in infos.items():
-            if info.kind == "sglang" and LOADER not in (info.extra.get("custom_weight_loader") or []):
-                failed[url] = EngineError(f"{url} runs without --custom-weight-loader {LOADER}, which deltas need")
+            if info.kind == "sglang" and DELTA_LOADER not in (info.extra.get("custom_weight_loader") or []):
+                reason = f"{url} runs without --custom-weight-loader {DELTA_LOADER}, which deltas need"
+                failed[url] = EngineError(reason)
         self._infos = infos
         return failed
 
@@ -171,7 +171,7 @@ class DeltaTransport:
 
         async def load(engine: EngineHandle) -> None:
             prefix = prefixes[engine.url]
-            await engine.call_loader(LOADER, request(folder, prefix))
+            await engine.call_loader(DELTA_LOADER, request(folder, prefix))
             reported = await asyncio.to_thread(Status.read, prefix)
             _judge(engine.url, reported, self._infos[engine.url].tensor_parallel_size)
 

@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from slime.engines.handle import EngineError, EngineHandle
+from slime.engines.process import address_towards
 from slime.weights.fleet import Failures, on_each
 from slime.weights.transports.base import OpenWindow, SendResult, stream
-from slime.weights.transports.group import BroadcastGroup, Rendezvous, address_towards, in_thread
+from slime.weights.transports.group import BroadcastGroup, Rendezvous, in_thread
 from slime.weights.update import Bucket, WeightUpdate
 
 GLOO_STALL_SECONDS = 30.0

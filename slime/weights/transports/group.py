@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import socket
 import threading
@@ -17,7 +16,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     import torch
@@ -113,19 +111,6 @@ def _nccl(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
     options = ProcessGroupNCCL.Options()
     options._timeout = _NEVER
     return ProcessGroupNCCL(store, 0, rendezvous.world_size, options)
-
-
-def address_towards(urls: Sequence[str]) -> str:
-    """This host's address as the engines see it: loopback only when all of them are on loopback."""
-    hosts = {urlsplit(url).hostname or "127.0.0.1" for url in urls}
-    addresses = {host: socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0] for host in sorted(hosts)}
-    far = [info for info in addresses.values() if not ipaddress.ip_address(info[4][0]).is_loopback]
-    if not far:
-        return "127.0.0.1"
-    family, _, _, _, target = far[0]
-    with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-        probe.connect((target[0], 9))  # sends nothing: only asks the routing table
-        return str(probe.getsockname()[0])
 
 
 def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:

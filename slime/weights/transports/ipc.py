@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime.engines.flat import flatten, layout
 from slime.engines.handle import EngineHandle
-from slime.weights.flat import flatten, layout
 from slime.weights.fleet import Failures, on_each
 from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.transports.shared_memory import Buffer, FileList, Leftover, allocate, sweep_shared_memory

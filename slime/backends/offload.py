@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from slime.backends.fsdp.optimizer import local
+from slime.backends.collectives import local
 
 ARENA_BYTES = 2**30
 
