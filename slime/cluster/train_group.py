@@ -102,8 +102,8 @@ class TrainActor:
         """
         import dataclasses
 
+        from slime.engines.background import run
         from slime.observability import progress
-        from slime.utils.async_utils import run
         from slime.weights.sync import sync_weights
         from slime.weights.transports import create_transport, engines_of_rank
 
@@ -131,7 +131,7 @@ class TrainActor:
     def check_probe(self, engine_urls: Sequence[str]) -> float:
         """Let the engines score the probe, and compare them with one another; returns the largest difference.
         Raises ``WeightAuditError``."""
-        from slime.utils.async_utils import run
+        from slime.engines.background import run
         from slime.weights.audit import probe_engines
 
         assert self.probe is not None, "weights are sent before they are audited"
@@ -176,7 +176,7 @@ class TrainActor:
 
     def close(self) -> None:
         """Leave the groups and the shared memory of weight updates."""
-        from slime.utils.async_utils import run
+        from slime.engines.background import run
 
         if self.transport is not None:
             run(self.transport.close())

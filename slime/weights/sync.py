@@ -125,7 +125,7 @@ class _Sender:
         return self.report
 
     def _on_loop(self, pool: ThreadPoolExecutor, coroutine: Any) -> Future[Any]:
-        from slime.utils.async_utils import run
+        from slime.engines.background import run
 
         return pool.submit(run, coroutine)
 
