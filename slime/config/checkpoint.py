@@ -37,13 +37,11 @@ class CheckpointConfig:
     finetune: bool = flag(False, help="take only the weights of --load, and start at rollout 0")
     async_save: bool = flag(
         False,
-        help="write snapshots in the background",
-        status="notice",
-        reason="a snapshot is complete before the next rollout begins, which is what an exact resume needs",
+        help="write snapshots while the run goes on; it holds a copy of the training state in CPU memory meanwhile",
     )
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist"),
         help="format of snapshots: torch's distributed checkpoint",
-        limits={"torch": ("refused", "snapshots are written in parallel, as torch_dist")},
+        limits={"torch": ("notice", "snapshots are torch_dist, which both converters back to Hugging Face read")},
     )

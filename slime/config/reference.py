@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.config import passthrough
 from slime.config.args import FLAGS
-from slime.config.flag import Flag
+from slime.config.flag import Flag, Status
 from slime.config.gone import GONE, UNREAD_VARIABLES
 from slime.config.parser import metavar
 
@@ -55,8 +55,11 @@ def page() -> str:
         "## Accepted with a notice\n",
         "They are accepted, and one line says what they do not do.\n",
         _reasons(notice),
+        "Single values:\n",
+        _limits("notice"),
     ]
-    parts += ["## Refused\n", "Using one of these is an error that gives the reason.\n", _reasons(refused), _limits()]
+    parts += ["## Refused\n", "Using one of these is an error that gives the reason.\n", _reasons(refused)]
+    parts += ["Single values that are refused:\n", _limits("refused")]
     parts += ["### Flags of older releases\n", _table(("flag", "instead"), ((f"`{k}`", v) for k, v in GONE.items()))]
     parts += ["## Pass-through\n", _passed(), "\n## Environment variables\n", _variables()]
     return "\n".join(parts)
@@ -72,13 +75,14 @@ def _reasons(flags: list[Flag]) -> str:
     return _table(("flag", "meaning", "why"), rows)
 
 
-def _limits() -> str:
+def _limits(status: Status) -> str:
     rows = [
-        (f"`{flag.option} {value}`", reason if status == "refused" else f"not built yet{': ' * bool(reason)}{reason}")
+        (f"`{flag.option} {value}`", reason)
         for flag in FLAGS.values()
-        for value, (status, reason) in flag.limits.items()
+        for value, (found, reason) in flag.limits.items()
+        if found == status
     ]
-    return "Single values that are refused:\n\n" + _table(("flag and value", "why"), rows)
+    return _table(("flag and value", "why"), rows)
 
 
 def _passed() -> str:
