@@ -101,10 +101,13 @@ class Runner:
     started: list[subprocess.Popen] = field(default_factory=list)
 
     def start(self, *flags: object, script: str = "train.py", env: dict[str, str] | None = None) -> subprocess.Popen:
+        return self.spawn([sys.executable, str(CHECKOUT / script), *map(str, flags)], env)
+
+    def spawn(self, command: list[str], env: dict[str, str] | None = None) -> subprocess.Popen:
         environment = {**os.environ, "SLIME_TEST_RUN": self.marker, "PYTHONPATH": str(CHECKOUT), **(env or {})}
         environment.pop("RAY_ADDRESS", None) if not env or "RAY_ADDRESS" not in env else None
         process = subprocess.Popen(
-            [sys.executable, str(CHECKOUT / script), *map(str, flags)],
+            command,
             cwd=self.tmp,
             env=environment,
             stdout=subprocess.PIPE,

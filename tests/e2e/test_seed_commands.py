@@ -1,70 +1,360 @@
-"""The seeds' launch commands, typed as they stand; only ``--override`` scales them to this machine."""
+"""The commands of the original specification (seed_commands.yaml), typed as they stand in a shell, to their end.
+
+Only ``--override FILE`` at the end scales model, sizes and device to this machine; ``/path/to/...`` is a folder of the
+test, and where the specification leaves something to the user (a helper, a data row) the user's part is here.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import sys
+import textwrap
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+CHECKOUT = Path(__file__).resolve().parents[2]
+TYPED: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("seed_commands.yaml").read_text())
+SCALE = {
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 1,
+    "rollout_num_gpus": 1,
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "global_batch_size": 8,
+    "num_rollout": 2,
+    "rollout_max_response_len": 8,
+}
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.seeds, pytest.mark.timeout(600)]
 
-QUICK_START = """
---actor-num-nodes 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4 --advantage-estimator grpo
---use-kl-loss --kl-loss-coef 0.001 --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256
---num-rollout 3000 --prompt-data {data}
-"""
-GRPO = """
---actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --advantage-estimator grpo --use-kl-loss
---kl-loss-coef 0.001 --prompt-data {data} --input-key prompt --label-key label --apply-chat-template
---rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 256 --num-rollout 3000 --save-interval 100
---eval-interval 50
-"""
-ASYNC = """
---actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --advantage-estimator grpo
---async-buffer-size 4 --prompt-data {data}
-"""
-COLOCATE = "--colocate --actor-num-gpus-per-node 8 --sglang-mem-fraction-static 0.4 --prompt-data {data}"
 
-SCALE = """
-actor_num_gpus_per_node: 1
-rollout_num_gpus: 1
-rollout_batch_size: 4
-n_samples_per_prompt: 2
-global_batch_size: 8
-num_rollout: 2
-rollout_max_response_len: 8
-"""
+def words(fragment: str) -> list[str]:
+    """The flags of a snippet, without its comments."""
+    return shlex.split(TYPED[fragment]["fragment"].replace("\\\n", " "), comments=True)
+
+
+@dataclass
+class Desk:
+    """A user's folder: the checkout's files by their names, ``path/to`` for ``/path/to``, and a shell."""
+
+    root: Path
+    runner: Any
+    model: Path
+
+    def write(self, name: str, text: str) -> Path:
+        file = self.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+        return file
+
+    def python(self, name: str, before: str, *entries: str, after: str = "") -> None:
+        """A module of the user's: the specification's code, with what it leaves to the user around it."""
+        self.write(name, "\n\n".join([before, *(TYPED[entry]["python"] for entry in entries), after]))
+
+    def rows(self, name: str, *entries: str) -> None:
+        rows: list[Any] = []
+        for entry in entries:
+            text = TYPED[entry]["data"]
+            rows += [json.loads(text)] if text.startswith("{\n") else map(json.loads, text.splitlines())
+        self.write(f"path/to/{name}", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def local(self, text: str) -> str:
+        """Place the specification's absolute paths below this folder, and join the lines that it lost."""
+        text = text.replace("\\ ", " ")
+        return text.replace("/path/to/", f"{self.root}/path/to/").replace("/your/", f"{self.root}/your/")
+
+    def command(self, entry: str, *fragments: str, **scale: object) -> str:
+        """An entry with snippets behind it, scaled by the override file."""
+        values = SCALE | {"hf_checkpoint": str(self.model)} | scale
+        override = self.write("laptop.yaml", yaml.safe_dump({k: v for k, v in values.items() if v != "as typed"}))
+        flags = [word for fragment in fragments for word in words(fragment)]
+        text = TYPED[entry]["text"] if entry in TYPED else entry
+        return f"{self.local(text.rstrip())} {self.local(shlex.join(flags))} --override {override}"
+
+    def start(self, text: str, **env: str) -> Any:
+        """Type ``text`` into bash, in an environment whose commands are those beside this Python."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return self.runner.spawn(["bash", "-ec", text], {"PATH": path, **env})
+
+    def type(self, text: str, timeout: float = 300, **env: str) -> Any:
+        result = self.runner.finish(self.start(text, **env), "latest", timeout)
+        assert result.code == 0, f"{text}\n{result.output}"
+        return result
+
+    def train(self, entry: str, *fragments: str, before: str = "", **scale: object) -> Any:
+        result = self.type(f"{before}\n{self.command(entry, *fragments, **scale)}")
+        assert len(result.metrics()) == 2, result.output
+        assert self.runner.wait_gone() == []
+        return result
 
 
 @pytest.fixture
-def override(tmp_path: Path) -> Path:
-    file = tmp_path / "laptop.yaml"
-    file.write_text(SCALE)
-    return file
+def desk(runner: Any, tiny_model: Path, tmp_path: Path) -> Desk:
+    for name in ("train.py", "train_async.py", "tools", "scripts", "examples", "requirements.txt"):
+        (tmp_path / name).symlink_to(CHECKOUT / name)
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "Qwen3-4B").symlink_to(tiny_model)
+    made = Desk(tmp_path, runner, tiny_model)
+    made.rows("data.jsonl", "text_rows")
+    made.rows("train.jsonl", "text_rows", "chat_row")
+    made.rows("agent_data.jsonl", "chat_row")
+    for name in ("aime", "gsm8k"):
+        made.rows(f"{name}.jsonl", "text_rows")
+    return made
 
 
-@pytest.mark.parametrize(
-    ("command", "script"),
-    [(QUICK_START, "train.py"), (GRPO, "train.py"), (ASYNC, "train_async.py"), (COLOCATE, "train.py")],
-    ids=["quick-start", "grpo", "async", "colocate"],
-)
-def test_typed_as_it_stands(runner, tiny_model, prompts, override, command: str, script: str) -> None:
-    """MODEL_ARGS and CKPT_ARGS of the seeds carry the checkpoint here as there."""
-    result = runner.run(
-        *shlex.split(command.format(data=prompts)), "--hf-checkpoint", tiny_model, "--override", override, script=script
+MODEL_ARGS = "source scripts/models/qwen3-4B.sh"
+
+
+def test_quick_start(desk: Desk) -> None:
+    result = desk.train("quick_start", before='CKPT_ARGS=(--hf-checkpoint "$PWD/path/to/Qwen3-4B")')
+    assert "MODEL_ARGS describe another model than the override's" in result.output
+    assert all("train/kl_loss" in step for step in result.metrics())
+
+
+def test_grpo_and_tensorboard(desk: Desk) -> None:
+    result = desk.train("grpo", before=MODEL_ARGS, save_interval=2)
+    assert "--eval-interval 50 evaluates nothing" in result.output  # the specification names no evaluation data
+    assert (result.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    from slime.engines.process import free_port
+
+    port = free_port()
+    desk.start(f"exec {TYPED['tensorboard']['text'].strip()} --port {port}")
+    assert any(name.startswith(result.folder.resolve().name) for name in answer(f"http://127.0.0.1:{port}/data/runs"))
+
+
+def answer(url: str, seconds: float = 60) -> Any:
+    """What a server that is being started answers, once it does."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=10) as response:
+                if found := json.load(response):
+                    return found
+        except OSError:
+            pass
+        assert time.monotonic() < until, f"{url} gave no answer within {seconds} s"
+        time.sleep(0.5)
+
+
+def test_async(desk: Desk) -> None:
+    result = desk.train("async", "async_interval", before=MODEL_ARGS)
+    assert [step["rollout/step"] for step in result.metrics()] == [0, 1]
+
+
+BEFORE = """
+import contextvars
+from slime.utils.http_utils import post
+
+ARGS = contextvars.ContextVar("args")
+
+
+async def generate_single(conversation):
+    text = "".join(message["content"] for message in conversation)
+    url = f"http://{ARGS.get().sglang_router_ip}:{ARGS.get().sglang_router_port}/generate"
+    answer = await post(url, {"text": text, "sampling_params": {"max_new_tokens": 4}})
+    return answer["text"]
+
+
+def extract_tool_call(response):
+    return response if len(response) % 2 else None
+
+
+def execute_tool(call):
+    return f"{len(call)} letters"
+
+
+def compute_reward(sample):
+    return float(len(sample.response) % 3)
+"""
+AFTER = """
+as_typed = custom_generate
+
+
+async def custom_generate(args, samples, evaluation=False):
+    ARGS.set(args)
+    return await as_typed(args, samples, evaluation)
+"""
+
+
+def test_multi_turn_with_the_list_form(desk: Desk) -> None:
+    desk.python("custom_generate.py", BEFORE, "custom_generate", after=AFTER)
+    result = desk.train("multi_turn", before=MODEL_ARGS, apply_chat_template=True)
+    assert "sets no tokens" in result.output
+
+
+def test_colocate_with_what_troubleshooting_adds(desk: Desk) -> None:
+    fragments = ("engine_dies", "hangs_after_rollout", "out_of_memory")
+    result = desk.train("colocate", *fragments, before=MODEL_ARGS, prompt_data=str(desk.root / "path/to/data.jsonl"))
+    assert all("perf/update_weights_time" in step for step in result.metrics())
+
+
+def test_fsdp_with_context_parallel_and_the_three_functions(desk: Desk) -> None:
+    """``module.path:function`` as the guide has them; evaluation as the training guide has it."""
+    head = "from slime.utils.types import Sample\n"
+    score = "\n\ndef compute_score(response, label):\n    return 0.6 + 0.1 * (len(response) % 3)\n"
+    functions = ("reward_function", "generate_function", "filter_function")
+    desk.python("module/path.py", head + score, *functions)
+    desk.write("module/__init__.py", "")
+    flags = " ".join(TYPED[name]["flag"] for name in functions)
+    result = desk.train(
+        f"python train.py {flags} --prompt-data /path/to/data.jsonl --eval-interval 1",
+        "fsdp",
+        "evaluation",
+        actor_num_gpus_per_node=2,
+        n_samples_per_eval_prompt=2,
     )
-    assert result.code == 0, result.output
-    steps = result.metrics()
-    assert len(steps) == 2
-    if "--eval-interval" in command:
-        assert "--eval-prompt-data" in result.output  # the one warning that says what is missing
-    if "--save-interval" in command:
-        assert (result.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "1"
+    assert all(step["rollout/raw_reward"] >= 0.6 for step in result.metrics())
+    evaluated = result.metrics("eval/aime")
+    assert len(evaluated) == 3 and all("eval/gsm8k" in row for row in evaluated)
 
 
-def test_eight_gpus_on_a_laptop_are_explained_in_one_line(runner, tiny_model, prompts) -> None:
-    result = runner.run(*shlex.split(GRPO.format(data=prompts)), "--hf-checkpoint", tiny_model, timeout=60)
-    assert result.code == 2, result.output
-    lines = [line for line in result.output.splitlines() if "--actor-num-gpus-per-node" in line]
-    assert len(lines) == 1 and "8" in lines[0], result.output
+MY_MODULE = """
+from slime.data.source import RolloutDataSourceWithBuffer
+from slime.rollout.sglang_rollout import generate as one_turn
+
+
+async def generate(args, sample, sampling_params):
+    assert sample.metadata["session_id"] == "123"  # the row has metadata as a JSON string
+    for turn in range(2):
+        sample = await one_turn(args, sample, {**sampling_params, "max_new_tokens": 4})
+        sample.append_response_tokens(args, tokens=[5, 6], log_probs=None, trainable=False, text="??")
+    return sample
+
+
+async def reward_func(args, sample, **kwargs):
+    assert sample.label == "Expected answer" and sum(sample.loss_mask) == sample.response_length - 4
+    return float(sample.index % 2)
+
+
+class Newest(RolloutDataSourceWithBuffer):
+    def buffer_filter(self, args, buffer, num_samples):
+        with open("chosen.txt", "a") as file:
+            print(len(buffer), file=file)
+        return [buffer.pop() for _ in range(min(num_samples, len(buffer)))]
+"""
+
+
+def test_multi_turn_with_dynamic_sampling_and_a_buffer_of_ones_own(desk: Desk) -> None:
+    """The guide's hooks, row and filter; groups over 32 (4 here) come back from the buffer by the user's choice."""
+    desk.rows("train.jsonl", "multi_turn_row")
+    desk.write("my_module.py", MY_MODULE)
+    result = desk.train(
+        'python train.py "${ROLLOUT_ARGS[@]}" --prompt-data /path/to/train.jsonl --data-source-path my_module:Newest',
+        "multi_turn_hooks",
+        "idle_gpu",
+        before="ROLLOUT_ARGS=()\n" + TYPED["dynamic_sampling"]["text"],
+        input_key="question",
+        label_key="final_answer",
+        over_sampling_batch_size=8,
+        num_data_workers=2,
+    )
+    chosen = [int(line) for line in (desk.root / "chosen.txt").read_text().split()]
+    assert chosen and min(chosen) > 0
+    assert all(step["rollout/raw_reward"] == 0.5 for step in result.metrics())
+
+
+CUSTOM_RM = """
+import torch
+from pathlib import Path
+
+
+def load_model(path):
+    assert Path(path, "config.json").is_file()
+    return lambda lengths: torch.tensor(lengths, dtype=torch.float32) / 8
+"""
+TOKENIZE = """
+    def tokenize(self, prompts, responses):
+        return [len(response) % 5 for prompt, response in zip(prompts, responses, strict=True)]
+"""
+MY_SOURCE = """
+from slime.utils.types import Sample
+
+
+def select_best(buffer, num_samples):
+    raise AssertionError("nobody fills the buffer of the specification's class")
+
+
+class Rows:
+    number = 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def sample(self, num_samples):
+        groups = []
+        for _ in range(num_samples):
+            groups.append([Sample(prompt="a b c", label="c", group_index=self.number) for _ in range(self.size)])
+            self.number += 1
+        return groups
+"""
+CONCRETE = """
+class Mine(RolloutDataSourceWithBuffer):
+    def __init__(self, args):
+        super().__init__()
+        self.dataset = Rows(args.n_samples_per_prompt)
+"""
+
+
+def test_reward_model_class_and_data_source_classes(desk: Desk) -> None:
+    """Both classes word for word; the user's file gives what they call."""
+    desk.python("custom_rm.py", CUSTOM_RM, "reward_model", after=TOKENIZE)
+    desk.python("my_source.py", MY_SOURCE, "data_source", after=CONCRETE)
+    flags = f"{TYPED['reward_model']['flag']} --rm-model-path {desk.model} --data-source-path my_source:Mine"
+    result = desk.train(f"python train.py {flags}", "disaggregated")
+    assert all(0 <= step["rollout/raw_reward"] <= 0.5 for step in result.metrics())
+
+
+def test_the_recipe(desk: Desk) -> None:
+    for name in ("dapo-math-17k", "aime-2024"):
+        desk.rows(f"../../data/{name}.jsonl", "text_rows", "chat_row")
+    alone = dict.fromkeys(("tensor_model_parallel_size", "sequence_parallel", "recompute_method"))
+    result = desk.train(
+        "recipe",
+        train_backend="fsdp",
+        rollout_backend="embedded",
+        rollout_num_gpus_per_engine=1,
+        n_samples_per_eval_prompt=2,
+        eval_max_response_len=8,
+        eval_interval=2,
+        save_interval=2,
+        **alone,
+    )
+    assert result.folder.resolve().name == "qwen3-4B" and len(result.metrics("eval/aime")) == 2
+
+
+def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
+    """Two raylets on this machine stand for two nodes; free ports, and Ray's files where a socket's path is short."""
+    import shutil
+    import tempfile
+
+    from slime.engines.process import free_port
+
+    ports = {":6379": f":{free_port()}", ":8265": f":{free_port()}"}
+    sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    loopback = {"MASTER_ADDR": "127.0.0.1", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    try:
+        more = f" --port {ports[':6379'][1:]} --dashboard-port {ports[':8265'][1:]} --temp-dir {sockets}"
+        desk.type(TYPED["ray_head"]["text"].rstrip() + more, **loopback)
+        desk.type(TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"]), **loopback)
+        for entry in ("ray_submit", "submit_multi_node"):
+            text = desk.local(TYPED[entry]["text"]).replace(":8265", ports[":8265"])
+            text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
+            text = text.replace("--... # Other Megatron/SGLang/slime arguments", "").replace("...", "").rstrip(" \\\n")
+            data = f"--prompt-data {desk.root}/path/to/train.jsonl"
+            scale = {"actor_num_nodes": 2, "run_name": entry, "num_rollout": 1, "output_dir": f"{desk.root}/outputs"}
+            result = desk.type(desk.command(f"{text} {data}", **scale), **loopback)
+            assert "succeeded" in result.output
+            steps = (desk.root / "outputs" / entry / "metrics.jsonl").read_text()
+            assert '"train/loss"' in steps
+    finally:
+        desk.runner.stop()
+        shutil.rmtree(sockets, ignore_errors=True)
