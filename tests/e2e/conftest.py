@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from seed_desk import Desk, lay_out
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 CHAT_TEMPLATE = (
@@ -173,3 +174,9 @@ def flags(tiny_model: Path, prompts: Path, reward_file: Path) -> list[object]:
         "--rollout-max-response-len", 8, "--num-rollout", 3, "--lr", "1e-3", "--train-backend", "fsdp",
         "--rollout-backend", "embedded", "--rollout-shuffle",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def desk(runner: Runner, tiny_model: Path, tmp_path: Path) -> Desk:
+    """Where the commands of the original specification are typed."""
+    return lay_out(runner, tiny_model, tmp_path)

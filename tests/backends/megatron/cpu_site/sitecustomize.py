@@ -16,7 +16,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != TRIGGER:
             return None
         sys.meta_path.remove(self)
-        sys.path.append(str(Path(__file__).parents[1]))
+        sys.path.append(str(Path(__file__).resolve().parents[1]))
         import cpu_shim
 
         cpu_shim.install()
