@@ -64,7 +64,8 @@ def test_glm4_there_training_and_back_by_both_ways(workshop: Desk) -> None:
 
     training = (
         "--hf-checkpoint /path/to/GLM-Z1-9B-0414 --ref-load /path/to/GLM-Z1-9B-0414_torch_dist "
-        "--train-backend megatron --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2 --prompt-data /path/to/data.jsonl "
+        "--train-backend megatron --tensor-model-parallel-size 2 --actor-num-gpus-per-node 2 "
+        "--prompt-data /path/to/data.jsonl "
         "--rollout-batch-size 2 --n-samples-per-prompt 2 --rollout-max-response-len 8 --rm-type random --lr 1e-3"
     )
     before = "source scripts/models/glm4-9B.sh\nexport PYTHONPATH=/path/to/Megatron-LM\n"
