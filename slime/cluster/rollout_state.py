@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from slime.checkpoint.state_file import read_state, write_state
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.observability.run_dir import RunDir
+from slime.rollout.schedule import Recording, Schedule, comparable
 
 OWN_FUNCTIONS = (
     "slime.rollout.sglang_rollout.generate_rollout",
@@ -47,7 +49,25 @@ class RolloutState:
         self.ahead: dict[int, Rollout] = {}
         self.newest = -1
         self.restored: dict[int, Rollout] = {}
+        self.schedule: Schedule | None = None  # of an asynchronous run
+        self.attempt = 0
+        self._positions: dict[int, int] = {}  # how far the schedule's file was after each rollout
+        self._position: int | None = None  # how far it is committed, on a resume
         self.own_saved = -1  # newest rollout for which the user's data source was told to save
+
+    def open_schedule(self, path: Path, step: int) -> Schedule:
+        """Log the schedule, and repeat that of ``--replay-schedule``; the engines hold the weights of ``step``."""
+        replayed = self.args.replay_schedule
+        recording = Recording(Path(replayed), comparable(self.args)) if replayed else None
+        self.schedule = Schedule(path, self.args, recording, self.attempt, self._position)
+        self.schedule.step = step
+        return self.schedule
+
+    def observe(self, event: str, group: Group, facts: Mapping[str, Any]) -> None:
+        """What the rollout loops say of a group."""
+        self.ledger(event, group, facts)
+        if self.schedule is not None:
+            self.schedule(event, group, facts)
 
     def take_restored(self, rollout_id: int) -> Rollout | None:
         """The rollout, where the snapshot that this run goes on from held it."""
@@ -61,6 +81,8 @@ class RolloutState:
         self.newest = max(self.newest, rollout_id)
         if not self.saves:
             return
+        if self.schedule is not None:
+            self._positions[rollout_id] = self.schedule.position()
         self.sources[rollout_id] = self.source.state_dict() if hasattr(self.source, "state_dict") else None
         groups = [_shallow(group) for group in rollout.groups]  # user hooks that convert them may change them
         self.ahead[rollout_id] = Rollout(groups, dict(rollout.metrics), rollout.seconds)
@@ -72,6 +94,7 @@ class RolloutState:
         self.ledger.trained(rollout_id)
         self.ahead = {r: rollout for r, rollout in self.ahead.items() if r > rollout_id}
         self.sources = {r: state for r, state in self.sources.items() if r >= rollout_id}
+        self._positions = {r: position for r, position in self._positions.items() if r >= rollout_id}
 
     def close_account(self, trained: int) -> dict[str, Any]:
         """The account after step ``trained``, checked and written; see :meth:`Ledger.cut`."""
@@ -90,6 +113,7 @@ class RolloutState:
             "data_source": self.sources.get(base),
             "ahead": {r: {**vars(one), "groups": groups_to_dicts(one.groups)} for r, one in kept.items()},
             "ledger": self.close_account(rollout_id),
+            "schedule": self._positions.get(base),
         }
         write_state(_file(directory, rollout_id), state)
         self._save_own(rollout_id)
@@ -103,11 +127,14 @@ class RolloutState:
         if self._own("load"):
             self.source.load(rollout_id)
         self.ledger.restore(state["ledger"], attempt)
+        self.attempt, self._position = attempt, state["schedule"]
         for number, kept in state["ahead"].items():
             self.ahead[number] = Rollout(**{**kept, "groups": groups_from_dicts(kept["groups"])})
         self.restored = dict(self.ahead)
         self.newest = max(self.ahead, default=rollout_id)
         self.sources = {self.newest: state["data_source"]}
+        if self._position is not None:
+            self._positions[self.newest] = self._position
 
     def _save_own(self, rollout_id: int) -> None:
         """Call ``save`` of the user's data source, once for each rollout that a snapshot holds."""

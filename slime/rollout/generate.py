@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any
 
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.prompts import media_fields, prompt_ids, prompt_text
+from slime.rollout.schedule import SCHEDULE
 from slime.rollout.state import GenerateState
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
@@ -35,7 +37,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.status = Sample.Status.TRUNCATED
         return sample
     with trace_span(sample, "sglang_generate") as span:
-        output = await ask_engine(args, state, sample, request(args, state, sample, params))
+        body, send = request(args, state, sample, params), functools.partial(ask_engine, args, state, sample)
+        schedule = SCHEDULE.get()
+        output = await (send(body) if schedule is None else schedule.ask(sample, body, send))
         if output is None:
             sample.status = Sample.Status.ABORTED
             return sample

@@ -23,6 +23,7 @@ from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.group import generate_and_rm_group, is_finished
 from slime.rollout.rm_hub.outcome import FAILURE_KEY
+from slime.rollout.schedule import SCHEDULE
 from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
@@ -191,6 +192,7 @@ class RolloutLoop:
         Where an engine ends a request that nobody aborted (a restart, a weight update), it goes on at once from the
         tokens so far, whether or not it is its turn to be judged.
         """
+        SCHEDULE.set(self.state.schedule)
         pristine, retries = _snapshot(group), 0
         while True:
             before = _tokens(group)

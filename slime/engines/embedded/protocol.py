@@ -72,6 +72,7 @@ class GenerateRequest:
     return_top_p_token_ids: bool = False  # what each token was drawn from; its log-prob is then over these alone
     stream: bool = False
     images: list[Any] = field(default_factory=list)
+    version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version that makes it and those after it)
 
 
 @dataclass
@@ -177,6 +178,7 @@ _PER_PROMPT = (
     "return_text_in_logprobs",
     "return_top_p_token_ids",
     "stream",
+    "weight_version_plan",
 )
 
 
@@ -204,6 +206,7 @@ def _one_request(
         return_top_p_token_ids=bool(one["return_top_p_token_ids"]) and params.filtered,
         stream=bool(one["stream"]),
         images=[] if images is None else images if isinstance(images, list) else [images],
+        version_plan=tuple((int(start), str(version)) for start, version in one["weight_version_plan"] or ()),
     )
 
 

@@ -116,7 +116,17 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        """Whether there is nothing to compute: no sequence, or only such that wait for other weights."""
+        return all(self._held(sequence) for sequence in [*self.running, *self.waiting])
+
+    def _held(self, sequence: Sequence) -> bool:
+        planned = sequence.planned_version if sequence.request.version_plan else None
+        return planned is not None and planned != self.weight_version
+
+    @property
+    def held(self) -> int:
+        """Sequences that have tokens, and wait for other weights to go on."""
+        return sum(sequence.num_output > 0 and self._held(sequence) for sequence in [*self.running, *self.waiting])
 
     def abort(self, rid: str | None, exact: bool = False, message: str = "Aborted") -> list[Sequence]:
         """End what is called ``rid`` (as in SGLang: all whose id starts so, unless ``exact``), or everything."""
@@ -195,9 +205,10 @@ class Scheduler:
         if self.paused:
             return None
         self._admit()
-        decodable = [seq for seq in self.running if seq.computed == len(seq.tokens) - 1 >= seq.prompt_len]
-        extending = [seq for seq in self.running if seq not in decodable] if len(decodable) < len(self.running) else []
-        if not self.running:
+        running = [seq for seq in self.running if not self._held(seq)]
+        decodable = [seq for seq in running if seq.computed == len(seq.tokens) - 1 >= seq.prompt_len]
+        extending = [seq for seq in running if seq not in decodable] if len(decodable) < len(running) else []
+        if not running:
             return None
         decode = not extending or (self.extended_last and bool(decodable) and self._long(extending))
         self.extended_last = not decode
@@ -213,12 +224,11 @@ class Scheduler:
         return sum(len(seq.tokens) - seq.computed for seq in extending) > self.prefill_tokens
 
     def _admit(self) -> None:
-        while self.waiting:
-            sequence = self.waiting[0]
+        while (sequence := next((seq for seq in self.waiting if not self._held(seq)), None)) is not None:
             reserve = min(sequence.reserve(self.context_len), self.max_total_tokens)
             if not self.table.fits(reserve):
                 return
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self.table.make_room(reserve)
             tokens = np.asarray(sequence.tokens, dtype=np.int64)
             limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0

@@ -62,6 +62,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def planned_version(self) -> str | None:
+        """The weights that its next token must come from (a replay); None: whichever."""
+        return next((v for start, v in reversed(self.request.version_plan) if start <= self.num_output), None)
+
+    @property
     def wants_input_logprobs(self) -> bool:
         return self.request.return_logprob and 0 <= self.request.logprob_start_len < self.prompt_len
 

@@ -1,0 +1,78 @@
+"""Go on from the last snapshot where the rollout manager or a training rank has died.
+
+Their state is in the snapshot and a resume is exact, so the driver ends what is left and executes its own command
+line again, in the same process, at most ``--max-restarts`` times.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from slime.cluster.wait import WaitExpired
+
+if TYPE_CHECKING:
+    from slime.cluster.run import Run
+
+ASK_SECONDS = 5.0
+_OF_THE_FIRST_START = ("--ckpt-step", "--start-rollout-id", "--finetune")
+_SWITCHES = ("--finetune",)
+
+
+def died(run: Run, error: BaseException | None) -> list[str]:
+    """What a failed run has lost, though its own code is not to blame; empty: nothing."""
+    import ray
+
+    named = {"the rollout manager": run.manager} if run.manager is not None else {}
+    for group in run.groups:
+        named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
+    dead = [name for name, actor in named.items() if _is_dead(actor)]
+    if not dead and isinstance(error, ray.exceptions.RayActorError | WaitExpired):
+        return [f"an answer ({type(error).__name__})"]
+    return dead
+
+
+def _is_dead(actor: Any) -> bool:
+    import ray
+
+    try:
+        ray.get(actor.status.remote(), timeout=ASK_SECONDS)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.RayError:  # it is busy, or failed otherwise
+        return False
+    return False
+
+
+def restart(args: Any, saved: bool) -> NoReturn:
+    """Execute the driver's command line again.
+
+    Args:
+        saved: ``--save`` holds a snapshot of this run: go on from it. Otherwise from where the run began.
+    """
+    command = [sys.executable, *command_line(sys.orig_argv[1:], vars(args), saved)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, command)
+
+
+def command_line(words: Sequence[str], values: Mapping[str, Any], saved: bool) -> list[str]:
+    """``words`` with the flags that make the run go on; a flag that stands later wins.
+
+    Args:
+        values: of the arguments ``max_restarts``, ``save``, ``run_name`` and ``output_dir``.
+    """
+    flags = ["--max-restarts", str(values["max_restarts"] - 1), "--run-name", str(values["run_name"])]
+    flags += ["--output-dir", str(values["output_dir"])]
+    if not saved:
+        return [*words, *flags]
+    kept, skip = [], False
+    for word in words:
+        name = word.partition("=")[0]
+        if skip or name in _OF_THE_FIRST_START:
+            skip = not skip and word in _OF_THE_FIRST_START and word not in _SWITCHES
+            continue
+        kept.append(word)
+    return [*kept, *flags, "--load", str(values["save"])]

@@ -1,0 +1,214 @@
+"""The schedule of an asynchronous run: logged as it happens, and repeated by ``--replay-schedule``.
+
+What depends on time in such a run is which weights made which token; all else follows from seeds, since groups train
+in the order of their admission. ``outputs/<run>/schedule.jsonl`` says, one JSON object per line, after a first line
+with the settings that must agree: ``started`` (a group, and the step whose weights the engines held), ``request`` (one
+answer of an engine: at which of its tokens the weights of which step take over, whether the cache of older weights
+was kept, and how it ended) and ``judged`` (a group, as what, and in which rollout).
+
+A replay sends each request once the engines hold its first weights, and the embedded engine keeps it at each token
+where other weights took over until it has these; an update waits until all recorded tokens of the weights before are
+there. A line that comes again (a resumed run makes samples again) replaces the earlier one and the sample's later
+requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slime.data.sample import Group, Sample, flatten
+from slime.data.staleness import step_of
+
+SETTINGS = (
+    "rollout_function_path", "rollout_batch_size", "n_samples_per_prompt", "num_rollout", "rollout_seed", "seed",
+    "async_buffer_size", "update_weights_interval", "max_weight_staleness", "update_weight_pause_mode",
+    "rollout_max_response_len", "rollout_temperature", "deterministic",
+)  # fmt: skip
+
+SCHEDULE: ContextVar[Schedule | None] = ContextVar("schedule", default=None)
+"""Set in the tasks that generate training samples of an asynchronous run; evaluations are not scheduled."""
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot be read, or this run cannot repeat it; the message says what differs."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One answer of an engine: ``spans`` are (first token, step) of the weights in order; it had ``tokens``."""
+
+    spans: tuple[tuple[int, int], ...]
+    tokens: int
+    end: str  # finish reason
+
+    @property
+    def first(self) -> int:
+        return self.spans[0][1]
+
+    @property
+    def last(self) -> int:
+        return self.spans[-1][1]
+
+
+class Recording:
+    """A schedule file, read.
+
+    Raises:
+        ScheduleError: it is not one, or ``settings`` differ from those of the run that wrote it.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        if not path.is_file():
+            raise ScheduleError(f"--replay-schedule {path} does not exist; a run writes outputs/<run>/schedule.jsonl")
+        lines = [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+        if not lines or "settings" not in lines[0]:
+            raise ScheduleError(f"--replay-schedule {path}: its first line has no settings; it is not a schedule")
+        then = lines[0]["settings"]
+        wrong = [f"{name}: {then[name]} -> {value}" for name, value in settings.items() if then.get(name) != value]
+        if wrong:
+            raise ScheduleError(f"--replay-schedule {path} is of a run with other settings: {'; '.join(wrong)}")
+        self.requests: dict[tuple[int, int], Recorded] = {}
+        group_of: dict[int, list[int]] = {}
+        self.rollout_step: dict[int, int] = {}  # steps that had trained the weights with which a rollout began
+        for line in lines[1:]:
+            if "request" in line:
+                self._add(line)
+                group_of.setdefault(line["group"], []).append(line["request"])
+            elif line.get("judged") == "accepted":
+                firsts = [self.requests[index, 0].first for index in group_of.get(line["group"], [])]
+                self.rollout_step[line["rollout"]] = min([*firsts, self.rollout_step.get(line["rollout"], 2**62)])
+        self.over = Counter(request.last for request in self.requests.values())
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        index, turn = line["request"], line["turn"]
+        later = turn + 1
+        while self.requests.pop((index, later), None) is not None:
+            later += 1
+        spans = tuple((int(start), int(step)) for start, step in line["spans"])
+        self.requests[index, turn] = Recorded(spans, line["tokens"], line["end"])
+
+    def due(self, step: int) -> int:
+        """Requests that are over before the engines get newer weights than those of ``step``."""
+        return sum(count for last, count in self.over.items() if last <= step)
+
+    def divided(self, step: int) -> int:
+        """Requests that stand between two tokens when the engines get newer weights than those of ``step``."""
+        return sum(request.first <= step < request.last for request in self.requests.values())
+
+
+class Schedule:
+    """Logs the schedule of this run and, given a recording, repeats that. Used on the event loop.
+
+    Args:
+        position: bytes of the file that a snapshot speaks of; what came after is cut off. None: a new file.
+        attempt: first part of this run's weight versions.
+    """
+
+    def __init__(self, path: Path, args: Any, recording: Recording | None, attempt: int, position: int | None) -> None:
+        self.path, self.recording, self.attempt = path, recording, attempt
+        self.keeps_kv = getattr(args, "update_weight_pause_mode", None) == "in_place"
+        self.step = -1  # steps that had trained the weights that the engines hold
+        self.over: Counter[int] = Counter()  # recorded requests that were answered, by their last step
+        self._newer = asyncio.Condition()
+        keep = position is not None and path.is_file() and path.stat().st_size >= position
+        with open(path, "r+b" if keep else "wb") as file:
+            file.truncate(position if keep else 0)
+        if not keep:
+            self._write({"settings": comparable(args)})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def position(self) -> int:
+        return self.path.stat().st_size
+
+    def __call__(self, event: str, group: Group, facts: Mapping[str, Any]) -> None:
+        """The observer of the rollout loops, see :data:`slime.rollout.state.Observer`."""
+        number = flatten(group)[0].group_index
+        if event == "started":
+            self._write({"started": number, "step": self.step})
+        elif event in ("accepted", "filtered", "replaced"):
+            rollout = {"rollout": facts["rollout_id"]} if "rollout_id" in facts else {}
+            self._write({"judged": event, "group": number, **rollout})
+
+    async def reached(self, step: int) -> None:
+        """The engines hold the weights that ``step`` steps have trained."""
+        async with self._newer:
+            self.step = step
+            self._newer.notify_all()
+
+    async def may_begin(self, rollout_id: int) -> None:
+        """Return when the engines hold the weights with which the recorded rollout began."""
+        if self.recording is not None:
+            step = self.recording.rollout_step.get(rollout_id, -1)
+            async with self._newer:
+                await self._newer.wait_for(lambda: self.step >= step)
+
+    async def ask(
+        self, sample: Sample, body: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
+    ) -> dict[str, Any] | None:
+        """``send(body)``, when and as the recording says, and logged."""
+        turn = len(sample.weight_versions)
+        recorded = None
+        if self.recording is not None and sample.index is not None:
+            recorded = self.recording.requests.get((sample.index, turn))
+        if recorded is None:
+            output = await send(body)
+        else:
+            output = await self._repeat(recorded, body, send)
+        if output is not None and sample.index is not None:
+            self._log(sample, turn, output["meta_info"])
+        if recorded is not None:
+            self.over[recorded.last] += 1
+        return output
+
+    async def _repeat(self, recorded: Recorded, body: dict[str, Any], send: Any) -> dict[str, Any] | None:
+        async with self._newer:
+            await self._newer.wait_for(lambda: self.step >= recorded.first)
+        if not recorded.tokens and recorded.end == "abort":
+            version, reason = f"{self.attempt}.{recorded.first}", {"type": "abort"}
+            meta = {"weight_version": version, "finish_reason": reason, "output_token_logprobs": []}
+            return {"text": "", "meta_info": meta}
+        params = body["sampling_params"]
+        if recorded.end == "abort":
+            params = {**params, "max_new_tokens": recorded.tokens}
+        plan = [[start, f"{self.attempt}.{step}"] for start, step in recorded.spans]
+        output: dict[str, Any] | None = await send({**body, "sampling_params": params, "weight_version_plan": plan})
+        if output is not None and recorded.end == "abort":
+            output["meta_info"]["finish_reason"] = {"type": "abort"}
+        return output
+
+    def _log(self, sample: Sample, turn: int, meta: Mapping[str, Any]) -> None:
+        tokens = len(meta.get("output_token_logprobs") or [])
+        given = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0}]
+        spans = [[part["start"], step] for part in given if (step := step_of(str(part["version"]))) is not None]
+        if not spans:
+            return
+        finish = meta.get("finish_reason")
+        line = {"request": sample.index, "group": sample.group_index, "turn": turn, "spans": spans, "tokens": tokens}
+        kept = {"kv_kept": self.keeps_kv} if len(spans) > 1 else {}
+        self._write({**line, **kept, "end": finish["type"] if isinstance(finish, Mapping) else finish})
+
+    def missing(self, held: int) -> str | None:
+        """What an update must still wait for in a replay, where the engines keep ``held`` requests between two
+        tokens; None when nothing."""
+        if self.recording is None:
+            return None
+        over, due = sum(n for last, n in self.over.items() if last <= self.step), self.recording.due(self.step)
+        divided = self.recording.divided(self.step)
+        if over == due and held == divided:
+            return None
+        return f"{over} of {due} recorded requests are over, and {held} of {divided} wait for newer weights"
+
+
+def comparable(args: Any) -> dict[str, Any]:
+    """What a run and its replay must agree in."""
+    return {name: getattr(args, name, None) for name in SETTINGS}
