@@ -13,7 +13,7 @@ _LIBRARIES = ("torch", "transformers", "numpy", "ray", "slime", "megatron-core",
 WHERE_NOT_WHAT = frozenset(
     {"load", "save", "save_hf", "output_dir", "run_name", "ckpt_step", "override", "num_rollout", "sglang_router_ip",
      "sglang_router_port", "threads_per_process", "save_interval", "save_keep_last", "save_retain_interval",
-     "phase_timeout"}
+     "phase_timeout", "replay_schedule", "max_restarts"}
 )  # fmt: skip
 
 # With another value, the rest of an epoch repeats some prompts and leaves out others.

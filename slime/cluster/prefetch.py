@@ -32,6 +32,7 @@ class Prefetcher:
     def __init__(self, run: Run) -> None:
         args = run.args
         self.run = run
+        self.replays = bool(args.replay_schedule)
         self.admission = Admission(
             1, args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness, run.first_rollout
         )
@@ -51,7 +52,7 @@ class Prefetcher:
         optimizer = bound * (run.args.num_steps_per_rollout or 1)
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
         run.display.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that made them")
-        opening = run.manager.open_pool.remote(run.first_rollout, run.num_rollout)
+        opening = run.manager.open_pool.remote(run.first_rollout, run.num_rollout, run.held_step)
         self.in_flight = bool(run.manager_call([opening], "the rollout manager to open a pool"))
         self.thread.start()
         return self
@@ -72,6 +73,8 @@ class Prefetcher:
 
         try:
             for rollout_id in range(self.run.first_rollout, self.run.num_rollout):
+                if self.replays and not self.in_flight:
+                    ray.get(self.run.manager.await_recorded.remote(rollout_id), timeout=self.run.args.phase_timeout)
                 with self.changed:
                     self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
                     if self.closed:
@@ -138,15 +141,20 @@ class Prefetcher:
     def save(self, rollout_id: int) -> None:
         """A snapshot, with the rollouts that are generated ahead: they are not made again. None starts between it and
         the update that follows, or the next step, so that a resume with a snapshot at an update repeats it exactly."""
-        if not self.in_flight:
+        if not self.in_flight and not self.replays:
             self._hold()
         self.run.save(rollout_id)
 
     def update_weights(self) -> None:
         """Bring the new weights to the engines: beside the groups of a standing pool, else between two rollouts."""
         self._end_evaluation()
+        if self.replays:
+            recorded = self.run.manager.await_tokens.remote()
+            self.run.manager_call([recorded], "the recorded tokens before the weight update")
         if not self.in_flight:
             self._hold()
+        elif self.run.args.update_weight_pause_mode == "drain":
+            self._drain_pool()
         try:
             self.run.update_weights()
             self._tell_version()
@@ -181,6 +189,13 @@ class Prefetcher:
                     "the rollout under way to finish before the weights change or are saved",
                 )
 
+    def _drain_pool(self) -> None:
+        with self.run.phase("drain"):
+            drained = self.run.manager.drain_pool.remote()
+            self.run.manager_call(
+                [drained], "the groups under way to finish before the weights change", meanwhile=self.run.faults.tend
+            )
+
     def _let_go(self) -> None:
         with self.changed:
             self.holding = False
@@ -192,6 +207,8 @@ class Prefetcher:
             with self.changed:
                 self.admission.version_changed(self.run.held_step)
                 self.changed.notify_all()
+            reached = self.run.manager.weights_are_of.remote(self.run.held_step)
+            self.run.manager_call([reached], "the rollout manager to note the weights")
             self._tell_pool()
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:

@@ -171,7 +171,7 @@ class RolloutManager:
         from slime.rollout.state import GenerateState
 
         start = time.perf_counter()
-        GenerateState(self.args).observer = self.state.ledger
+        GenerateState(self.args).observer = self.state.observe
         groups, metrics = self._rollout(rollout_id)
         metrics.update(self._fault_counts())
         rollout = Rollout(groups, metrics, time.perf_counter() - start)
@@ -182,23 +182,64 @@ class RolloutManager:
         run(complete())
         return rollout
 
-    def open_pool(self, first_step: int, last_step: int) -> bool:
-        """Whether the rollout function has a standing pool, which updates go through; if so, open it."""
+    def open_pool(self, first_step: int, last_step: int, held_step: int) -> bool:
+        """An asynchronous run begins, with engines that hold the weights of ``held_step``: log its schedule. Returns
+        whether the rollout function has a standing pool, which updates go through; if so, it is open."""
         from slime.rollout.state import GenerateState
 
+        schedule = self.state.open_schedule(self.run_dir / "schedule.jsonl", held_step)
+        GenerateState(self.args).schedule = schedule
         opener = getattr(self.rollout_function, "open_pool", None)
         if opener is None or self.args.load_debug_rollout_data:
             return False
-        GenerateState(self.args).observer = self.state.ledger
+        GenerateState(self.args).observer = self.state.observe
         ahead = len(self.state.restored)  # rollouts that a snapshot held
         self.pool = opener(self.args, self.data_source, first_step, last_step, ahead)
         return True
+
+    def weights_are_of(self, step: int) -> None:
+        """The engines of an asynchronous run hold the weights that ``step`` steps have trained."""
+        from slime.engines.background import run
+
+        run(self.state.schedule.reached(step))
+
+    def await_recorded(self, rollout_id: int) -> None:
+        """In a replay: return when the engines hold the weights with which this rollout began."""
+        from slime.engines.background import run
+
+        run(self.state.schedule.may_begin(rollout_id))
+
+    def await_tokens(self) -> None:
+        """In a replay: return when all recorded tokens of the weights that the engines hold are there.
+
+        Raises:
+            WaitExpired: they are not within ``--phase-timeout``.
+        """
+        from slime.cluster.wait import wait_for
+        from slime.engines.background import run
+        from slime.engines.http import request
+
+        async def held() -> int:
+            answers = [await request("GET", f"{url}/v1/loads", None, CONTROL_DEADLINE_SECONDS) for url in urls]
+            return sum(int(rank.get("num_held_reqs") or 0) for answer in answers for rank in answer["loads"])
+
+        urls, schedule = self.fleet.urls(), self.state.schedule
+        what = "the recorded tokens before a weight update (--replay-schedule)"
+        done = lambda: schedule.missing(run(held())) is None  # noqa: E731
+        report = lambda: str(schedule.missing(run(held())))  # noqa: E731
+        wait_for(what, done, self.args.phase_timeout, poll=0.02, report=report)
 
     def advance_pool(self, version: int, taken: bool, trained: bool) -> None:
         """How far training is: see :meth:`StandingPool.advance`."""
         from slime.engines.background import run
 
         run(self.pool.advance(version, taken, trained))
+
+    def drain_pool(self) -> None:
+        """Let the pool's groups finish before an update: see :meth:`StandingPool.drain`."""
+        from slime.engines.background import run
+
+        run(self.pool.drain())
 
     def _rollout(self, rollout_id: int) -> tuple[list[Any], dict[str, float]]:
         from slime.observability.debug_data import load_rollout, save_rollout

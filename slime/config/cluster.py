@@ -50,6 +50,11 @@ class ClusterConfig:
         help="go on without engines that die, hang or are cut off, and start them again with the current weights; "
         "off: the run ends with a report",
     )
+    max_restarts: int = flag(
+        None,
+        help="times that the run goes on by itself from its last snapshot when its rollout manager or a training rank "
+        "has died; default: 3 with --use-fault-tolerance, else 0",
+    )
     rollout_health_check_interval: float = flag(30.0, help="seconds between checks that an engine makes tokens")
     rollout_health_check_timeout: float = flag(30.0, help="seconds an engine has to answer a check")
     rollout_health_check_first_wait: float = flag(0.0, help="seconds of grace after each pause of the checks")

@@ -226,7 +226,7 @@ def _algorithm(args: Args, asynchronous: bool) -> None:
 
 
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
-    """Where samples are older than the weights that they train, their loss is weighed, unless the user chose otherwise."""
+    """Where samples are older than the weights that they train, the loss is weighed, unless the user chose otherwise."""
     chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
     bound = staleness_bound(args)
     args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
@@ -244,6 +244,8 @@ def staleness_bound(args: Args) -> int:
 
 def _resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     _default_placement(args, machine, asynchronous)
+    if args.max_restarts is None:
+        args.max_restarts = 3 if args.use_fault_tolerance else 0
     train = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and args.sglang_config:
         with contextlib.suppress(ServerGroupError, OSError):  # the checks tell what is wrong with it

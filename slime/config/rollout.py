@@ -56,7 +56,7 @@ class AsyncConfig:
         "--async-buffer-size and --update-weights-interval imply",
     )
     replay_schedule: str = flag(
-        None, kind="path", help="repeat the schedule of an earlier asynchronous run", status="planned"
+        None, kind="path", help="repeat an earlier asynchronous run exactly: its schedule.jsonl (embedded engine)"
     )
 
 

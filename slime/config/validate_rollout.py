@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime.config.args import FLAGS, Args
 from slime.config.defaults import is_fully_async
+from slime.config.hf_config import is_hf_folder
 from slime.config.layout import ParallelLayout
 
 RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
@@ -157,8 +158,8 @@ def check_loop(args: Args, asynchronous: bool) -> list[str]:
     if asynchronous and args.colocate:
         return ["train_async.py needs GPUs of their own for the engines: drop --colocate, or use train.py"]
     if asynchronous:
-        return _check_staleness(args)
-    for name in ("async_buffer_size", "update_weights_interval", "max_weight_staleness"):
+        return [*_check_staleness(args), *_check_replay(args)]
+    for name in ("async_buffer_size", "update_weights_interval", "max_weight_staleness", "replay_schedule"):
         if name in args.explicit and getattr(args, name) != FLAGS[name].default:
             args.notices.append(f"{FLAGS[name].option} is for train_async.py; train.py syncs after every rollout")
     if is_fully_async(args):
@@ -183,6 +184,19 @@ def _check_staleness(args: Args) -> list[str]:
             "(--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async)"
         ]
     return []
+
+
+def _check_replay(args: Args) -> list[str]:
+    if args.replay_schedule is None:
+        return []
+    problems = []
+    if args.rollout_backend != "embedded" or not args.deterministic:
+        problems.append(
+            "--replay-schedule repeats a run exactly, which takes --rollout-backend embedded and --deterministic"
+        )
+    if args.load and not is_hf_folder(args.load):
+        problems.append(f"--replay-schedule repeats a run from its beginning: drop --load {args.load}")
+    return problems
 
 
 ROLLOUT_RULES = (check_ranges, check_batch, check_rollout, check_reward)

@@ -9,6 +9,7 @@ weights made which of its tokens.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ from slime.data.sample import Group, flatten
 from slime.data.staleness import mask_older_versions
 from slime.rollout.admission import Admission
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.loop import RolloutLoop, _error, _Ticket
+from slime.rollout.loop import RolloutLoop, _Ticket
 from slime.rollout.state import GenerateState
 
 
@@ -77,13 +78,13 @@ class StandingPool(RolloutLoop):
             last_step,
         )
         self.admission.open = ahead * self.target
+        self._drained = False
         if hasattr(data_source, "under_way"):
             data_source.under_way = self.under_way  # so that a resume does not skip them
 
     def under_way(self) -> list[Group]:
         """The groups of the pool in the order of admission: finished, or as they were given to the engines last."""
-        tickets = self.tickets.values()
-        return [*(t.group if t.done and _error(t) is None else t.pristine for t in tickets), *self.unstarted]
+        return [*(_as_it_is(ticket) for ticket in self.tickets.values()), *self.unstarted]
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
         """The next groups in the order of admission."""
@@ -106,12 +107,26 @@ class StandingPool(RolloutLoop):
             taken: it took a rollout.
             trained: the step of the rollout that it took last is over.
         """
+        if version > self.admission.version:
+            self._drained = False
         self.admission.version_changed(version)
         if trained:
             self.admission.trained()
         if taken:
             self.admission.taken()
         self._top_up()
+
+    async def drain(self) -> None:
+        """Start nothing more until :meth:`advance` tells new weights, and wait until no group is under way.
+
+        Raises:
+            TimeoutError: some went on for ``--phase-timeout``.
+        """
+        self._drained = True
+        tasks = [ticket.task for ticket in self.tickets.values() if ticket.task is not None]
+        pending = (await asyncio.wait(tasks, timeout=self.seconds))[1] if tasks else ()
+        if pending:
+            raise TimeoutError(f"{len(pending)} groups did not finish in {self.seconds:g} s before a weight update")
 
     async def close(self) -> None:
         """Cancel what is under way; its groups go back to the data source as they were given."""
@@ -122,7 +137,7 @@ class StandingPool(RolloutLoop):
             self._give(back)
 
     def _top_up(self) -> None:
-        while (room := self.admission.room()) > 0:
+        while not self._drained and (room := self.admission.room()) > 0:
             if not self.unstarted:
                 self._take_in(self._get(room))
             self._start_all()
@@ -143,3 +158,10 @@ class StandingPool(RolloutLoop):
         super()._judge(ticket)
         if len(self.accepted) == before:
             self.admission.dropped()
+
+
+def _as_it_is(ticket: _Ticket) -> Group:
+    """The group, generated where it is; a group whose task failed or goes on: as it was given."""
+    task = ticket.task
+    whole = task is not None and task.done() and not task.cancelled() and task.exception() is None
+    return ticket.group if whole else ticket.pristine
