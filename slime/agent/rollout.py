@@ -71,7 +71,10 @@ async def generate(
     if not session.tree.turns and failure is None:
         failure = "error", "the agent program got no answer of the model"
     if failure is not None:
-        _leave_out(samples, *failure)
+        status = Sample.Status.TRUNCATED if session.counts["overflows"] else Sample.Status.FAILED
+        for leaf in samples:
+            mark_unscored(leaf, *failure)
+            leaf.status = status
     elif reward is None:
         await _score_once(args, samples)
     return samples[0] if len(samples) == 1 else samples
@@ -114,15 +117,7 @@ def _samples(args: Any, session: Session) -> list[Sample]:
     sample.tokens = prompt_ids(session.state, sample) or [tokenizer.eos_token_id]
     sample.append_response_tokens(tokens=[tokenizer.eos_token_id], log_probs=None, trainable=False)
     sample.response = tokenizer.decode([tokenizer.eos_token_id])
-    sample.status = Sample.Status.TRUNCATED if session.counts["overflows"] else Sample.Status.COMPLETED
     return [sample]
-
-
-def _leave_out(samples: list[Sample], kind: str, detail: str) -> None:
-    for sample in samples:
-        mark_unscored(sample, kind, detail)
-        if sample.status is not Sample.Status.TRUNCATED:
-            sample.status = Sample.Status.FAILED
 
 
 async def _score_once(args: Any, samples: list[Sample]) -> None:

@@ -13,7 +13,8 @@ from slime.config.defaults import default_args
 
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}"
-    "{% for c in m.tool_calls or [] %} <tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %} <tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|end|>\n{% endfor %}"
     "{% if tools %}[{% for t in tools %}{{ t.function.name }} {% endfor %}]{% endif %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )

@@ -1,0 +1,236 @@
+"""Tool calls in each API, interrupted answers, and templates: with an engine that follows a script, since a random
+model calls no tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from agent_parts import ScriptedEngine, arguments, make_tokenizer
+
+from slime.agent.chat import ChatTemplate
+from slime.agent.server import AgentServer
+from slime.agent.tool_parsers import Hermes, shown, tool_parser
+from slime.config.hooks import HookError
+from slime.data.sample import Sample
+from slime.rollout.state import GenerateState
+
+ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CALL = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+QUESTION = [{"role": "user", "content": "1 and 2?"}]
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Scripted:
+    """A session before a scripted engine."""
+
+    def __init__(self, server: AgentServer, checkpoint: Path, engine: ScriptedEngine, **more: Any) -> None:
+        self.args = arguments(checkpoint, engine.url, **more)
+        self.state = GenerateState(self.args)
+        self.session = server.open(self.args, Sample(prompt="p"), self.state.sampling_params)
+        url = server.url(self.session)
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0)
+        self.anthropic = anthropic.AsyncAnthropic(base_url=url, api_key="x", max_retries=0)
+
+    def sample(self) -> Sample:
+        (sample,) = self.session.tree.samples(self.args, self.session.sample, self.state.tokenizer)
+        return sample
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_openai_tools(endpoint: AgentServer, checkpoint: Path, stream: bool) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": ADD}}]
+    async with ScriptedEngine(make_tokenizer(), [CALL, "It is 3."]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        create = talk.openai.chat.completions.create
+        if stream:
+            chunks = [c async for c in await create(model="m", messages=QUESTION, tools=tools, stream=True)]  # type: ignore[call-overload]
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            text = "".join(delta.content or "" for delta in deltas)
+            (entry,) = [call for delta in deltas for call in delta.tool_calls or []]
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+            assert text == "Let me see.\n" and sum(bool(delta.content) for delta in deltas) > 3
+            said: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": [
+                {"id": entry.id, "type": "function", "function": {"name": "add", "arguments": entry.function.arguments}}
+            ]}  # fmt: skip
+        else:
+            answer = await create(model="m", messages=QUESTION, tools=tools)  # type: ignore[call-overload]
+            said = answer.choices[0].message.model_dump()
+            assert answer.choices[0].finish_reason == "tool_calls" and said["content"] == "Let me see."
+            entry = answer.choices[0].message.tool_calls[0]
+        assert json.loads(entry.function.arguments) == {"a": 1, "b": 2} and len(entry.id) == 9
+        messages = [*QUESTION, said, {"role": "tool", "tool_call_id": entry.id, "content": "3"}]
+        final = await create(model="m", messages=messages, tools=tools)  # type: ignore[call-overload]
+        assert final.choices[0].message.content == "It is 3." and final.choices[0].finish_reason == "stop"
+    text = talk.state.tokenizer.decode(talk.sample().tokens)
+    asked, result = "<|user|> 1 and 2?<|end|>\n[add ]<|assistant|> ", "<|tool|> 3<|end|>\n[add ]<|assistant|> "
+    assert text == f"{asked}{CALL}<|end|>\n{result}It is 3.<|end|>"
+    assert engine.bodies[1]["input_ids"] == talk.sample().tokens[: len(engine.bodies[1]["input_ids"])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_anthropic_tools(endpoint: AgentServer, checkpoint: Path, stream: bool) -> None:
+    fixed: dict[str, Any] = {
+        "model": "m", "max_tokens": 64, "tools": [{"name": "add", "description": "adds", "input_schema": ADD}]
+    }  # fmt: skip
+    async with ScriptedEngine(make_tokenizer(), [CALL, "It is 3."]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        if stream:
+            async with talk.anthropic.messages.stream(**fixed, messages=QUESTION) as events:  # type: ignore[arg-type]
+                answer = await events.get_final_message()
+        else:
+            answer = await talk.anthropic.messages.create(**fixed, messages=QUESTION)
+        assert answer.stop_reason == "tool_use" and [block.type for block in answer.content] == ["text", "tool_use"]
+        use: Any = answer.content[1]
+        assert use.input == {"a": 1, "b": 2}
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "3"}]}
+        messages: list[Any] = [
+            *QUESTION,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
+        ]
+        final: Any = await talk.anthropic.messages.create(**fixed, messages=messages)
+        assert final.content[0].text == "It is 3." and final.stop_reason == "end_turn"
+    assert "<|tool|> 3<|end|>\n<|user|> so?<|end|>" in talk.state.tokenizer.decode(talk.sample().tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_tools(endpoint: AgentServer, checkpoint: Path, stream: bool) -> None:
+    fixed: dict[str, Any] = {"model": "m", "tools": [{"type": "function", "name": "add", "parameters": ADD}]}
+    async with ScriptedEngine(make_tokenizer(), [CALL, "It is 3."]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        if stream:
+            async with talk.openai.responses.stream(**fixed, input="1 and 2?") as events:
+                answer: Any = await events.get_final_response()
+        else:
+            answer = await talk.openai.responses.create(**fixed, input="1 and 2?")
+        message, entry = answer.output
+        assert message.content[0].text == "Let me see.\n" and entry.name == "add"
+        assert json.loads(entry.arguments) == {"a": 1, "b": 2}
+        result = {"type": "function_call_output", "call_id": entry.call_id, "output": "3"}
+        items: list[Any] = [{"role": "user", "content": "1 and 2?"}, *answer.output, result]
+        final = await talk.openai.responses.create(**fixed, input=items)
+        assert final.output_text == "It is 3." and final.status == "completed"
+        one, two = talk.session.tree.turns.values()
+        assert two.parent is one
+
+
+async def test_an_answer_that_an_engine_interrupts_goes_on(endpoint: AgentServer, checkpoint: Path) -> None:
+    """As a weight update does; the program sees one answer, the sample both versions."""
+    script = [("Hel", {"type": "abort"}), ("", {"type": "abort"}), "lo."]
+    async with ScriptedEngine(make_tokenizer(), script) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        answer = await talk.openai.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "Hello." and answer.choices[0].finish_reason == "stop"
+    sample = talk.sample()
+    assert sample.weight_versions == ["1", "3"] and sample.status is Sample.Status.COMPLETED
+    assert engine.bodies[2]["input_ids"] == sample.tokens[: len(engine.bodies[2]["input_ids"])]
+    limits = [body["sampling_params"]["max_new_tokens"] for body in engine.bodies]
+    assert (
+        limits[1] == limits[2] == limits[0] - (len(engine.bodies[1]["input_ids"]) - len(engine.bodies[0]["input_ids"]))
+    )
+
+
+async def test_stop_strings_end_a_turn_and_are_not_shown(endpoint: AgentServer, checkpoint: Path) -> None:
+    finish = {"type": "stop", "matched": "\n\n"}
+    async with ScriptedEngine(make_tokenizer(), [("one", finish), "two"]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine, rollout_stop=["STOP"])
+        answer = await talk.anthropic.messages.create(
+            model="m",
+            max_tokens=9,
+            stop_sequences=["\n\n"],
+            messages=QUESTION,  # type: ignore[arg-type]
+        )
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "\n\n")
+    sent = engine.bodies[0]["sampling_params"]
+    assert sent["stop"] == ["STOP", "\n\n"] and sent["no_stop_trim"] is False and sent["max_new_tokens"] == 9
+
+
+async def test_what_an_engine_refuses_reaches_the_program_and_what_breaks_stops_the_run(
+    endpoint: AgentServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.engines.http._retries", 0)
+    async with ScriptedEngine(make_tokenizer(), [("longer than the context length", 400), ("broken", 500)]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        with pytest.raises(openai.BadRequestError) as refused:
+            await talk.openai.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
+        assert refused.value.code == "context_length_exceeded" and talk.session.fault is None
+        with pytest.raises(openai.InternalServerError):
+            await talk.openai.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
+    assert "broken" in str(talk.session.fault)
+
+
+def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
+    parser = Hermes()
+    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    bad = "<tool_call>{oops}</tool_call>"
+    text, calls = parser.parse(f"a {bad} b {good}{good} c <tool_call> open")
+    assert text == f"a {bad} b  c <tool_call> open" and [c["function"]["name"] for c in calls] == ["f", "f"]
+
+
+def test_parsers_by_name_and_path() -> None:
+    assert tool_parser("none").parse("<tool_call>{}</tool_call>") == ("<tool_call>{}</tool_call>", [])
+    assert isinstance(tool_parser("slime.agent.tool_parsers.Hermes"), Hermes)
+    with pytest.raises(HookError):
+        tool_parser("slime.agent.tool_parsers.Nothing")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("abc", "abc"), ("abc<", "abc"), ("abc<tool", "abc"), ("abc<tool_call>{", "abc"), ("a<b", "a<b"), ("xEN", "x"),
+     ("xENDy", "x")],
+)  # fmt: skip
+def test_a_stream_holds_back_what_may_be_a_call_or_a_stop_string(text: str, expected: str) -> None:
+    assert shown(text, ("<tool_call>", "END")) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_families_templates_add_between_turns(name: str, closed: bool) -> None:
+    """For canonical answers the recorded ids and the continuation read as the template's own rendering."""
+    source = (TEMPLATES / f"{name}.jinja").read_text()
+    tokenizer = make_tokenizer(source, ("<|im_end|>", "<|im_start|>"))
+    template = ChatTemplate(tokenizer, {})
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": ADD}}]
+    asked = [{"role": "system", "content": "be brief"}, *QUESTION]
+    answer = {"role": "assistant", "content": "It is 3."}
+    after = [*asked, answer, {"role": "user", "content": "sure?"}]
+    end = tokenizer.eos_token_id
+    added = template.continuation(after, tools, 3, end if closed else 0)
+    assert added is not None
+    expected = f"{'' if closed else '<|im_end|>'}\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(added).removesuffix("<think>\n") == expected
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    added = template.continuation([*asked, {**answer, "tool_calls": [call]}, result], tools, 3, end)
+    assert added is not None
+    text = tokenizer.decode(added)
+    assert text.startswith("\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>") and "add" not in text
+
+
+def test_a_template_without_tools_gets_them_in_words() -> None:
+    plain = "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}<|end|>\n{% endfor %}"
+    template = ChatTemplate(make_tokenizer(plain), {})
+    tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": ADD}}]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, *QUESTION]
+    text = template.tokenizer.decode(template.prompt(messages, tools))
+    assert text.startswith("<|system|> # Tools") and '"name": "add"' in text
+    assert '<|assistant|> <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|end|>' in text
+
+
+def test_an_answer_that_the_program_began_is_continued() -> None:
+    template = ChatTemplate(make_tokenizer(), {})
+    ids = template.prompt([*QUESTION, {"role": "assistant", "content": "It is"}], [])
+    assert template.tokenizer.decode(ids).endswith("<|assistant|> It is")
