@@ -203,6 +203,33 @@ def test_new_weights_are_seen_in_spans_and_never_share_old_kv() -> None:
     ]
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_planned_sequence_waits_at_a_token_for_its_weights(mode: str) -> None:
+    """A replay: others go on meanwhile, and one that begins later does not block the queue."""
+    scheduler, cache = Scheduler(4, 1024, 64, weight_version="0.1"), PretendedCache()
+    planned = sequence("a", [1, 2, 3], max_new_tokens=5)
+    planned.request.version_plan = ((0, "0.1"), (2, "0.3"))
+    later = sequence("b", [1, 2, 3, 4])
+    later.request.version_plan = ((0, "0.2"),)
+    free = sequence("c", [4, 5, 6])
+    for seq in (planned, later, free):
+        scheduler.add(seq)
+    for version, tokens in (("0.1", [2, 0, 4]), ("0.2", [2, 4, 4]), ("0.3", [5, 4, 4])):
+        if scheduler.weight_version != version:
+            scheduler.pause(mode)
+            scheduler.weights_changed(version)
+            scheduler.resume()
+            cache.epoch += 1
+        while step(scheduler, cache, check_epoch=False) is not None:
+            pass
+        assert [seq.num_output for seq in (planned, later, free)] == tokens
+        assert scheduler.idle and scheduler.held == (version != "0.3")
+    assert version_spans(planned.version_events, "0.3", 5) == [
+        {"version": "0.1", "start": 0, "end": 2},
+        {"version": "0.3", "start": 2, "end": 5},
+    ]
+
+
 def test_spans_merge_equal_versions_and_skip_empty_ones() -> None:
     events = [VersionEvent("1", 2), VersionEvent("2", 2), VersionEvent("3", 4)]
     assert version_spans(events, "3", 6) == [

@@ -1,0 +1,172 @@
+"""Asynchronous runs that are killed, resumed and replayed: they end, lose no group and use none twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
+FULLY = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+SCRIPT = "train_async.py"
+SLOW_REWARD = """
+import asyncio
+import pathlib
+import random
+
+HERE = pathlib.Path(__file__).parent
+
+
+async def reward(args, sample, **kwargs):
+    await asyncio.sleep(random.Random(sample.index).random() * 0.05)  # groups end in another order than they began
+    return sum(c == sample.label for c in sample.response) + 0.01 * (len(sample.response) % 7)
+
+
+def slow_step(args, rollout_id, rollout_data):
+    import time
+
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def asynchronous(tmp_path: Path, tiny_model: Path, prompts: Path) -> list[object]:
+    """Eight short steps, fully asynchronous, with updates under way and a filter."""
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW_REWARD)
+    return [
+        "--hf-checkpoint", tiny_model, "--prompt-data", prompts, "--apply-chat-template", "--rollout-shuffle",
+        "--custom-rm-path", f"{file}:reward", "--rollout-data-postprocess-path", f"{file}:slow_step",
+        "--lr", "1e-3", "--rollout-batch-size", 4, "--n-samples-per-prompt", 2, "--rollout-max-response-len", 200,
+        "--train-backend", "fsdp", "--rollout-backend", "embedded", "--num-rollout", 8, "--phase-timeout", 120,
+        "--async-buffer-size", 2, "--rollout-function-path", FULLY, "--dynamic-sampling-filter-path",
+        "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+    ]  # fmt: skip
+
+
+def wait_until(process: subprocess.Popen, done: Callable[[], object], seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def steps_logged(folder: Path) -> int:
+    return (folder / "metrics.jsonl").read_text().count("rollout/step") if (folder / "metrics.jsonl").exists() else 0
+
+
+def account(folder: Path) -> dict:
+    """What ``slime ledger`` says; the account must close."""
+    command = [sys.executable, "-m", "slime.cli.main", "ledger", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_accounted(result, steps: int = 8, batch: int = 4) -> dict:
+    """The run ended; every group is in one place, and the rows of the file are the groups that steps trained."""
+    assert result.code == 0, result.output
+    assert [row["rollout/step"] for row in result.metrics()] == list(range(steps))
+    said = account(result.folder)
+    assert said["counts"]["trained"] == steps * batch
+    lines = [json.loads(line) for line in (result.folder / "ledger.jsonl").read_text().splitlines()]
+    trained = [(row["rollout"], row["group"]) for row in lines if row.get("state") == "trained"]
+    assert len({group for _, group in trained}) == len(trained) == steps * batch
+    for step in range(steps):
+        rows = (result.folder / "samples" / f"rollout_{step:06d}.jsonl").read_text().split("\n")
+        groups = {json.loads(row)["group_index"] for row in rows if row}
+        assert groups == {group for rollout, group in trained if rollout == step}
+    return said
+
+
+def numbers(rows: list[dict]) -> list[dict]:
+    """What training did: rewards, losses, gaps; not the clock, nor how many groups stood about at that moment."""
+    leave = ("perf/", "time", "memory/", "rollout/engine_", "rollout/http_", "rollout/router_", "rollout/buffered")
+    gone = ("cache", "under_way")
+    return [{k: v for k, v in row.items() if not k.startswith(leave) and not any(w in k for w in gone)} for row in rows]
+
+
+def test_a_killed_one_step_run_resumes_bit_for_bit(runner, asynchronous) -> None:
+    """The rollout that was generated ahead is in the snapshot: it is trained, not made again."""
+    one_step = [*asynchronous, "--async-buffer-size", 1, "--save-interval", 1, "--num-rollout", 5]
+    one_step += ["--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"]
+    whole = runner.run(*one_step, "--save", runner.tmp / "whole", name="whole", script=SCRIPT)
+    assert_accounted(whole, 5)
+    saved = runner.tmp / "saved"
+    process = runner.start("--run-name", "parts", *one_step, "--save", saved, script=SCRIPT)
+    latest = saved / "latest_checkpointed_iteration.txt"
+    wait_until(process, lambda: latest.exists() and latest.read_text().strip() == "1")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert runner.wait_gone(60) == []
+    resumed = runner.run(*one_step, "--save", saved, "--load", saved, name="parts", script=SCRIPT)
+    assert_accounted(resumed, 5)
+    assert numbers(resumed.metrics()) == numbers(whole.metrics())
+
+
+def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(runner, asynchronous) -> None:
+    saved = runner.tmp / "saved"
+    flags = [*asynchronous, "--save", saved, "--save-interval", 2]
+    process = runner.start("--run-name", "parts", *flags, script=SCRIPT)
+    wait_until(process, lambda: steps_logged(runner.tmp / "outputs" / "parts") >= 4)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert runner.wait_gone(60) == []
+    wrong = runner.run(*flags, "--load", saved, "--rollout-seed", 7, name="parts", script=SCRIPT)
+    assert wrong.code != 0 and "rollout_seed: 42 -> 7" in wrong.output
+    resumed = runner.run(*flags, "--load", saved, name="parts", script=SCRIPT)
+    said = assert_accounted(resumed)
+    assert [undone["attempt"] for undone in said["rolled_back"]] in ([1], [1, 2])
+    replay = ["--replay-schedule", resumed.folder / "schedule.jsonl"]
+    repeated = runner.run(*asynchronous, *replay, name="replay", script=SCRIPT)
+    assert_accounted(repeated)
+    assert numbers(repeated.metrics()) == numbers(resumed.metrics())
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+def test_a_replay_has_the_same_losses(runner, asynchronous, mode) -> None:
+    flags = [*asynchronous, "--update-weight-pause-mode", mode, "--num-rollout", 6, "--update-weights-interval", 2]
+    first = runner.run(*flags, name="first", script=SCRIPT)
+    assert_accounted(first, 6)
+    schedule = first.folder / "schedule.jsonl"
+    lines = [json.loads(line) for line in schedule.read_text().splitlines()]
+    divided = [line for line in lines if "request" in line and (len(line["spans"]) > 1 or line["end"] == "abort")]
+    assert divided, "no update came while an answer was under way"
+    assert all(line["kv_kept"] == (mode == "in_place") for line in divided if len(line["spans"]) > 1)
+    second = runner.run(*flags, "--replay-schedule", schedule, name="second", script=SCRIPT)
+    assert_accounted(second, 6)
+    assert numbers(second.metrics()) == numbers(first.metrics())
+
+
+VICTIMS = {
+    "engine": lambda words, _: "slime.engines.embedded.server" in words,
+    "manager": lambda words, _: words[0].startswith("ray::RolloutManager"),
+    "rank": lambda words, _: words[0].startswith("ray::TrainActor"),
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_whatever_is_killed_the_run_ends_and_the_ledger_closes(runner, asynchronous, victim) -> None:
+    flags = [*asynchronous, "--use-fault-tolerance", "--rollout-health-check-interval", 2, "--save-interval", 1]
+    process = runner.start("--run-name", "run", *flags, script=SCRIPT)
+    folder = runner.tmp / "outputs" / "run"
+    wait_until(process, lambda: steps_logged(folder) >= 3)
+    struck = next(p for p in runner.alive() if p.cmdline() and VICTIMS[victim](p.cmdline(), p))
+    os.kill(struck.pid, signal.SIGKILL)
+    result = runner.finish(process, "run", 200)
+    said = assert_accounted(result)
+    if victim == "engine":
+        assert "started again, with the current weights" in result.output
+    else:
+        assert "going on from the snapshot of rollout" in result.output
+        assert "resumed from" in result.output and len(said["rolled_back"]) == 1
+    assert runner.wait_gone() == []
+    assert not psutil.pid_exists(struck.pid) or psutil.Process(struck.pid).status() == psutil.STATUS_ZOMBIE
