@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# SmolLM2-135M on samples of a server of its own, which works one step ahead of training.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
+
+url="http://127.0.0.1:$(free_port)"
+config="$output_dir/rollout_buffer.yaml"
+printf 'rollout_buffer_url: %s\nrollout_buffer_task: products\nrollout_buffer_ahead: 4\n' "$url" >"$config"
+start_server rollout_buffer_server "$url/health" "$python" "$here/server.py" --port "${url##*:}"
+
+train rollout_buffer train.py --hf-checkpoint "$(example_model)" \
+    --prompt-data "$(products train)" --apply-chat-template --rollout-shuffle --rm-type last_number \
+    --rollout-function-path "$here/rollout.py:generate_rollout" --custom-config-path "$config" \
+    --rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 16 --num-rollout 4 \
+    --use-tis --lr 1e-5 --train-backend fsdp --use-dynamic-batch-size --max-tokens-per-gpu 2048 "${engine[@]}"

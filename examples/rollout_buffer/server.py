@@ -1,0 +1,154 @@
+"""An independent rollout server: generators write finished groups into its buffer, training takes them out.
+
+    python server.py [--port 8889]
+
+It knows nothing of slime and runs where it likes, on another machine or in an agent's own environment.
+
+    POST /start_rollout     {"task_type", "engine_url", "sampling_params", "groups": [{"group_index", "prompt",
+                            "input_ids", "label", "metadata", "size"}]}: hands the groups to the generator of that type
+    POST /buffer/write      {"task_type", "group_index", "samples": [...]}: one finished group, from a generator
+    POST /get_rollout_data  {"task_type", "num_groups"}: takes up to so many groups out of the buffer
+    GET  /health
+
+A generator is a module in ``generators/`` with ``TASK_TYPE`` and ``async run_rollout(task)``, and, if it likes,
+``transform_group(samples) -> samples`` and ``is_valid_group(samples) -> bool``. A new file is found by its being there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from aiohttp import web
+
+NEEDED = ("tokens", "response", "response_length", "rollout_log_probs", "loss_mask", "reward", "status")
+Row = dict[str, Any]
+
+
+@dataclass
+class TaskBuffer:
+    """What one generator has made."""
+
+    generator: ModuleType
+    ready: deque[Row] = field(default_factory=deque)
+    rejected: list[int] = field(default_factory=list)  # group indices that is_valid_group refused, until they are told
+    waiting: set[int] = field(default_factory=set)  # handed to the generator, not written yet
+    error: str | None = None
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self, task: Row) -> None:
+        self.waiting.update(group["group_index"] for group in task["groups"])
+        running = asyncio.get_running_loop().create_task(self.generator.run_rollout(task))
+        self.tasks.add(running)
+        running.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.error = f"generator {self.generator.TASK_TYPE!r}: {type(error).__name__}: {error}"
+
+    def write(self, group_index: int, samples: list[Row]) -> None:
+        """Put a group into the buffer, transformed, if its generator finds it valid."""
+        if group_index not in self.waiting:
+            raise ValueError(f"group {group_index} was not asked for, or was written before")
+        for sample in samples:
+            check_sample(sample)
+        self.waiting.discard(group_index)
+        samples = getattr(self.generator, "transform_group", lambda group: group)(samples)
+        if getattr(self.generator, "is_valid_group", lambda group: True)(samples):
+            self.ready.append({"group_index": group_index, "samples": samples})
+        else:
+            self.rejected.append(group_index)
+
+    def take(self, count: int) -> Row:
+        """Groups in the order of their completion; they leave the buffer."""
+        groups = [self.ready.popleft() for _ in range(min(count, len(self.ready)))]
+        rejected, self.rejected = self.rejected, []
+        return {"groups": groups, "rejected": rejected, "waiting": len(self.waiting), "error": self.error}
+
+
+def check_sample(sample: Row) -> None:
+    """Training needs ids and the log-prob of each: text alone cannot be trained on exactly.
+
+    Raises:
+        ValueError: a field is missing, or lengths do not go together.
+    """
+    if missing := [name for name in NEEDED if sample.get(name) is None]:
+        raise ValueError(f"a sample lacks {', '.join(missing)}")
+    length = sample["response_length"]
+    for name in ("rollout_log_probs", "loss_mask"):
+        if len(sample[name]) != length:
+            raise ValueError(f"a sample has {len(sample[name])} entries in {name}, but response_length is {length}")
+    if len(sample["tokens"]) <= length:
+        raise ValueError(f"a sample has {len(sample['tokens'])} tokens, {length} of them response: no prompt is left")
+
+
+def find_generators(folder: Path) -> dict[str, ModuleType]:
+    """The modules of a folder by their ``TASK_TYPE``."""
+    found: dict[str, ModuleType] = {}
+    for file in sorted(folder.glob("[!_]*.py")):
+        spec = importlib.util.spec_from_file_location(f"generator_{file.stem}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if hasattr(module, "TASK_TYPE") and hasattr(module, "run_rollout"):
+            found[module.TASK_TYPE] = module
+    return found
+
+
+def make_app(generators: dict[str, ModuleType], url: str) -> web.Application:
+    """The HTTP server; ``url`` is where generators reach it."""
+    buffers = {name: TaskBuffer(module) for name, module in generators.items()}
+
+    def buffer_of(body: Row) -> TaskBuffer:
+        if body.get("task_type") not in buffers:
+            raise ValueError(f"no generator for task_type {body.get('task_type')!r}; there are {', '.join(buffers)}")
+        return buffers[body["task_type"]]
+
+    async def start_rollout(body: Row) -> Row:
+        buffer_of(body).start({**body, "buffer_url": url})
+        return {"started": len(body["groups"])}
+
+    async def write(body: Row) -> Row:
+        buffer_of(body).write(body["group_index"], body["samples"])
+        return {"ok": True}
+
+    async def get_rollout_data(body: Row) -> Row:
+        return buffer_of(body).take(body["num_groups"])
+
+    def post(path: str, call: Any) -> web.RouteDef:
+        async def handler(request: web.Request) -> web.Response:
+            try:
+                return web.json_response(await call(await request.json()))
+            except (ValueError, KeyError) as error:
+                return web.json_response({"error": f"{path}: {error}"}, status=400)
+
+        return web.post(path, handler)
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"task_types": list(buffers)})
+
+    app = web.Application(client_max_size=1 << 30)
+    app.add_routes([post("/start_rollout", start_rollout), post("/buffer/write", write)])
+    app.add_routes([post("/get_rollout_data", get_rollout_data), web.get("/health", health)])
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8889)
+    options = parser.parse_args()
+    generators = find_generators(Path(__file__).parent / "generators")
+    app = make_app(generators, f"http://{options.host}:{options.port}")
+    web.run_app(app, host=options.host, port=options.port, print=None)
+
+
+if __name__ == "__main__":
+    main()
