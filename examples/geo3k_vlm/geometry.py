@@ -1,0 +1,178 @@
+"""Figures of plane geometry, questions on them, and a tiny vision-language model that has barely learned to see.
+
+    python examples/geo3k_vlm/geometry.py FOLDER [--seed 1] [--warm-up-steps 24] [--no-model]
+
+writes ``FOLDER/model`` (LLaVA's architecture: a CLIP vision tower, a projector, a Llama; 0.5M random parameters that a
+few supervised steps have warmed up), ``FOLDER/figures/*.png``, ``FOLDER/train.jsonl`` and ``FOLDER/eval.jsonl``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+UNITS = 4  # the figure's field is 4 × 4 units
+PIXELS = 8  # of a unit, and of a patch of the vision tower
+LONGEST = 3  # side of a rectangle
+QUESTIONS = {"width": "<image>How wide?", "height": "<image>How high?"}
+COLOURS = ("crimson", "darkgreen", "navy", "purple", "black")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% if m['role'] == 'assistant' %}<eos>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Sides and the upper left corner, in units; the right and lower edges lie within the field."""
+
+    width: int
+    height: int
+    left: int
+    top: int
+    colour: str
+
+    @classmethod
+    def random(cls, random: Random) -> Rectangle:
+        width, height = random.randint(1, LONGEST), random.randint(1, LONGEST)
+        left, top = random.randint(0, UNITS - width), random.randint(0, UNITS - height)
+        return cls(width, height, left, top, random.choice(COLOURS))
+
+    def draw(self, grid: bool = False) -> Image.Image:
+        """RGB, 32 × 32; with ``grid`` the field's units are ruled over the figure."""
+        image = Image.new("RGB", (UNITS * PIXELS, UNITS * PIXELS), "white")
+        pen = ImageDraw.Draw(image)
+        x, y = self.left * PIXELS, self.top * PIXELS
+        pen.rectangle((x, y, x + self.width * PIXELS - 1, y + self.height * PIXELS - 1), fill=self.colour)
+        for line in range(PIXELS, UNITS * PIXELS, PIXELS) if grid else ():
+            pen.line((line, 0, line, UNITS * PIXELS), fill="orange")
+            pen.line((0, line, UNITS * PIXELS, line), fill="orange")
+        return image
+
+
+def write_rows(folder: Path, name: str, count: int, seed: int) -> Path:
+    """``count`` figures as PNG files and the rows on them: question, image, answer; the figure in the metadata."""
+    random = Random(f"{seed} {name}")
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i in range(count):
+        figure, side = Rectangle.random(random), random.choice(list(QUESTIONS))
+        file = folder.resolve() / "figures" / f"{name}-{i}.png"
+        figure.draw().save(file)
+        row = {"prompt": QUESTIONS[side], "images": [str(file)], "label": str(getattr(figure, side))}
+        lines.append(json.dumps({**row, "metadata": {"figure": vars(figure)}}) + "\n")
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+async def score(args: Any, sample: Any, **kwargs: Any) -> float:
+    """The reward: 1 for exactly the right number."""
+    return float(sample.response.removesuffix("<eos>").strip() == sample.label)
+
+
+def make_tokenizer() -> Any:
+    """One token per byte, the end of a text, and the placeholder of an image."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    fast.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_model(seed: int) -> tuple[Any, Any]:
+    """(model, processor): LLaVA with random weights; an image is 16 tokens."""
+    import torch
+    import transformers as t
+
+    tokenizer = make_tokenizer()
+    side = UNITS * PIXELS
+    vision = t.CLIPVisionConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=side,
+        patch_size=PIXELS, projection_dim=64, initializer_range=0.1,
+    )  # fmt: skip
+    text = t.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        initializer_range=0.1,
+    )  # fmt: skip
+    config = t.LlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    torch.manual_seed(seed)
+    model = t.LlavaForConditionalGeneration(config)
+    processor = t.LlavaProcessor(
+        image_processor=t.CLIPImageProcessorPil(size={"shortest_edge": side}, do_center_crop=False),
+        tokenizer=tokenizer,
+        patch_size=PIXELS,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+        chat_template=CHAT_TEMPLATE,
+    )
+    return model, processor
+
+
+def warm_up(model: Any, processor: Any, steps: int, seed: int, batch: int = 32, lr: float = 1e-3) -> float:
+    """Supervised steps on figures of their own; returns the last loss, in nats per answer token."""
+    import torch
+
+    random, loss = Random(f"{seed} warm-up"), float("nan")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    ids = {d: processor.tokenizer(d)["input_ids"][0] for d in map(str, range(1, LONGEST + 1))}
+    for _ in range(steps):
+        figures = [Rectangle.random(random) for _ in range(batch)]
+        side = random.choice(list(QUESTIONS))  # one a batch: their prompts have different lengths
+        text = f"<user>{QUESTIONS[side]}\n<assistant>"
+        inputs = processor(text=[text] * batch, images=[figure.draw() for figure in figures], return_tensors="pt")
+        answers = torch.tensor([[ids[str(getattr(figure, side))], 1] for figure in figures])
+        logits = model(
+            input_ids=torch.cat([inputs["input_ids"], answers[:, :1]], dim=1), pixel_values=inputs["pixel_values"]
+        ).logits[:, -2:]
+        cost = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answers.flatten())
+        optimizer.zero_grad()
+        cost.backward()
+        optimizer.step()
+        loss = float(cost.detach())
+    return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--warm-up-steps", type=int, default=24)
+    parser.add_argument("--no-model", action="store_true", help="figures and questions only")
+    args = parser.parse_args()
+    train, held_out = (write_rows(args.folder, name, n, args.seed) for name, n in (("train", 512), ("eval", 64)))
+    print(f"geometry: {train}, {held_out}")
+    if args.no_model:
+        return
+    model, processor = make_model(args.seed)
+    loss = warm_up(model, processor, args.warm_up_steps, args.seed)
+    model.save_pretrained(args.folder / "model")
+    processor.save_pretrained(args.folder / "model")
+    size = sum(p.numel() for p in model.parameters())
+    print(f"geometry: {args.folder / 'model'}, {size / 1e6:.1f}M parameters, warm-up loss {loss:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The embedded engine on the event loop of a test: a real model over real HTTP, without a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from slime.config.args import FLAGS
+
+
+@contextlib.asynccontextmanager
+async def serving(model: Path) -> AsyncIterator[str]:
+    """``http://127.0.0.1:<port>`` of an engine that serves ``model`` in float32."""
+    from aiohttp import web
+
+    from slime.engines.embedded import routes_generate
+    from slime.engines.embedded.loading import EngineOptions, load_engine
+    from slime.engines.embedded.web import LOADED, errors_as_json
+    from slime.engines.http import close_session
+
+    loaded = load_engine(EngineOptions(model_path=str(model), dtype="float32", device="cpu", max_total_tokens=4096))
+    app = web.Application(middlewares=[errors_as_json])
+    app[LOADED] = loaded
+    app.add_routes(routes_generate.routes())
+    loaded.engine.start(asyncio.get_running_loop())
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await close_session()
+        await runner.cleanup()
+        loaded.engine.stop()
+
+
+def rollout_args(model: Path, url: str, **more: Any) -> SimpleNamespace:
+    """All flags with their defaults, for a rollout that asks the engine at ``url``."""
+    host, port = url.removeprefix("http://").split(":")
+    values = {name: flag.default for name, flag in FLAGS.items()} | {
+        "hf_checkpoint": str(model),
+        "rollout_backend": "embedded",
+        "sglang_router_ip": host,
+        "sglang_router_port": int(port),
+        "rollout_max_response_len": 16,
+    }
+    return SimpleNamespace(**(values | more))

@@ -1,0 +1,53 @@
+"""Figures that are what their labels say, and a model that learns from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from example_scripts import load_example
+from PIL import ImageColor
+
+from slime.data.sample import Sample
+
+geometry = load_example("geo3k_vlm/geometry.py")
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_a_figure_has_the_sides_that_it_says(grid: bool) -> None:
+    random = Random(0)
+    for _ in range(50):
+        figure = geometry.Rectangle.random(random)
+        pixels = np.asarray(figure.draw(grid))
+        ink = [~np.all(pixels == np.asarray(ImageColor.getrgb(name)), axis=-1) for name in ("white", "orange")]
+        rows, columns = np.nonzero(ink[0] & ink[1])
+        side = geometry.PIXELS
+        assert columns.min() // side == figure.left and columns.max() // side == figure.left + figure.width - 1
+        assert rows.min() // side == figure.top and rows.max() // side == figure.top + figure.height - 1
+
+
+def test_the_same_seed_writes_the_same_questions(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in geometry.write_rows(tmp_path, "train", 30, seed=3).read_text().splitlines()]
+    for row in rows:
+        side = "width" if "wide" in row["prompt"] else "height"
+        assert row["label"] == str(row["metadata"]["figure"][side]) and row["prompt"].count("<image>") == 1
+        assert Path(row["images"][0]).is_file()
+    again = [json.loads(line) for line in geometry.write_rows(tmp_path, "train", 30, seed=3).read_text().splitlines()]
+    other = [json.loads(line) for line in geometry.write_rows(tmp_path, "eval", 30, seed=3).read_text().splitlines()]
+    assert rows == again and [r["metadata"] for r in rows] != [r["metadata"] for r in other]
+    assert {row["label"] for row in rows} == {"1", "2", "3"}
+
+
+async def test_the_reward_wants_exactly_the_number() -> None:
+    for response, reward in (("3<eos>", 1.0), ("3", 1.0), ("33", 0.0), ("2<eos>", 0.0), ("", 0.0)):
+        assert await geometry.score(None, Sample(response=response, label="3")) == reward
+
+
+def test_the_warm_up_teaches_the_form_of_an_answer() -> None:
+    model, processor = geometry.make_model(seed=1)
+    first = geometry.warm_up(model, processor, steps=1, seed=1, batch=8)
+    last = geometry.warm_up(model, processor, steps=6, seed=1, batch=8)
+    assert last < first / 2

@@ -1,0 +1,71 @@
+"""A second look reaches engine and sample alike: ids, masks and pixels of both images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from example_scripts import load_example
+from in_process_engine import rollout_args, serving
+
+from slime.data.sample import Sample
+
+look = load_example("geo3k_vlm_multi_turn/second_look.py")
+FIGURE = {"width": 2, "height": 3, "left": 1, "top": 0, "colour": "navy"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    geometry = load_example("geo3k_vlm/geometry.py")
+    folder = tmp_path_factory.mktemp("geometry")
+    model, processor = geometry.make_model(seed=1)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def make_sample(tmp_path: Path) -> Sample:
+    image = str(tmp_path / "figure.png")
+    look.Rectangle(**FIGURE).draw().save(image)
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "How wide?"}]
+    return Sample(
+        index=0, group_index=0, prompt=[{"role": "user", "content": content}], label="2",
+        multimodal_inputs={"images": [image]}, metadata={"figure": FIGURE},
+    )  # fmt: skip
+
+
+async def test_a_wrong_answer_is_followed_by_the_figure_again(tiny: Path, tmp_path: Path) -> None:
+    async with serving(tiny) as url:
+        args = rollout_args(tiny, url, max_turns=2, rm_type="last_number", answer_tokens=2, rollout_max_response_len=64)
+        params = {"temperature": 1.0, "max_new_tokens": 64, "sampling_seed": 5, "skip_special_tokens": False}
+        asked = make_sample(tmp_path)
+        shared = asked.multimodal_inputs
+        sample = await look.generate(args, asked, params)  # a random model: its answers are no numbers
+    turns = sample.metadata["model_turns"]
+    assert len(turns) == 2 and len(shared["images"]) == 1 and len(sample.multimodal_inputs["images"]) == 2
+    image_token = 258
+    assert sample.tokens.count(image_token) == 2 * 16
+    pixels = sample.multimodal_train_inputs["pixel_values"]
+    assert pixels.shape == (2, 3, 32, 32) and (pixels[0] != pixels[1]).any()
+    mask = sample.loss_mask
+    own = [i for turn in turns for i in range(turn["start"], turn["end"])]
+    assert [i for i, m in enumerate(mask) if m] == own and len(mask) == sample.response_length
+    assert [log == 0.0 for log in sample.rollout_log_probs] == [not m for m in mask]
+    assert "<user><image>No.<assistant>" in sample.response
+    assert await look.score(args, sample) == 0.0
+
+
+@pytest.mark.parametrize(("answer", "words"), [("1", "More."), ("3<eos>", "Less."), ("a", "No.")])
+def test_hints(answer: str, words: str) -> None:
+    assert look.hint(answer, "2") == words
+
+
+async def test_a_later_answer_is_worth_less() -> None:
+    async def reward(*answers: str) -> float:
+        turns: list[dict[str, Any]] = [{"text": text} for text in answers]
+        sample = Sample(index=0, label="2", metadata={"model_turns": turns})
+        return await look.score(SimpleNamespace(rm_type="last_number"), sample)
+
+    assert [await reward("2"), await reward("3", "2<eos>"), await reward("3", "1"), await reward()] == [1, 0.5, 0, 0]
