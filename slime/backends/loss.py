@@ -118,7 +118,7 @@ def is_max_metric(name: str) -> bool:
 
 
 def divide_by_weights(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Means over tokens of one kind (:data:`WEIGHT`), from the step's totals; without those that there is no token of."""
+    """Means over tokens of one kind (:data:`WEIGHT`), from the step's totals; kinds without a token are left out."""
     return {
         name: value / metrics[name + WEIGHT] if name + WEIGHT in metrics else value
         for name, value in metrics.items()

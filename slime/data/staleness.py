@@ -17,7 +17,7 @@ UNKNOWN = -1
 
 
 def step_of(version: str) -> int | None:
-    """Steps that had trained a version's weights; None for a name that is not of this form (an engine never updated)."""
+    """Steps that had trained a version's weights; None for a name of another form (of an engine never updated)."""
     _, dot, step = version.partition(".")
     return int(step) if dot and step.isdigit() else None
 

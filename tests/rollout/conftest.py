@@ -17,3 +17,15 @@ async def closed_connections():
     from slime.engines.http import close_session
 
     await close_session()
+
+
+@pytest.fixture
+def hooks(tmp_path):
+    """Write functions to a file and get the path of each."""
+
+    def write(code):
+        file = tmp_path / f"hooks_{len(list(tmp_path.iterdir()))}.py"
+        file.write_text("from slime.data.sample import Sample, flatten\n" + code)
+        return lambda name: f"{file}:{name}"
+
+    return write

@@ -14,7 +14,6 @@ from slime.rollout.filter_hub.dynamic_sampling_filters import (
     check_reward_nonzero_std,
     check_reward_nonzero_std_with_fallback,
 )
-from slime.rollout.fully_async_rollout import StandingPool, generate_rollout_fully_async
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async
 
 pytestmark = pytest.mark.timeout(60)
@@ -222,76 +221,6 @@ async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
         assert len(asked) == 2, "a refusal is not tried again"
     finally:
         await runner.cleanup()
-
-
-# --- the standing pool -----------------------------------------------------------------------
-
-
-async def test_the_pool_trains_in_the_order_of_admission_and_is_bounded(tokenizer_dir):
-    args = arguments(tokenizer_dir, async_buffer_size=2)
-    source = source_of(args)
-    async with SmallEngine(slow=lambda p: False, jitter=0.05) as engine:
-        pool = StandingPool(engine.serve(args), source)
-        taken = []
-        for rollout_id in range(4):
-            output = await asyncio.wait_for(pool.take(rollout_id), 20)
-            taken += [g[0].group_index for g in output.samples]
-            assert source.sample_group_index <= len(taken) + 2 * 4, "no more is admitted than fits"
-            assert source.sample_group_index == len(taken) + 2 * 4, "the pool stays full"
-            await asyncio.sleep(0.1)  # while the trainer trains, generation goes on
-        assert taken == list(range(16))
-        assert all(ticket.done for ticket in pool.tickets.values())
-        await pool.close()
-    assert [g[0].group_index for g in source.buffer] == list(range(16, 24))
-
-
-async def test_a_slow_prompt_is_waited_for_not_starved(tokenizer_dir):
-    args = arguments(tokenizer_dir, async_buffer_size=1)
-    async with SmallEngine(slow=lambda prompt: prompt.startswith("prompt 0:"), jitter=0.0) as engine:
-        pool = StandingPool(engine.serve(args), source_of(args))
-        taking = asyncio.create_task(pool.take(0))
-        await asyncio.sleep(0.3)
-        assert not taking.done() and len(engine.requests) == 16
-        engine.slow = lambda prompt: False
-        engine._abort.set()  # what an engine answers when weights are updated in abort mode
-        output = await asyncio.wait_for(taking, 20)
-        assert [g[0].group_index for g in output.samples] == [0, 1, 2, 3]
-        await pool.close()
-
-
-async def test_the_pool_closes_on_an_error(tokenizer_dir):
-    args = arguments(tokenizer_dir, phase_timeout=0.3)
-    source = source_of(args)
-    async with SmallEngine(slow=lambda prompt: True) as engine:
-        pool = StandingPool(engine.serve(args), source)
-        with pytest.raises(TimeoutError, match="0 of 4 groups"):
-            await pool.take(0)
-        assert not pool.tickets
-        assert [s.status for s in flatten(source.buffer)] == [Sample.Status.PENDING] * 16
-
-
-def test_the_entry_point_refuses_to_evaluate_and_keeps_its_pool(tokenizer_dir):
-    from slime.engines.http import close_session
-    from slime.utils.async_utils import run
-
-    args = arguments(tokenizer_dir)
-    source = source_of(args)
-    with pytest.raises(ValueError, match="--eval-function-path"):
-        generate_rollout_fully_async(args, 0, source, evaluation=True)
-    engine = SmallEngine()
-    run(engine.__aenter__())
-    try:
-        engine.serve(args)
-        indices = [
-            g[0].group_index
-            for rollout_id in range(2)
-            for g in generate_rollout_fully_async(args, rollout_id, source).samples
-        ]
-        assert indices == list(range(8))
-        run(GenerateState(args).pool.close())
-    finally:
-        run(engine.__aexit__())
-        run(close_session())
 
 
 # --- replay and sleep ------------------------------------------------------------------------

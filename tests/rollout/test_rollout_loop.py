@@ -19,18 +19,6 @@ from slime.rollout.sampling_params import seeded
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
 
 
-@pytest.fixture
-def hooks(tmp_path):
-    """Write functions to a file and get the path of each."""
-
-    def write(code):
-        file = tmp_path / f"hooks_{len(list(tmp_path.iterdir()))}.py"
-        file.write_text("from slime.data.sample import Sample, flatten\n" + code)
-        return lambda name: f"{file}:{name}"
-
-    return write
-
-
 def contents(groups):
     return [(s.index, s.group_index, s.response, s.reward, tuple(s.tokens), s.status) for s in flatten(groups)]
 

@@ -1,0 +1,208 @@
+"""The driver's side of asynchronous training, with a manager that generates when the test lets it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slime.cluster.prefetch import Prefetcher
+
+
+class Manager:
+    """Answers at once, but for rollouts, which wait until they are let go."""
+
+    def __init__(self, in_flight: bool) -> None:
+        self.in_flight, self.asked, self.told = in_flight, [], []
+        self.go: dict[int, threading.Event] = {}
+        self.fails = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *given: lambda: getattr(type(self), f"_{name}")(self, *given))
+
+    def _generate(self, rollout_id: int) -> dict[str, Any]:
+        self.asked.append(rollout_id)
+        assert self.go.setdefault(rollout_id, threading.Event()).wait(10)
+        if rollout_id == self.fails:
+            raise RuntimeError("the verifier is broken")
+        return {"id": rollout_id, "metrics": {}, "texts": []}
+
+    def _open_pool(self, first: int, last: int, held: int) -> bool:
+        return self.in_flight
+
+    def _advance_pool(self, version: int, taken: bool, trained: bool) -> None:
+        self.told.append((version, taken, trained))
+
+    def _weights_are_of(self, step: int) -> None:
+        pass
+
+    def let_go(self, rollout_id: int) -> None:
+        self.go.setdefault(rollout_id, threading.Event()).set()
+
+
+class Run:
+    """The parts of a run that the prefetcher uses, and what happened in which order."""
+
+    def __init__(self, manager: Manager, **args: Any) -> None:
+        values = {"async_buffer_size": 1, "update_weights_interval": 1, "max_weight_staleness": None}
+        values |= {"num_steps_per_rollout": 1, "phase_timeout": 10.0, "replay_schedule": None}
+        values |= {"update_weight_pause_mode": None}
+        self.args = SimpleNamespace(**(values | args))
+        self.manager, self.first_rollout, self.num_rollout, self.held_step = manager, 0, 8, 0
+        self.pending: dict[str, float] = {}
+        self.events: list[Any] = []
+        self.notes: list[str] = []
+        self.display = SimpleNamespace(note=self.notes.append)
+        self.stop = SimpleNamespace(check=lambda: None)
+        self.faults = SimpleNamespace(tend=lambda keep_version=False: self.events.append(("tend", keep_version)))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def manager_call(self, refs: list[Callable[[], Any]], what: str, *_: Any, **__: Any) -> Any:
+        return refs[0]()
+
+    def take_rollout(self, batch: dict[str, Any]) -> None:
+        pass
+
+    def update_weights(self) -> None:
+        self.events.append("update")
+        self.held_step += 1
+
+    def evaluate(self, step: int) -> None:
+        self.events.append(("eval", step))
+
+    def start_evaluation(self, step: int) -> int:
+        self.events.append(("eval begins", step))
+        return step
+
+    def end_evaluation(self, step: int, evaluation: int) -> None:
+        self.events.append(("eval ends", step))
+
+
+@pytest.fixture(autouse=True)
+def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "get", lambda ref, timeout=None: ref())
+
+
+def settled(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within seconds; then a moment more, in which too much may happen."""
+    until = time.monotonic() + 5
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    time.sleep(0.03)
+    return condition()
+
+
+def events_of(run: Run) -> list[Any]:
+    return [event for event in run.events if event[0] != "tend"]
+
+
+def test_one_step_off_policy_generates_the_next_rollout_while_one_trains() -> None:
+    manager = Manager(in_flight=False)
+    run = Run(manager)
+    for rollout_id in range(8):
+        manager.let_go(rollout_id)
+    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+        assert run.notes == ["samples train at most 1 step(s) after the weights that made them"]
+        for step in range(4):
+            assert rollouts.next()["id"] == step
+            assert settled(lambda: manager.asked == list(range(step + 2))), manager.asked  # noqa: B023
+            rollouts.update_weights()
+    assert run.events.count("update") == 4 and not manager.told
+
+
+def test_an_update_waits_for_the_rollout_under_way_and_none_starts_meanwhile() -> None:
+    manager = Manager(in_flight=False)
+    run = Run(manager, async_buffer_size=2)
+    manager.let_go(0)
+    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+        rollouts.next()
+        assert settled(lambda: manager.asked == [0, 1])
+        updating = threading.Thread(target=rollouts.update_weights)
+        updating.start()
+        assert settled(lambda: updating.is_alive() and "update" not in run.events)
+        manager.let_go(1)
+        updating.join(10)
+        assert "update" in run.events
+        assert settled(lambda: manager.asked == [0, 1, 2])
+        manager.let_go(2)
+
+
+def test_a_pool_is_told_of_each_step_and_updates_go_through_it() -> None:
+    manager = Manager(in_flight=True)
+    run = Run(manager)
+    manager.let_go(0)
+    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+        rollouts.next()
+        assert settled(lambda: manager.asked == [0, 1])  # and rollout 1 stays under way
+        rollouts.update_weights()
+        assert run.events[-1] == "update"
+        assert manager.told == [(0, True, False), (1, False, False), (1, False, True)], "younger before there is room"
+        manager.let_go(1)
+
+
+def test_an_evaluation_goes_on_beside_the_pool_and_ends_before_the_weights_change() -> None:
+    manager = Manager(in_flight=True)
+    run = Run(manager)
+    for rollout_id in range(8):
+        manager.let_go(rollout_id)
+    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+        rollouts.next()
+        rollouts.update_weights()
+        rollouts.evaluate(1)
+        rollouts.next()
+        assert events_of(run) == ["update", ("eval begins", 1)], "the next step trains meanwhile"
+        rollouts.update_weights()
+        rollouts.evaluate(2)
+    assert events_of(run)[2:] == [("eval ends", 1), "update", ("eval begins", 2), ("eval ends", 2)]
+
+
+def test_lost_engines_get_no_newer_weights_while_an_evaluation_goes_on() -> None:
+    manager = Manager(in_flight=True)
+    run = Run(manager)
+    manager.let_go(0)
+    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+        rollouts.next()
+        rollouts.update_weights()
+        rollouts.evaluate(1)
+        run.events.clear()
+        threading.Timer(0.1, lambda: manager.let_go(1)).start()
+        rollouts.next()
+        assert ("tend", True) in run.events and ("tend", False) not in run.events
+
+
+def test_the_bound_holds_back_and_the_wait_for_it_is_counted() -> None:
+    """Without staleness nothing is generated while a step trains, whatever the buffer."""
+    manager = Manager(in_flight=False)
+    run = Run(manager, async_buffer_size=4, max_weight_staleness=0)
+    for rollout_id in range(8):
+        manager.let_go(rollout_id)
+    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+        for step in range(3):
+            rollouts.next()
+            assert settled(lambda: manager.asked == list(range(step + 1)))  # noqa: B023
+            assert run.pending["perf/staleness_wait_time"] > 0
+            rollouts.update_weights()
+    free = Run(Manager(in_flight=False))
+    free.manager.let_go(0)
+    with Prefetcher(free) as rollouts:  # type: ignore[arg-type]
+        rollouts.next()
+        assert free.pending["perf/staleness_wait_time"] == 0.0
+
+
+def test_an_error_of_the_generation_reaches_the_loop() -> None:
+    manager = Manager(in_flight=False)
+    manager.fails = 1
+    manager.let_go(0), manager.let_go(1)
+    with Prefetcher(Run(manager)) as rollouts, pytest.raises(RuntimeError, match="the verifier is broken"):  # type: ignore[arg-type]
+        rollouts.next()
+        rollouts.next()
