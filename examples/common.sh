@@ -27,6 +27,7 @@ python="${SLIME_PYTHON:-$(bash "$checkout/scripts/env.sh" | tail -n 1)}"
 output_dir="$(mkdir -p "${OUTPUT_DIR:-$checkout/outputs}" && cd "${OUTPUT_DIR:-$checkout/outputs}" && pwd)"
 export PYTHONPATH="$checkout${PYTHONPATH:+:$PYTHONPATH}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 servers=()
+launcher=()  # words before the training command, such as ray job submit ... --
 trap stop_servers EXIT
 cd "$checkout"
 
@@ -53,14 +54,15 @@ free_port() {
     "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
 }
 
-# start_server NAME URL COMMAND...: runs it beside the training, waits up to $SERVER_SECONDS (120) until URL answers,
-# and ends it with the script. Its words are in $output_dir/NAME.log.
+# start_server NAME URL COMMAND...: runs it beside the training, waits up to $SERVER_SECONDS (120) until URL answers
+# (an empty one: does not wait), and ends it with the script. Its words are in $output_dir/NAME.log.
 start_server() {
     local name="$1" url="$2" log="$output_dir/$1.log"
     shift 2
     if [ "${DRY_RUN:-}" = 1 ]; then return; fi
     "$@" >"$log" 2>&1 &
     servers+=("$!")
+    if [ -z "$url" ]; then return; fi
     "$python" - "$url" "$!" "${SERVER_SECONDS:-120}" <<'EOF_WAIT' || { tail -n 20 "$log" >&2; exit 1; }
 import os, sys, time, urllib.error, urllib.request
 
@@ -101,5 +103,5 @@ train() {
             "$name" "$script" "$@"
         return
     fi
-    "$python" "$checkout/$script" "$@"
+    ${launcher[@]+"${launcher[@]}"} "$python" "$checkout/$script" "$@"
 }

@@ -48,7 +48,9 @@ class Placement:
         self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         check_resources(args, self.slots.total if self.on_gpu else 0)
         bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": CPU_SLOT * 3}
-        self.group = placement_group([bundle] * max(self.slots.total, 1), strategy="PACK")
+        # A bundle without a GPU takes next to nothing, so packed all would go to one of several nodes.
+        strategy = "PACK" if self.on_gpu else "SPREAD"
+        self.group = placement_group([bundle] * max(self.slots.total, 1), strategy=strategy)
         if not self.group.wait(timeout_seconds=PLACEMENT_DEADLINE_SECONDS):
             raise ClusterError(
                 f"no room for {self.slots.total} bundles of {bundle} within {PLACEMENT_DEADLINE_SECONDS:.0f} s; "
