@@ -18,7 +18,7 @@ from slime.rollout.rm_hub import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
 
 logger = logging.getLogger(__name__)
-STATISTICS = "agent"  # key of sample.metadata
+STATISTICS = "session"  # key of sample.metadata
 _LOOK_SECONDS = 0.5  # how often the abort flag is looked at while the program works
 _GRACE_SECONDS = 5.0  # for a program that was told to end
 

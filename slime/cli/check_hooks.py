@@ -10,6 +10,7 @@ from slime.cli.errors import CommandError
 from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, complaint_of
 from slime.config.args import FLAGS, Args
+from slime.config.defaults import AGENT_GENERATE
 from slime.config.hooks import HookError, load_function
 from slime.config.parser import check_args
 from slime.config.validate_files import HOOK_NAMES
@@ -58,7 +59,7 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
     for name in sorted((name for name, flag in FLAGS.items() if flag.kind in ("hook", "repeat")), key=lambda n: order.get(n, 99)):  # fmt: skip  # noqa: E501
         value, flag = getattr(args, name), FLAGS[name]
         paths = list(value or []) if flag.kind == "repeat" else [value]
-        same = name in _EXCLUDED and value == args.rollout_function_path
+        same = (name in _EXCLUDED and value == args.rollout_function_path) or value == AGENT_GENERATE
         for path in paths:
             if path and path != flag.default and not same:
                 yield flag.option, name, path

@@ -19,6 +19,7 @@ from slime.rollout.hooks import accepted, call, parameters
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 Probe = Callable[[Bench, Any], str]
+AGENT_TOKENS = 512  # of a conversation: an untrained model does not end its turns
 
 
 def generate(bench: Bench, fn: Any) -> str:
@@ -58,6 +59,44 @@ def generate(bench: Bench, fn: Any) -> str:
     fan_out = f" from {len(outcome.result)} calls" if len(leaves) != len(outcome.result) else ""
     lengths = [one.response_length for one in leaves]
     return f"{len(leaves)} samples{fan_out}, {min(lengths)} to {max(lengths)} tokens, {outcome.seconds:.1f} s"
+
+
+def agent(bench: Bench, fn: Any) -> str:
+    """``run(task)``, with the endpoint that it gets in a run."""
+    from slime.agent.program import Task
+    from slime.agent.rollout import generate as run_agent
+    from slime.agent.server import stop_agent_server
+    from slime.rollout.custom_generate import call_single
+    from slime.rollout.sampling_params import sampling_params
+
+    check_signature(fn, "run(task)", Task("", None, {}, "", "", ""))
+    bench.start_engine()
+    args = copy.copy(bench.args)
+    args.rollout_max_response_len, args.agent_timeout = AGENT_TOKENS, bench.limit
+    params = {**sampling_params(args), "sampling_seed": 1}
+
+    async def whole_group() -> list[Any]:
+        try:
+            group = flatten(bench.prompts()[0])
+            return list(await asyncio.gather(*(call_single(run_agent, args, one, params, False) for one in group)))
+        finally:
+            await stop_agent_server()
+
+    outcome = guarded(fn, whole_group, bench.limit + STARTUP_SECONDS, loop=True)
+    leaves = flatten(outcome.result)
+    for one in leaves:
+        if one.reward_timed_out and one.status is Sample.Status.FAILED:
+            raise wrong(fn, str(one.metadata["reward_failure"]))
+        if one.reward_timed_out:
+            bench.notes.append(
+                f"it does not catch the refusal of a conversation that is too long (here, {AGENT_TOKENS} tokens): "
+                "such samples are left out of training"
+            )
+        else:
+            _check_generated(bench, fn, one)
+    bench.generated = [outcome.result]
+    own = sum(one.reward is not None for one in leaves)
+    return f"{len(leaves)} samples of {len(outcome.result)} programs, {own} with rewards, {outcome.seconds:.1f} s"
 
 
 def _check_generated(bench: Bench, fn: Any, sample: Sample) -> None:
@@ -354,6 +393,7 @@ def _rollout(bench: Bench, fn: Any, evaluation: bool) -> str:
 
 
 PROBES: dict[str, Probe] = {
+    "agent_function_path": agent,
     "custom_generate_function_path": generate,
     "data_source_path": data_source,
     "rollout_sample_hook_path": sample_hook,

@@ -54,7 +54,7 @@ async def test_functions(
     for sample in samples:
         assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
         assert tokenizer.decode(sample.tokens[-sample.response_length :]) == sample.response
-        assert sample.metadata["agent"]["turns"] == sample.metadata["round_number"]
+        assert sample.metadata["session"]["turns"] == sample.metadata["round_number"]
     assert endpoint.sessions == {}
 
 
