@@ -18,7 +18,7 @@ from torch import Tensor
 from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.reduce import Identity
 from slime.algorithms.registry import ALGORITHMS
-from slime.backends.loss import TokenBatch, compute_loss, is_max_metric, rescale_diagnostics
+from slime.backends.loss import TokenBatch, compute_loss, divide_by_weights, is_max_metric, rescale_diagnostics
 
 quick = settings(deadline=None, max_examples=40)
 
@@ -670,3 +670,62 @@ def test_identity_is_the_default_reduce() -> None:
     args = make_args(advantage_estimator="gspo")
     same = [compute_loss(args, tokens, **counts(tokens), **kw)[0].item() for kw in ({}, {"reduce": Identity()})]
     assert same[0] == same[1]
+
+
+# --- by the age of the weights -----------------------------------------------------------------
+
+
+@quick
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    seed=st.integers(0, 99),
+    per_token=st.booleans(),
+    data=st.data(),
+)
+def test_the_log_prob_gap_of_each_age_is_its_tokens_mean(
+    lengths: list[int], seed: int, per_token: bool, data: st.DataObject
+) -> None:
+    """Whatever the micro-batches: shares summed, then divided, weigh each token as the gap over all tokens does."""
+    args, tokens = make_args(calculate_per_token_loss=per_token), make_tokens(lengths, seed)
+    ages = st.lists(st.sampled_from([-1, 0, 1, 2, 5]), min_size=sum(lengths), max_size=sum(lengths))
+    age = torch.tensor(data.draw(ages), dtype=torch.float32)
+    parts = [dataclasses.replace(part, staleness=own) for part, own in zip(*split_samples(tokens, age), strict=True)]
+    total: dict[str, float] = {}
+    for part in parts:
+        _, metrics = compute_loss(args, part, **counts(tokens, 1))
+        for name, value in metrics.items():
+            total[name] = total.get(name, 0.0) + float(value)
+    got = divide_by_weights(total)
+    assert tokens.old_log_probs is not None and tokens.rollout_log_probs is not None
+    gap = (tokens.old_log_probs - tokens.rollout_log_probs).abs().double()
+    lone = torch.cat([(m / (1.0 if per_token else max(float(m.sum()), 1.0))) for m in tokens.loss_mask.split(lengths)])
+    for name, chosen in (("0", age == 0), ("1", age == 1), ("2+", age >= 2)):
+        weight = (lone * chosen).sum()
+        if weight:
+            assert got[f"logprob_gap_staleness_{name}"] == pytest.approx(float((gap * lone * chosen).sum() / weight))
+        else:
+            assert f"logprob_gap_staleness_{name}" not in got
+    assert not [name for name in got if name.endswith("/weight")]
+
+
+def split_samples(tokens: TokenBatch, age: Tensor) -> tuple[list[TokenBatch], list[Tensor]]:
+    """Each sample as a micro-batch of its own, and its ages."""
+    rows = {
+        name: getattr(tokens, name).detach().split(tokens.response_lengths)
+        for name in ("loss_mask", "log_probs", "old_log_probs", "rollout_log_probs", "advantages", "entropy")
+    }
+    sums = tokens.rollout_mask_sums
+    parts = [
+        TokenBatch([n], [n + 3], rollout_mask_sums=sums[i : i + 1], **{name: of[i] for name, of in rows.items()})
+        for i, n in enumerate(tokens.response_lengths)
+    ]
+    return parts, list(age.split(tokens.response_lengths))
+
+
+def test_a_correction_by_default_leaves_samples_without_engine_log_probs_alone() -> None:
+    tokens = dataclasses.replace(make_tokens([3, 2]), rollout_log_probs=None)
+    plain, _ = compute_loss(make_args(), tokens, num_rollouts=2, num_tokens=5)
+    loss, metrics = compute_loss(make_args(use_tis=True, explicit=frozenset()), tokens, num_rollouts=2, num_tokens=5)
+    assert loss == plain and "tis_clipfrac" not in metrics
+    with pytest.raises(ValueError, match="--use-tis"):
+        compute_loss(make_args(use_tis=True, explicit={"use_tis"}), tokens, num_rollouts=2, num_tokens=5)

@@ -120,7 +120,7 @@ def test_multi_node_command_parses_in_a_cluster(workplace, typed) -> None:
     assert load_args(typed(line)).world_size == 64
 
 
-@pytest.mark.parametrize("flag", ["--max-weight-staleness 1", "--tensor-model-parallel-size 2"])
+@pytest.mark.parametrize("flag", ["--tensor-model-parallel-size 2"])
 def test_what_is_not_built_yet_is_refused_in_one_line(workplace, flag: str) -> None:
     (problem,) = workplace.problems(flag)
     assert flag.split()[0] in problem

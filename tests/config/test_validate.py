@@ -224,3 +224,41 @@ def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
         "wins over --num-epoch",
     ):
         assert part in text
+
+
+FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+
+
+def test_the_fully_asynchronous_rollout_is_for_the_asynchronous_loop(workplace) -> None:
+    (problem,) = workplace.problems(FULLY_ASYNC)
+    assert "train_async.py" in problem
+    args = workplace.load(f"{FULLY_ASYNC} --mask-offpolicy-in-partial-rollout", asynchronous=True)
+    assert args.rm_type == "math", "its rewards are those of the default rollout"
+    assert args.eval_function_path == "slime.rollout.sglang_rollout.generate_rollout", "the pool does not evaluate"
+    own = "slime.rollout.sleep_rollout.sleep"
+    assert workplace.load(f"{FULLY_ASYNC} --eval-function-path {own}", asynchronous=True).eval_function_path == own
+
+
+def test_a_staleness_bound_that_cannot_hold_is_refused(workplace) -> None:
+    (problem,) = workplace.problems("--max-weight-staleness 1 --update-weights-interval 3", asynchronous=True)
+    assert "up to 2 steps old" in problem
+    assert workplace.problems("--max-weight-staleness 2 --update-weights-interval 3", asynchronous=True) == []
+    (problem,) = workplace.problems("--max-weight-staleness 1 --partial-rollout", asynchronous=True)
+    assert "fully asynchronous" in problem
+    (problem,) = workplace.problems("--max-weight-staleness 1 --over-sampling-batch-size 64", asynchronous=True)
+    assert "fully asynchronous" in problem
+    assert workplace.problems(f"{FULLY_ASYNC} --max-weight-staleness 1 --partial-rollout", asynchronous=True) == []
+    assert workplace.problems("--max-weight-staleness -1", asynchronous=True)
+    assert any("is for train_async.py" in notice for notice in workplace.load("--max-weight-staleness 1").notices)
+
+
+def test_stale_samples_are_corrected_unless_the_user_chose_otherwise(workplace) -> None:
+    args = workplace.load("--async-buffer-size 2", asynchronous=True)
+    (notice,) = [notice for notice in args.notices if "--use-tis is on" in notice]
+    assert args.use_tis is True and "2 step(s) older" in notice and "--no-use-tis" in notice
+    assert workplace.load("--async-buffer-size 2").use_tis is False, "train.py has no stale samples"
+    for line in ("--no-use-tis", "--use-rollout-logprobs", "--max-weight-staleness 0", "--loss-type sft_loss"):
+        assert workplace.load(line, asynchronous=True).use_tis is False, line
+    measured = "--get-mismatch-metrics --custom-tis-function-path slime.algorithms.mis.compute_mis_weights"
+    assert workplace.load(measured, asynchronous=True).use_tis is False
+    assert workplace.load(f"{measured} --use-tis", asynchronous=True).use_tis is True
