@@ -1,0 +1,248 @@
+"""Several turns in one sample: for generate functions in which the model talks to tools or to a user.
+
+What the engine produced is what is trained: a turn is appended as the ids and log-probs that the engine
+answered with, the next request carries these very ids, and nothing is ever tokenised again. What the
+model did not write (tool output, the next user message) is tokenised once, alone, and has mask 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slime.config.seeds import derive_seed
+from slime.data.sample import Sample
+from slime.observability.trace_utils import trace_span
+from slime.rollout.generate import generate, remaining
+from slime.rollout.prompts import encode, prompt_ids, render
+from slime.rollout.state import GenerateState
+
+TURNS = "model_turns"  # key of sample.metadata: where each turn of the model lies, so that an aborted sample can go on
+_MARK = "slime.4f1d.turn"  # stands for the model's words while the chat template renders what comes after them
+
+
+class Conversation:
+    """The turns of one sample.
+
+    ::
+
+        async def generate(args, sample, sampling_params, evaluation=False):
+            talk = Conversation(args, sample, sampling_params, evaluation)
+            while (said := await talk.turn(stop=["</search>"])) is not None and "<search>" in said:
+                hits = await talk.tools([search(said)], timeout=10)
+                talk.observe(f"<information>{hits[0]}</information>")
+            return sample
+
+    A sample that was aborted goes on where it was: in the middle of a turn, or with the answer to its last
+    turn (:meth:`turn` gives a turn that nobody answered again). Tools that keep state are brought there by
+    running :attr:`texts` through them.
+
+    ``max_new_tokens`` of the sampling parameters and ``--rollout-max-context-len`` bound the whole response,
+    observations included; ``--max-turns`` the turns of the model.
+
+    Args:
+        evaluation: as the generate function got it; a training sample stops between turns when its rollout is over.
+        max_turns: instead of ``--max-turns``.
+    """
+
+    def __init__(
+        self,
+        args: Any,
+        sample: Sample,
+        sampling_params: Mapping[str, Any],
+        evaluation: bool = False,
+        max_turns: int | None = None,
+    ) -> None:
+        self.args, self.sample, self.evaluation = args, sample, evaluation
+        self.params = dict(sampling_params)
+        self.max_turns = max_turns or getattr(args, "max_turns", None)
+        self.state = GenerateState(args)
+        self._calls = 0
+        if not sample.tokens:
+            sample.tokens = prompt_ids(self.state, sample)
+        if not sample.response_length or TURNS not in sample.metadata:  # metadata outlives a response thrown away
+            sample.metadata = {**sample.metadata, TURNS: []}
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """Per turn of the model ``start``, ``end`` (token offsets in the response), ``text``, ``finish``, ``answered``.
+
+        ``end`` and ``finish`` are None in a turn that an abort cut.
+        """
+        return self.sample.metadata[TURNS]
+
+    @property
+    def texts(self) -> list[str]:
+        """What the model said, turn by turn, an unfinished turn left out."""
+        return [turn["text"] for turn in self.turns if turn["end"] is not None]
+
+    @property
+    def left(self) -> int:
+        """Tokens that the response may still grow by."""
+        params = remaining(self.args, self.sample, self.params)
+        return params["max_new_tokens"] if params else 0
+
+    async def turn(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> str | None:
+        """The model's next turn, appended to the sample; its text, with the stop string that ended it.
+
+        Args:
+            stop: strings after which this turn ends, besides those of the sampling parameters.
+            max_tokens: of this turn.
+
+        Returns:
+            None when there is none: the sample is then ABORTED, or TRUNCATED because turns or tokens are used up.
+        """
+        sample, turns = self.sample, self.turns
+        last = turns[-1] if turns else None
+        if last and last["end"] is not None and not last["answered"]:
+            sample.status = Sample.Status(last["finish"])
+            return str(last["text"])
+        if self.state.aborted and not self.evaluation:
+            sample.status = Sample.Status.ABORTED
+            return None
+        if last is None or last["end"] is not None:
+            if self.left <= 0 or (self.max_turns and len(turns) >= self.max_turns):
+                sample.status = Sample.Status.TRUNCATED
+                return None
+            last = {"start": sample.response_length, "end": None, "text": "", "finish": None, "answered": False}
+            turns.append(last)
+            sample.metadata["round_number"] = len(turns)
+        return await self._say(last, self._parameters(stop, max_tokens, last))
+
+    def observe(self, text: str, limit: int | None = None) -> bool:
+        """Append text that the model did not write: mask 0, log-prob 0.
+
+        Args:
+            limit: keep this many of its tokens.
+
+        Returns:
+            Whether it fits, with room for an answer. Where not, nothing is appended and the sample is TRUNCATED.
+        """
+        return self._append(encode(self.state.tokenizer, text)[:limit], None if limit else text)
+
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Close the model's turn and append chat messages (``tool``, ``user``) as the chat template renders them,
+        up to where the model's next turn begins. Returns as :meth:`observe`."""
+        tokenizer = self.state.tokenizer
+        said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
+        text = render(tokenizer, self.sample, [*said, *map(dict, messages)])
+        _, found, after = text.partition(_MARK)
+        if not found:
+            raise ValueError("the chat template leaves out what the assistant said: use Conversation.observe instead")
+        tokens = encode(tokenizer, after)
+        if tokens and tokens[0] == self.sample.tokens[-1] and tokens[0] in tokenizer.all_special_ids:
+            tokens = tokens[1:]  # the model closed its turn itself
+        return self._append(tokens, None)
+
+    async def tools(self, calls: Iterable[Awaitable[str]], timeout: float) -> list[str]:
+        """Results of tool calls that run side by side, in the order of the calls.
+
+        A call that takes longer than ``timeout`` seconds is cancelled; its result says so to the model, and
+        ``metadata["tool_timeouts"]`` counts it. An exception of a tool is a fault and propagates. The time
+        counts as ``non_generation_time``.
+        """
+        began = time.monotonic()
+        with trace_span(self.sample, "tools") as span:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._tool(call, timeout)) for call in calls]
+            span.set(calls=len(tasks))
+        self.sample.non_generation_time += time.monotonic() - began
+        return [task.result() for task in tasks]
+
+    async def _tool(self, call: Awaitable[str], timeout: float) -> str:
+        try:
+            return await asyncio.wait_for(call, timeout)
+        except TimeoutError:
+            metadata = self.sample.metadata
+            metadata["tool_timeouts"] = metadata.get("tool_timeouts", 0) + 1
+            return f"error: no answer within {timeout:g} s"
+
+    def _parameters(self, stop: Sequence[str], max_tokens: int | None, turn: Mapping[str, Any]) -> dict[str, Any]:
+        params = dict(self.params)
+        given = params.get("stop") or []
+        params["stop"] = [*([given] if isinstance(given, str) else given), *stop] or None
+        if max_tokens is not None:  # generate() counts the whole response
+            params["max_new_tokens"] = min(int(params["max_new_tokens"]), turn["start"] + max_tokens)
+        if self._calls and params.get("sampling_seed") is not None:  # the first request keeps the sample's seed
+            params["sampling_seed"] = derive_seed(params["sampling_seed"], "turn", self._calls)
+        return params
+
+    async def _say(self, turn: dict[str, Any], params: dict[str, Any]) -> str | None:
+        """Generate (the rest of) ``turn``."""
+        sample, before = self.sample, self.sample.response_length
+        written = len(sample.response)
+        sample.status = Sample.Status.PENDING
+        self._calls += 1
+        await generate(self.args, sample, params)
+        turn["text"] += sample.response[written:]
+        if before > turn["start"]:
+            self._cut_at_stop(turn, before - turn["start"], params["stop"] or [])
+        if sample.status is Sample.Status.ABORTED:
+            return None
+        turn["end"], turn["finish"] = sample.response_length, sample.status.value
+        return str(turn["text"])
+
+    def _cut_at_stop(self, turn: dict[str, Any], before: int, stop: Sequence[str]) -> None:
+        """End a turn that went on after an abort where a stop string lies across the two requests: an engine
+        looks for it in what it generates alone."""
+        sample, decode = self.sample, self.state.tokenizer.decode
+        ids = sample.tokens[len(sample.tokens) - sample.response_length + turn["start"] :]
+        found = (n for n in range(before + 1, len(ids) + 1) if any(s in decode(ids[:n]) for s in stop))
+        length = next(found, None)
+        if length is not None:
+            text = decode(ids[:length])
+            sample.cut_response(
+                turn["start"] + length, sample.response[: len(sample.response) - len(turn["text"])] + text
+            )
+            turn["text"], sample.status = text, Sample.Status.COMPLETED
+
+    def _append(self, tokens: list[int], text: str | None) -> bool:
+        sample = self.sample
+        if not self.turns or self.turns[-1]["end"] is None:
+            raise ValueError(f"sample {sample.index}: the model has not finished a turn that could be answered")
+        if len(tokens) >= self.left:
+            sample.status = Sample.Status.TRUNCATED
+            return False
+        if text is None:
+            text = self.state.tokenizer.decode(tokens)
+        sample.append_response_tokens(self.args, tokens=tokens, log_probs=None, trainable=False, text=text)
+        self.turns[-1]["answered"] = True
+        return True
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that the model asked for; ``error`` says what is wrong with one that cannot be read."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def tool_calls(text: str, start: str = "<tool_call>", end: str = "</tool_call>") -> list[ToolCall]:
+    """All calls in a turn, in their order: ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``.
+
+    >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [ToolCall(name='add', arguments={'a': 1}, error='')]
+    """
+    blocks = [block.partition(end) for block in text.split(start)[1:]]
+    return [
+        _read_call(body) if found else ToolCall(error=f"the call is not closed by {end}") for body, found, _ in blocks
+    ]
+
+
+def _read_call(body: str) -> ToolCall:
+    try:
+        call = json.loads(body)
+    except ValueError as error:
+        return ToolCall(error=f"the call is not JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall(error='the call is not an object with a "name"')
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], error='"arguments" is not an object')
+    return ToolCall(call["name"], arguments)
