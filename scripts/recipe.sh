@@ -6,8 +6,8 @@
 #   RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 bash scripts/run-glm4.5-355B-A32B.sh     # as a job of a Ray cluster
 #
 # MODELS      folder with the checkpoints, each under its hub name (default: models)
-# DATA        prompts with labels, JSONL (default: data/dapo-math-17k.jsonl)
-# EVAL_DATA   held-out problems (default: data/aime-2024.jsonl; none: EVAL_DATA=)
+# DATA        prompts with labels, JSONL (default: data/dapo-math-17k/dapo-math-17k.jsonl)
+# EVAL_DATA   held-out problems (default: data/aime-2024/aime-2024.jsonl; none: EVAL_DATA=)
 # OUTPUTS     where runs go (default: outputs); several nodes: on a shared disk
 # RAY_API_SERVER_ADDRESS   of a cluster's dashboard: the run is submitted there; without it, it starts here
 # SLIME_PYTHON             the interpreter (default: python3)
@@ -22,17 +22,17 @@ save="${OUTPUTS:-outputs}/$name/checkpoints"
 
 # DAPO's problems, judged by math-verify on what follows </think>.
 DATA_ARGS=(
-    --prompt-data "${DATA:-data/dapo-math-17k.jsonl}"
+    --prompt-data "${DATA:-data/dapo-math-17k/dapo-math-17k.jsonl}"
     --input-key prompt
     --label-key label
     --apply-chat-template
     --rollout-shuffle
     --rm-type deepscaler
 )
-if [ -n "${EVAL_DATA-data/aime-2024.jsonl}" ]; then
+if [ -n "${EVAL_DATA-data/aime-2024/aime-2024.jsonl}" ]; then
     DATA_ARGS+=(
         --eval-interval 20
-        --eval-prompt-data aime "${EVAL_DATA-data/aime-2024.jsonl}"
+        --eval-prompt-data aime "${EVAL_DATA-data/aime-2024/aime-2024.jsonl}"
         --n-samples-per-eval-prompt 16
         --eval-max-response-len 16384
         --eval-top-p 1

@@ -10,10 +10,12 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")])
-NOT_TRAINING = {  # of ray, torchrun, env.sh's tools, the converters, the quickstart and the slime command
+NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, the converters, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
     "--check-timeout", "--custom-weight-loader", "--nproc-per-node", "--input-dir", "--origin-hf-dir",
+    "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps",
+    "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if "reference" not in page.parts]
 

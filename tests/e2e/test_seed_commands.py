@@ -215,7 +215,7 @@ def test_reward_model_class_and_data_source_classes(desk: Desk) -> None:
 
 def test_the_recipe(desk: Desk) -> None:
     for name in ("dapo-math-17k", "aime-2024"):
-        desk.rows(f"../../data/{name}.jsonl", "text_rows", "chat_row")
+        desk.rows(f"../../data/{name}/{name}.jsonl", "text_rows", "chat_row")
     alone = dict.fromkeys(("tensor_model_parallel_size", "sequence_parallel", "recompute_method"))
     result = desk.train(
         "recipe",

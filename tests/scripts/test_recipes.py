@@ -24,8 +24,8 @@ def command(recipe: Path, work: Path, *more: str, **env: str) -> dict:
     """The command that a recipe would start in ``work``, where its files lie."""
     for name, row in (("dapo-math-17k", "2 + 2"), ("aime-2024", "3 + 3")):
         prompt = [{"role": "user", "content": f"What is {row}?"}]
-        (work / "data").mkdir(exist_ok=True)
-        (work / "data" / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "label": "4"}) + "\n")
+        (work / "data" / name).mkdir(parents=True)
+        (work / "data" / name / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "label": "4"}) + "\n")
     own = ("MODELS", "DATA", "EVAL_DATA", "OUTPUTS", "RAY_API_SERVER_ADDRESS")
     environment = {key: value for key, value in os.environ.items() if key not in own}
     environment |= {"DRY_RUN": "1", "SLIME_PYTHON": sys.executable, **env}
