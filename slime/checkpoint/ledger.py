@@ -23,6 +23,7 @@ from typing import Any
 
 from slime.checkpoint.numbers import Numbers
 from slime.data.sample import Group, flatten
+from slime.data.staleness import step_of
 
 CLOSED = ("trained", "filtered", "replaced", "left out", "discarded", "lost")
 _SHOWN = 8  # numbers named in an error
@@ -34,7 +35,7 @@ class LedgerError(AssertionError):
 
 @dataclass
 class Row:
-    """One group. ``versions`` are the weights that made its tokens, in order of use."""
+    """One group. ``versions`` are the weights that made its tokens, the oldest first."""
 
     group: int
     state: str
@@ -56,7 +57,8 @@ class Row:
     def take_in(self, group: Group) -> None:
         """What the samples say now."""
         leaves = flatten(group)
-        self.versions = list(dict.fromkeys(version for sample in leaves for version in sample.weight_versions))
+        made = {v for sample in leaves for v in [*sample.weight_versions, *(span[0] for span in sample.version_spans)]}
+        self.versions = sorted(made, key=lambda version: (step_of(version) or 0, version))
         self.samples, self.tokens = len(leaves), sum(sample.response_length for sample in leaves)
         self.rewarded = sum(sample.reward is not None for sample in leaves)
 
