@@ -45,6 +45,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from slime.backends.saving import BackgroundSave
+
 RankBatch = dict[str, Any]
 ModelTag = Literal["actor", "ref", "teacher", "old_actor"]
 Metrics = dict[str, float]
@@ -57,6 +59,7 @@ class TrainBackend(Protocol):
     world_size: int
     data_parallel_rank: int
     data_parallel_size: int
+    saving: BackgroundSave | None
 
     def log_probs(
         self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
@@ -79,7 +82,8 @@ class TrainBackend(Protocol):
         """Refresh the reference or old actor from another copy."""
 
     def save(self, path: Path) -> None:
-        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``."""
+        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``. With ``--async-save`` only
+        copies are made at once; :attr:`saving` is what is still to be written."""
 
     def load(self, path: Path) -> None:
         """Read what :meth:`save` wrote, also by another number of ranks."""

@@ -159,6 +159,16 @@ class TrainActor:
     def save(self, directory: str) -> None:
         self.backend.save(Path(directory))
 
+    def is_saving(self) -> bool:
+        """Whether files of the last :meth:`save` are still being written (``--async-save``)."""
+        return self.backend.saving is not None and not self.backend.saving.done()
+
+    def finish_save(self) -> None:
+        """Until the last :meth:`save` is complete, on all ranks."""
+        if self.backend.saving is not None:
+            self.backend.saving.finish(self.args.phase_timeout)
+            self.backend.saving = None
+
     def save_hf(self, directory: str) -> None:
         self.backend.save_hf(Path(directory))
 
@@ -250,6 +260,13 @@ class TrainGroup:
 
     def save(self, directory: Path) -> None:
         self._all("save", str(directory / self.role), interruptible=False)
+
+    def is_saving(self) -> bool:
+        """Whether a rank still writes what :meth:`save` began (``--async-save``)."""
+        return any(self._call([rank.is_saving.remote() for rank in self.ranks], "to say how far it is", 60.0))
+
+    def finish_save(self) -> None:
+        self._all("finish_save", interruptible=False)
 
     def save_hf(self, directory: str) -> None:
         self._all("save_hf", directory)

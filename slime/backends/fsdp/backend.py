@@ -32,6 +32,7 @@ from slime.backends.loss import (
 )
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.offload import Offloader
+from slime.backends.saving import BackgroundSave
 from slime.backends.steps import StepAccounting, complete
 from slime.config.layout import ParallelLayout
 from slime.models.inputs import ModelInputs
@@ -62,6 +63,8 @@ class FsdpBackend(StepAccounting):
         self.bank = WeightBank(self.named_parameters)
         self.offloader = Offloader()
         self.moving_copies: set[str] = set()
+        self.saving: BackgroundSave | None = None
+        self.save_group: Any = None
         """Copies that change during a run, and so belong in its snapshots."""
         if role == "actor":
             self.moving_copies = load_copies(args, self.bank, initial_weights(args), self._load_copy)

@@ -7,12 +7,15 @@ schedule come back exactly; random-number generators where the rank existed befo
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+
+from slime.backends.saving import BackgroundSave
 
 if TYPE_CHECKING:
     from slime.backends.fsdp.backend import FsdpBackend
@@ -36,7 +39,14 @@ def save_training_state(backend: FsdpBackend, path: Path, with_optimizer: bool) 
         path.mkdir(parents=True, exist_ok=True)
     backend.barrier()
     copies = sorted(backend.moving_copies)
-    dcp.save(_state(backend, copies, with_optimizer), checkpoint_id=path / "dcp", no_dist=not dist.is_initialized())
+    state, folder, alone = _state(backend, copies, with_optimizer), path / "dcp", not dist.is_initialized()
+    if backend.args.async_save:
+        if backend.world_size > 1 and backend.save_group is None:  # its calls overlap those of training
+            backend.save_group = dist.new_group(backend="gloo")
+        future = dcp.async_save(state, checkpoint_id=folder, no_dist=alone, process_group=backend.save_group)
+        backend.saving = BackgroundSave(cast("Future[Any]", future))
+    else:
+        dcp.save(state, checkpoint_id=folder, no_dist=alone)
     torch.save(_rng_state(), path / f"rng_{backend.rank}.pt")
     if backend.rank == 0:
         meta = {

@@ -36,6 +36,7 @@ from slime.backends.megatron.schedule import run_schedule
 from slime.backends.megatron.shape import merged_settings
 from slime.backends.megatron.weights import ModelWeights
 from slime.backends.offload import Offloader
+from slime.backends.saving import BackgroundSave
 from slime.backends.steps import StepAccounting
 from slime.config.hf_config import megatron_folder
 from slime.config.hooks import load_function
@@ -83,6 +84,7 @@ class MegatronBackend(StepAccounting):
         self.bank = WeightBank(self.weights.tensors(), may_swap_pointers=False)
         self.offloader = Offloader()
         self.moving_copies: set[str] = set()
+        self.saving: BackgroundSave | None = None
         """Copies that change during a run, and so belong in its snapshots."""
         if role == "actor":
             self.moving_copies = load_copies(args, self.bank, _initial_weights(args), self._load_copy)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +23,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from slime.backends.megatron.core import MegatronError
+from slime.backends.saving import BackgroundSave
 from slime.weights.torch_dist import META, TENSORS, describe, read_meta
 
 if TYPE_CHECKING:
     from slime.backends.megatron.backend import MegatronBackend
 
 FORMAT = ("torch_dist", 1)
+_Write = tuple[Callable[[], Any], list[Callable[[], None]]]
+"""What writes a rank's files, and what completes the folder once all ranks have."""
 
 
 def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bool) -> None:
@@ -38,10 +44,12 @@ def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bo
     state = _model_state(backend.chunks)
     if with_optimizer:
         state["optimizer"] = _optimizer_state(backend, state, is_loading=False)
-    _write(state, path / TENSORS)
+    later = [_write(state, path / TENSORS, backend.args.async_save)]
     for tag in copies:
         with backend.bank.using(tag):
-            _write(_model_state(backend.chunks), path / f"copy_{tag}")
+            later.append(_write(_model_state(backend.chunks), path / f"copy_{tag}", backend.args.async_save))
+    if backend.args.async_save:
+        backend.saving = _in_background([write for write in later if write is not None])
     torch.save(_rng_state(), path / f"rng_{backend.rank}.pt")
     if backend.rank == 0:
         (path / META).write_text(json.dumps(_describe(backend, copies, with_optimizer), indent=2) + "\n")
@@ -142,10 +150,42 @@ def _put_model(chunks: list[Any], loaded: dict[str, Any]) -> None:
         _unwrapped(chunk).load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"])
 
 
-def _write(state: dict[str, Any], folder: Path) -> None:
+def _write(state: dict[str, Any], folder: Path, later: bool) -> _Write | None:
+    """Save; ``later``: only copy what is to be written, and say how to write it and how to complete it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecations between torch and megatron-core
-        dist_checkpointing.save(state, str(folder), FORMAT, validate_access_integrity=False)
+        request = dist_checkpointing.save(
+            state, str(folder), FORMAT, validate_access_integrity=False, async_sharded_save=later
+        )
+    if request is None:
+        return None
+    if request.async_fn is None:  # this rank has nothing to write
+        return lambda: None, request.finalize_fns
+    rank, buckets, results = request.async_fn_args
+    if torch.cuda.is_initialized():
+        copies = request.preload_fn()
+    else:
+        copies = [(*where, (raw, [(item, x.clone()) for item, x in tensors])) for *where, (raw, tensors) in buckets]
+    return partial(request.async_fn, rank, copies, results, **request.async_fn_kwargs), request.finalize_fns
+
+
+def _in_background(writes: list[_Write]) -> BackgroundSave:
+    """Write on a thread; megatron-core's own finalizers, which are collectives, come when all ranks are done."""
+
+    def work() -> None:
+        for write, _ in writes:
+            write()
+
+    def finalize() -> None:
+        torch.distributed.barrier()
+        for _, functions in writes:
+            for function in functions:
+                function()
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+    written = pool.submit(work)
+    pool.shutdown(wait=False)
+    return BackgroundSave(written, finalize)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ class Case:
 
     saved: Layout
     readers: tuple[Layout, ...]
+    async_save: bool = False  # training goes on meanwhile
 
 
 def layout(model: str, **megatron: Any) -> Layout:
@@ -39,11 +40,13 @@ CASES = [
     Case(
         layout("qwen3_moe", **{EP: 2}),
         (layout("qwen3_moe", **{EP: 2}), layout("qwen3_moe", **{TP: 2}), layout("qwen3_moe", **{PP: 2})),
+        async_save=True,
     ),
     Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{PP: 2}), layout("glm4_moe", **{EP: 2}))),
     Case(
         layout("llama", use_distributed_optimizer=False, **{TP: 2}),
         (layout("llama", use_distributed_optimizer=False, **{TP: 2}),),
+        async_save=True,
     ),
 ]
 REFUSED = Case(
@@ -66,8 +69,11 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
         train(backend, 0)
         backend.copy_weights("actor", "old_actor")
         train(backend, 1)
+        backend.args.async_save = case.async_save
         backend.save(folder)
         straight = after(backend)
+        if case.async_save:
+            backend.saving.finish(60)
         read = []
         for reader in case.readers:
             try:
