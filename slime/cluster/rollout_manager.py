@@ -265,12 +265,12 @@ class RolloutManager:
         from slime.data.sample import flatten
         from slime.data.staleness import staleness_metrics
         from slime.observability.samples import preview, write_samples
-        from slime.observability.trace_file import write_trace_file
+        from slime.observability.trace_file import trace_of, write_trace_file
         from slime.rollout.metrics import rollout_metrics
 
         samples = flatten(groups)
         write_samples(self.run_dir, rollout_id, samples)
-        write_trace_file(self.run_dir / "traces" / f"rollout_{rollout_id:06d}.json", samples)
+        write_trace_file(trace_of(self.run_dir, rollout_id), samples)
         hook = self.args.custom_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)):
             metrics.update(rollout_metrics(self.args, samples, seconds))

@@ -11,6 +11,11 @@ from typing import Any
 DRIVER = 0  # process id of the driver's row in the viewer; prompt groups follow it
 
 
+def trace_of(run_dir: Path, rollout_id: int) -> Path:
+    """Where the trace of a rollout is."""
+    return run_dir / "traces" / f"rollout_{rollout_id:06d}.json"
+
+
 def write_trace_file(path: Path, samples: Iterable[Any], phases: Sequence[dict[str, Any]] = ()) -> Path | None:
     """Write one file: a process row per prompt group, a thread row per sample, one row of driver phases.
 
@@ -30,10 +35,26 @@ def write_trace_file(path: Path, samples: Iterable[Any], phases: Sequence[dict[s
     if not events:
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, default=str))
-    temporary.replace(path)
+    _write(path, {"displayTimeUnit": "ms", "traceEvents": events})
     return path
+
+
+def add_phases(path: Path, phases: Sequence[dict[str, Any]]) -> None:
+    """Add the driver's row to the trace of a rollout that is trained by now: those phases that are not over before its
+    first event. So the file of a rollout that was generated ahead shows what trained meanwhile."""
+    if not path.is_file():
+        return
+    trace = json.loads(path.read_bytes())
+    starts = [event["ts"] for event in trace["traceEvents"] if "ts" in event]
+    first = min(starts, default=0.0) / 1e6
+    trace["traceEvents"] += _phase_events([phase for phase in phases if phase["end"] >= first])
+    _write(path, trace)
+
+
+def _write(path: Path, trace: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(trace, default=str))
+    temporary.replace(path)
 
 
 def _phase_events(phases: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.observability import trace_utils
-from slime.observability.trace_file import write_trace_file
+from slime.observability.trace_file import add_phases, trace_of, write_trace_file
 from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -180,3 +181,19 @@ def test_the_file_has_groups_as_processes_samples_as_threads_and_whole_spans(tmp
 def test_no_file_without_traces(tmp_path: Path) -> None:
     assert write_trace_file(tmp_path / "t.json", [make()]) is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trace_of_a_rollout_shows_what_trained_while_it_was_generated(tmp_path: Path) -> None:
+    path = trace_of(tmp_path, 3)
+    add_phases(path, [{"name": "train", "start": 1.0, "end": 2.0}])
+    assert not path.exists(), "no trace: nothing to add to"
+    sample = make()
+    with trace_span(sample, "sglang_generate"):
+        began = time.time()
+    write_trace_file(path, [sample])
+    before = json.loads(path.read_text())["traceEvents"]
+    earlier = {"name": "rollout", "start": began - 9, "end": began - 5}
+    add_phases(path, [earlier, {"name": "train", "start": began - 2, "end": began + 3}])
+    after = json.loads(path.read_text())["traceEvents"]
+    assert after[: len(before)] == before
+    assert [event["name"] for event in after[len(before) :] if event["ph"] == "X"] == ["train"]

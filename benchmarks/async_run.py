@@ -1,0 +1,177 @@
+"""Synchronous, one-step off-policy and fully asynchronous training on the quickstart's task, measured.
+
+    python benchmarks/async_run.py                                   # CPU: overlap adds no compute there
+    python benchmarks/async_run.py --device cuda --model MODEL \\
+        --flags="--rollout-max-response-len 2048 --n-samples-per-prompt 16"      # trainer and engine on a GPU each
+
+Every run is a process of its own: the synchronous loop with each of ``--seeds``, then ``train_async.py`` with the
+first seed, once with ``--async-buffer-size 1`` and once with the standing pool of groups, through which updates go.
+All see the same number of samples. Compared are wall time (from the first rollout's start to the last step's end),
+the mean reward of the last half of the steps (the asynchronous runs should lie within the spread of the synchronous
+seeds), staleness, and from the traces the share of training time in which the engines generated too.
+
+A second call skips runs that are there. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from slime.observability.metrics import read_metrics
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
+KINDS = {
+    "sync": ("train.py", ""),
+    "one-step": ("train_async.py", "--async-buffer-size 1"),
+    "fully-async": ("train_async.py", f"--async-buffer-size 2 --rollout-function-path {POOL}"),
+}
+Interval = tuple[float, float]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=CHECKOUT / "models" / "SmolLM2-135M-Instruct")
+    parser.add_argument("--seeds", default="1,2,3", help="of the synchronous runs (default: 1,2,3)")
+    parser.add_argument("--num-rollout", type=int, default=8, help="steps of each run (default: 8)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--deadline", type=float, default=1200, help="seconds of one run (default: 1200)")
+    parser.add_argument("--flags", default="", help='more flags for every run: --flags="--train-dtype bfloat16"')
+    parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs" / "benchmarks" / "async_run")
+    args = parser.parse_args()
+    if not (args.model / "config.json").is_file():
+        parser.error(f"no model in {args.model}: run `slime fetch-model smollm2-135m-instruct`, or give --model FOLDER")
+    args.seeds = [int(seed) for seed in args.seeds.split(",")]
+    args.output_dir = args.output_dir.expanduser().resolve()
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    rows = []
+    for kind, seed in [*(("sync", seed) for seed in args.seeds), *((k, args.seeds[0]) for k in KINDS if k != "sync")]:
+        folder = args.output_dir / "runs" / f"{kind}-seed{seed}"
+        problem = None if (folder / "summary.json").is_file() else start(args, kind, seed, folder.name)
+        if problem:
+            print(f"{folder.name}: {problem}", file=sys.stderr)
+            return 1
+        rows.append({"kind": kind, "seed": seed, **measure(folder)})
+        print(f"{folder.name}: {rows[-1]}", flush=True)
+    print_table(rows)
+    verdict = judge(rows)
+    print(json.dumps({"device": args.device, "steps": args.num_rollout, "runs": rows, **verdict}))
+    return 0 if verdict["within_spread"] else 1
+
+
+def start(args: argparse.Namespace, kind: str, seed: int, name: str) -> str | None:
+    """One run, to its end; None, or what went wrong."""
+    from slime.cli.make_data import make_products
+
+    rows, _ = make_products(args.output_dir / f"data-seed{seed}", seed=seed)
+    script, own = KINDS[kind]
+    flags = f"""
+        --hf-checkpoint {args.model} --prompt-data {rows} --apply-chat-template --rollout-shuffle --rm-type last_number
+        --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 20 --num-rollout {args.num_rollout}
+        --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 2048 --train-backend fsdp --rollout-backend embedded
+        --train-dtype float32 --seed {seed} --rollout-seed {seed} --output-dir {args.output_dir / "runs"}
+        --run-name {name} {"--actor-num-gpus-per-node 1 --rollout-num-gpus 1" if args.device == "cuda" else ""}
+    """
+    log = args.output_dir / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(CHECKOUT / script), *shlex.split(f"{flags} {own} {args.flags}")]
+    path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": path}, stdout=out, stderr=subprocess.STDOUT
+        )
+        try:
+            code = process.wait(args.deadline)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends its engines and workers in order
+            process.wait(60)
+            return f"not done after {args.deadline:.0f} s; see {log}"
+    return None if code == 0 else f"{script} ended with status {code}; see {log}"
+
+
+# --- what the runs left -----------------------------------------------------------------------------
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    steps = [row for row in read_metrics(folder / "metrics.jsonl") if "rollout/step" in row]
+    rewards = [row["rollout/raw_reward"] for row in steps]
+    generating, training = intervals(folder / "traces")
+    ages = [row["rollout/staleness/max"] for row in steps]
+    return {
+        "seconds": round(sum(row["perf/step_time"] for row in steps), 1),
+        "first_reward": round(rewards[0], 3),
+        "last_half_reward": round(statistics.fmean(rewards[len(rewards) // 2 :]), 3),
+        "staleness_max": max(ages),
+        "several_versions": round(statistics.fmean(row["rollout/several_versions_ratio"] for row in steps), 3),
+        "tis_clipfrac": round(statistics.fmean(row.get("train/tis_clipfrac", 0.0) for row in steps), 4),
+        "overlap": round(overlap(training, generating), 3),
+    }
+
+
+def intervals(traces: Path) -> tuple[list[Interval], list[Interval]]:
+    """Seconds in which engines generated, and in which the trainer trained: joined, in order."""
+    generating, training = set(), set()
+    for path in sorted(traces.glob("*.json")):
+        for event in json.loads(path.read_bytes())["traceEvents"]:
+            if event["ph"] == "X" and event["name"] in ("sglang_generate", "train"):
+                span = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+                (training if event["name"] == "train" else generating).add(span)
+    return joined(generating), joined(training)
+
+
+def joined(spans: Iterable[Interval]) -> list[Interval]:
+    result: list[Interval] = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def overlap(of: list[Interval], others: list[Interval]) -> float:
+    """The share of ``of`` that ``others`` cover."""
+    both = sum(max(min(b, d) - max(a, c), 0.0) for a, b in of for c, d in others)
+    return both / max(sum(b - a for a, b in of), 1e-9)
+
+
+def judge(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Reward at equal samples against the spread of the synchronous seeds, widened by a half of itself on each side:
+    three seeds show less than the whole of it."""
+    sync = [row for row in rows if row["kind"] == "sync"]
+    low, high = min(r["last_half_reward"] for r in sync), max(r["last_half_reward"] for r in sync)
+    margin = (high - low) / 2
+    wall = next(row["seconds"] for row in sync)  # of the seed that the others have
+    others = [row for row in rows if row["kind"] != "sync"]
+    return {
+        "sync_reward_spread": [low, high],
+        "within_spread": all(row["last_half_reward"] >= low - margin for row in others),
+        "wall_time_over_sync": {row["kind"]: round(row["seconds"] / wall, 3) for row in others},
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
