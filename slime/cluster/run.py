@@ -15,11 +15,13 @@ from urllib.parse import urlsplit
 
 from slime.cluster.faults import Faults
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
+from slime.observability.trace_file import add_phases, trace_of
 from slime.weights.audit import gap_alarm
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+KEPT_PHASES = 500
 START_MARGIN_SECONDS = 180.0  # beyond --start-timeout, so that the one who waits for the process itself reports first
 
 
@@ -59,6 +61,7 @@ class Run:
         self.trained: int | None = None  # last rollout whose training is complete
         self.saved: int | None = None
         self._progress: Any = None
+        self._phases: list[dict[str, Any]] = []  # the newest, for the traces
         self._step_started = time.perf_counter()
 
     # --- start and end -----------------------------------------------------------------------
@@ -441,6 +444,8 @@ class Run:
     def end_step(self, rollout_id: int) -> None:
         """Log the step's metrics and begin the next."""
         now = time.perf_counter()
+        self._phases = [*self._phases, *self.display.timers.pop_spans()][-KEPT_PHASES:]
+        add_phases(trace_of(self.dir.path, rollout_id), self._phases)
         times = self.display.pop_times()
         step_seconds = now - self._step_started
         waited = sum(seconds for name, seconds in times.items() if name != "perf/train_time")
