@@ -18,7 +18,7 @@ train multi_node_gpu train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/
     --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math \
     --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --num-rollout 200 \
     --save-interval 20 --lr 1e-6 \
-    --train-backend megatron --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 \
+    --train-backend megatron --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
     --use-dynamic-batch-size --max-tokens-per-gpu 16384 \
     --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus 8 --rollout-num-gpus-per-engine 4 \

@@ -1,8 +1,8 @@
 """The rollout function that takes its samples from the buffer server.
 
 ``--rollout-function-path examples/rollout_buffer/rollout.py:generate_rollout``; the YAML file of
-``--custom-config-path`` says where the server is (``rollout_buffer_url``), which generator (``rollout_buffer_task``)
-works there, and how many groups more than a step needs may be under way (``rollout_buffer_ahead``).
+``--custom-config-path`` says where the server is (``buffer_server_url``), which generator (``buffer_server_task``)
+works there, and how many groups more than a step needs may be under way (``buffer_server_ahead``).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
         TimeoutError: not there within ``--phase-timeout``.
         RuntimeError: the generator failed.
     """
-    url = args.rollout_buffer_url.rstrip("/")
+    url = args.buffer_server_url.rstrip("/")
     data_source.under_way = lambda: list(_under_way.values())  # a snapshot holds them; a resume asks for them again
     deadline = time.monotonic() + args.phase_timeout
     accepted: list[Group] = []
     refused = 0
     while True:
         await ask(args, url, data_source, len(accepted))
-        wanted = {"task_type": args.rollout_buffer_task, "num_groups": args.rollout_batch_size - len(accepted)}
+        wanted = {"task_type": args.buffer_server_task, "num_groups": args.rollout_batch_size - len(accepted)}
         answer = await post(f"{url}/get_rollout_data", wanted)
         for index in answer["rejected"]:
             refused += _under_way.pop(index, None) is not None
@@ -71,7 +71,7 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
 async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
     """Hand as many groups to the server as are missing from this step and the groups ahead of it."""
     state = GenerateState(args)
-    missing = args.rollout_batch_size + args.rollout_buffer_ahead - have - len(_under_way)
+    missing = args.rollout_batch_size + args.buffer_server_ahead - have - len(_under_way)
     if missing <= 0:
         return
     groups = []
@@ -88,7 +88,7 @@ async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
                 "size": len(group),
             }
         )
-    task = {"task_type": args.rollout_buffer_task, "engine_url": get_model_url(args), "groups": groups}
+    task = {"task_type": args.buffer_server_task, "engine_url": get_model_url(args), "groups": groups}
     await post(f"{url}/start_rollout", {**task, "sampling_params": state.sampling_params})
 
 

@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 url="http://127.0.0.1:$(free_port)"
 config="$output_dir/rollout_buffer.yaml"
-printf 'rollout_buffer_url: %s\nrollout_buffer_task: products\nrollout_buffer_ahead: 4\n' "$url" >"$config"
+printf 'buffer_server_url: %s\nbuffer_server_task: products\nbuffer_server_ahead: 4\n' "$url" >"$config"
 start_server rollout_buffer_server "$url/health" "$python" "$here/server.py" --port "${url##*:}"
 
 train rollout_buffer train.py --hf-checkpoint "$(example_model)" \

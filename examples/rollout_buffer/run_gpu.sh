@@ -7,7 +7,7 @@ source "$checkout/scripts/models/qwen3-4B.sh"
 
 url="http://127.0.0.1:${PORT:-8889}"
 config="$output_dir/rollout_buffer_gpu.yaml"
-printf 'rollout_buffer_url: %s\nrollout_buffer_task: %s\nrollout_buffer_ahead: 32\n' "$url" "${TASK_TYPE:-products}" >"$config"
+printf 'buffer_server_url: %s\nbuffer_server_task: %s\nbuffer_server_ahead: 32\n' "$url" "${TASK_TYPE:-products}" >"$config"
 start_server rollout_buffer_server "$url/health" "$python" "$here/server.py" --port "${url##*:}"
 
 train rollout_buffer_gpu train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${MODEL:-Qwen/Qwen3-4B}" \

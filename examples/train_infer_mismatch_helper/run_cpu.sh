@@ -9,7 +9,8 @@ flags=(
     --rollout-batch-size 4 --n-samples-per-prompt 8 --rollout-max-response-len 16 --num-rollout 3
     --lr 1e-5 --train-backend fsdp --use-dynamic-batch-size --max-tokens-per-gpu 2048 --train-dtype float32
 )
-samples="$output_dir/mismatch_samples/{rollout_id}.pt"
+samples="$output_dir/data/mismatch/{rollout_id}.pt"
+mkdir -p "${samples%/*}"
 train mismatch_samples train.py "${flags[@]}" --rollout-dtype bfloat16 "${engine[@]}" \
     --debug-rollout-only --save-debug-rollout-data "$samples"
 

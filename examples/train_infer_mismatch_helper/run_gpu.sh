@@ -10,7 +10,7 @@ train "mismatch_gpu_$correction" train.py "${MODEL_ARGS[@]}" --hf-checkpoint "${
     --prompt-data "${DATA:?a JSONL file with prompt and label}" --apply-chat-template --rollout-shuffle --rm-type math \
     --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192 --num-rollout 200 \
     --custom-config-path "$here/$correction.yaml" --lr 1e-6 --eps-clip 0.2 --eps-clip-high 0.28 \
-    --train-backend megatron --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 \
+    --train-backend megatron --tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 \
     --use-dynamic-batch-size --max-tokens-per-gpu 16384 \
     --actor-num-gpus-per-node 8 --colocate --rollout-num-gpus-per-engine 4 \

@@ -94,7 +94,7 @@ async def place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rollout, "GenerateState", lambda args: state)
     host, _, port = engine_url.removeprefix("http://").partition(":")
     place.args = SimpleNamespace(  # type: ignore[attr-defined]
-        rollout_buffer_url=url, rollout_buffer_task="products", rollout_buffer_ahead=2, rollout_batch_size=3,
+        buffer_server_url=url, buffer_server_task="products", buffer_server_ahead=2, rollout_batch_size=3,
         phase_timeout=10.0, sglang_router_ip=host, sglang_router_port=port,
     )  # fmt: skip
     yield place
@@ -118,7 +118,7 @@ async def test_a_step_gets_its_groups_and_others_stay_under_way(place) -> None:
 
 
 async def test_an_answer_that_an_update_ended_goes_on_from_its_tokens(place) -> None:
-    place.abort_first, place.args.rollout_buffer_ahead = True, 0
+    place.abort_first, place.args.buffer_server_ahead = True, 0
     output = await rollout.collect(place.args, 0, Source())
     (cut,) = [s for group in output.samples for s in group if len(s.weight_versions) == 2]
     assert (
@@ -175,7 +175,7 @@ def test_a_sample_that_cannot_be_trained_on_is_refused(change: dict[str, Any], m
 
 
 async def test_a_wrong_request_is_answered_with_what_is_wrong(place) -> None:
-    url = place.args.rollout_buffer_url
+    url = place.args.buffer_server_url
     with pytest.raises(HttpError, match=r"no generator for task_type 'poems'; there are products"):
         await post(f"{url}/start_rollout", {"task_type": "poems", "groups": []})
     with pytest.raises(HttpError, match="group 7 was not asked for"):
