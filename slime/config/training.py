@@ -109,10 +109,10 @@ class WeightSyncConfig:
     update_weights_interval: int = flag(1, help="sync every N rollouts (train_async.py)")
     update_weight_pause_mode: str = flag(
         None,
-        choices=("abort", "retract", "in_place"),
+        choices=("abort", "retract", "in_place", "drain"),
         help="what an update does to requests under way. abort: end them, the rollout goes on with their tokens; "
-        "retract: compute their cache again; in_place: keep the cache of the old weights; default: retract where the "
-        "engine can, else abort",
+        "retract: compute their cache again; in_place: keep the cache of the old weights; drain: start no more and "
+        "let them finish first, so that no sample mixes weights; default: retract where the engine can, else abort",
     )
     update_weight_mode: str = flag(
         "full",

@@ -253,8 +253,11 @@ class _Sender:
     def _busy_mode(self, engine: EngineHandle) -> PauseMode:
         """As asked; else requests keep their tokens and compute their cache again, where the engine can do
         that, and end with what they have where it cannot."""
-        asked: PauseMode | None = getattr(self.args, "update_weight_pause_mode", None)
-        return asked or ("retract" if engine.capabilities.retract else "abort")
+        asked = getattr(self.args, "update_weight_pause_mode", None)
+        if asked is None or asked == "drain":  # then only requests of others than the rollout can be under way
+            return "retract" if engine.capabilities.retract else "abort"
+        mode: PauseMode = asked
+        return mode
 
     async def _mark_torn(self, engines: Sequence[EngineHandle]) -> None:
         """Close the bracket under a version that no sample may carry; these engines stay paused."""
