@@ -12,7 +12,7 @@
 # SLIME_ENV_DIR    of the environment, as for scripts/env.sh; SLIME_PYTHON=FILE: this interpreter, no scripts/env.sh
 # SLIME_DATASETS   folder with gsm8k/, math500/, aime/, ...; examples that can use them make their own data without it
 # SGLANG=1         CPU scripts: real SGLang instead of the embedded engine (an environment of its own)
-# DRY_RUN=1        start nothing; print each training command, one line of JSON: {"name", "script", "flags"}
+# DRY_RUN=1        start nothing; print each training command
 
 checkout="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 here="$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)"  # the example's folder
@@ -99,8 +99,9 @@ train() {
     shift 2
     set -- --run-name "$name" --output-dir "$output_dir" "$@"
     if [ "${DRY_RUN:-}" = 1 ]; then
-        "$python" -c 'import json, sys; print(json.dumps({"name": sys.argv[1], "script": sys.argv[2], "flags": sys.argv[3:]}))' \
-            "$name" "$script" "$@"
+        printf 'python %s' "$script"
+        printf ' %q' "$@"
+        printf '\n'
         return
     fi
     ${launcher[@]+"${launcher[@]}"} "$python" "$checkout/$script" "$@"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
         ["bash", str(script)], cwd=work, env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    return [Command(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    lines = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("python train")]
+    return [Command(flags[flags.index("--run-name") + 1], script, flags) for _, script, *flags in lines]
 
 
 def parse(command: Command, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Args:
