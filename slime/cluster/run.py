@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.cluster.faults import Faults
+from slime.cluster.restart import died, restart
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
 from slime.observability.trace_file import add_phases, trace_of
 from slime.weights.audit import gap_alarm
@@ -60,6 +61,8 @@ class Run:
         self.updated_after: int | None = None  # what ``trained`` was when they got them
         self.trained: int | None = None  # last rollout whose training is complete
         self.saved: int | None = None
+        self._open_snapshot: tuple[Path, dict[str, Any]] | None = None
+        self.committed = False  # whether this process has written a snapshot
         self._progress: Any = None
         self._phases: list[dict[str, Any]] = []  # the newest, for the traces
         self._step_started = time.perf_counter()
@@ -196,21 +199,42 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stopped = isinstance(error, StopRequested)
+        lost: list[str] = []
         try:
+            if kind is not None and issubclass(kind, Exception) and not stopped and self.args.max_restarts:
+                lost = self._lost(error)
             if stopped:
                 self._snapshot_before_stop()
             if kind is None:
+                self.finish_save()
                 self._close_account()
                 self.display.finish()
         finally:
             self._shutdown(failed=kind is not None and not stopped)
             self.stop.__exit__(None, None, None)
+        if lost:
+            restart(self.args, self.committed)
         if stopped:
             sys.exit(130 if str(error) == "SIGINT" else 143)
+
+    def _lost(self, error: BaseException | None) -> list[str]:
+        """What died, so that the run begins again; said with the error, which is not raised then."""
+        import traceback
+
+        import ray
+
+        lost = died(self, error) if ray.is_initialized() else []
+        if lost:
+            self.display.note("".join(traceback.format_exception(error)).rstrip())
+            where = "from where it began" if self.saved is None else f"from the snapshot of rollout {self.saved}"
+            left = self.args.max_restarts - 1
+            self.display.note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
+        return lost
 
     def _snapshot_before_stop(self) -> None:
         self.display.note(f"{self.stop.requested}: ending in order (once more ends at once)")
         self.stop.ending = True
+        self.finish_save()
         if self.args.save and self.trained is not None and self.trained != self.saved:
             self.save(self.trained)
             self.display.note(f"saved rollout {self.trained}; go on with --load {self.args.save}")
@@ -408,10 +432,12 @@ class Run:
         self.display.eval_line(step, metrics)
 
     def save(self, rollout_id: int) -> None:
-        """One atomic snapshot: all ranks write, one manifest commits."""
+        """One atomic snapshot: all ranks write, one manifest commits. With ``--async-save`` the ranks write while
+        the run goes on; until :meth:`finish_save` there is no snapshot."""
         from slime.checkpoint import snapshot
 
         with self.phase("save_model"):
+            self.finish_save()
             temp = snapshot.begin(Path(self.args.save), rollout_id)
             for group in self.groups:
                 group.save(temp)
@@ -422,12 +448,26 @@ class Run:
                 "weight_version": self.version,
             }
             manifest |= {"world_size": self.placement.slots.train, "seed": self.args.seed, "metrics": self.pending}
-            snapshot.commit(temp, manifest | {"settings": self._settings()})
-            if self.args.save_keep_last:
-                snapshot.prune(Path(self.args.save), self.args.save_keep_last, self.args.save_retain_interval)
+            self._open_snapshot = (temp, {**manifest, "metrics": dict(self.pending), "settings": self._settings()})
+            if not self.args.async_save:
+                self.finish_save()
             if self.args.save_hf and self.actor is not None:
                 self.actor.save_hf(str(self.args.save_hf).format(rollout_id=rollout_id))
-        self.saved = rollout_id
+
+    def finish_save(self) -> None:
+        """Commit the snapshot that is being written, once it is."""
+        from slime.checkpoint import snapshot
+
+        if self._open_snapshot is None:
+            return
+        temp, manifest = self._open_snapshot
+        for group in self.groups:
+            group.finish_save()
+        snapshot.commit(temp, manifest)
+        self._open_snapshot = None
+        self.saved, self.committed = manifest["rollout_id"], True
+        if self.args.save_keep_last:
+            snapshot.prune(Path(self.args.save), self.args.save_keep_last, self.args.save_retain_interval)
 
     # --- when --------------------------------------------------------------------------------
 
@@ -443,6 +483,8 @@ class Run:
 
     def end_step(self, rollout_id: int) -> None:
         """Log the step's metrics and begin the next."""
+        if self._open_snapshot is not None and not any(group.is_saving() for group in self.groups):
+            self.finish_save()
         now = time.perf_counter()
         self._phases = [*self._phases, *self.display.timers.pop_spans()][-KEPT_PHASES:]
         add_phases(trace_of(self.dir.path, rollout_id), self._phases)
