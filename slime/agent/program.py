@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import numbers
 import os
 import shlex
 import signal
@@ -84,7 +85,7 @@ def reward_of(value: Any, name: str) -> Reward:
     """A number, a dict (``--reward-key`` names its entry that trains), or None: ``--rm-type`` scores then."""
     if value is None or isinstance(value, dict):
         return value
-    if isinstance(value, int | float):
+    if isinstance(value, numbers.Real):
         return float(value)
     raise TypeError(f"agent program {name} returned {type(value).__name__}: return a number, a dict or None")
 

@@ -227,7 +227,9 @@ async def _body(request: web.Request) -> dict[str, Any]:
         if body.get(name) is not None:
             _note(name, "is ignored: the run's flags decide how turns are sampled")
     for name in _NOT_FORCED:
-        if body.get(name) not in (None, "auto", "none", {"type": "auto"}, {"type": "none"}, {"type": "text"}):
+        wish = body.get(name)
+        kind = (wish.get("format") or wish).get("type") if isinstance(wish, dict) else wish
+        if kind not in (None, "auto", "none", "text"):
             _note(name, "is not enforced: the model is free in what it writes")
     return body
 

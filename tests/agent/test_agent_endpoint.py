@@ -178,14 +178,19 @@ async def test_32_sessions_at_once(endpoint: AgentServer, tiny_model: Any, engin
 async def test_a_client_that_leaves_in_the_middle_of_a_stream(client: Client, engine: Any) -> None:
     from slime.engines.http import get
 
+    client.session.params["ignore_eos"] = True  # so that both answers are long
     stream = await client.chat(HELLO, stream=True, max_tokens=200)
     async for chunk in stream:
         if chunk.choices[0].delta.content:
             break
     await stream.close()
-    async with asyncio.timeout(10):
-        while not client.session.counts["cancelled"]:
-            await asyncio.sleep(0.02)
+    whole = asyncio.ensure_future(client.chat(HELLO, max_tokens=200))
+    async with asyncio.timeout(20):
+        while client.session.counts["cancelled"] < 1 or sum(client.session._asked.values()) < 2:
+            await asyncio.sleep(0.01)
+        whole.cancel()
+        while client.session.counts["cancelled"] < 2:
+            await asyncio.sleep(0.01)
         while (await get(f"{engine.url}/v1/loads"))["loads"][0]["num_total_reqs"]:
             await asyncio.sleep(0.02)
     assert client.session.tree.turns == {}, "an answer that nobody got is not trained"
