@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")])
+PAGES = sorted(page for kind in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md") for page in CHECKOUT.glob(kind))
 NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, the converters, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
     "--check-timeout", "--custom-weight-loader", "--nproc-per-node", "--input-dir", "--origin-hf-dir",
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps",
-    "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid",
+    "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block",
 }  # fmt: skip
-HAND_WRITTEN = [page for page in PAGES if "reference" not in page.parts]
+HAND_WRITTEN = [page for page in PAGES if not {"reference", "benchmarks"} & set(page.parts)]
 
 
 def name(page: Path) -> str:
