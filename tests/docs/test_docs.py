@@ -40,6 +40,12 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing, f"{name(page)}: {missing}"
 
 
+def test_the_index_lists_every_page() -> None:
+    index = CHECKOUT / "docs/en/README.md"
+    listed = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", index.read_text(encoding="utf-8"))}
+    assert set(CHECKOUT.glob("docs/en/**/*.md")) - {index} <= listed
+
+
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
