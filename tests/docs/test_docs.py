@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGES = sorted(page for kind in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md") for page in CHECKOUT.glob(kind))
+KINDS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md")
+PAGES = sorted(page for kind in KINDS for page in CHECKOUT.glob(kind))
 NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, the converters, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
@@ -42,7 +43,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_lists_every_page() -> None:
     index = CHECKOUT / "docs/en/README.md"
-    listed = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", index.read_text(encoding="utf-8"))}
+    links = re.findall(r"\]\(([^)#]+)", index.read_text(encoding="utf-8"))
+    listed = {(index.parent / link).resolve() for link in links}
     assert set(CHECKOUT.glob("docs/en/**/*.md")) - {index} <= listed
 
 
