@@ -1,6 +1,6 @@
 """Figures of plane geometry, questions on them, and a tiny vision-language model that has barely learned to see.
 
-    python examples/geo3k_vlm/geometry.py FOLDER [--seed 1] [--warm-up-steps 24] [--no-model]
+    python examples/geo3k_vlm/geometry.py FOLDER [--seed 1] [--warm-up-steps 12] [--no-model]
 
 writes ``FOLDER/model`` (LLaVA's architecture: a CLIP vision tower, a projector, a Llama; 0.5M random parameters that a
 few supervised steps have warmed up), ``FOLDER/figures/*.png``, ``FOLDER/train.jsonl`` and ``FOLDER/eval.jsonl``.
@@ -17,10 +17,10 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-UNITS = 4  # the figure's field is 4 × 4 units
+UNITS = 5  # the figure's field is 5 × 5 units
 PIXELS = 8  # of a unit, and of a patch of the vision tower
-LONGEST = 3  # side of a rectangle
-QUESTIONS = {"width": "<image>How wide?", "height": "<image>How high?"}
+LONGEST = 4  # side of a square
+QUESTION = "<image>How long is a side?"
 COLOURS = ("crimson", "darkgreen", "navy", "purple", "black")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -31,27 +31,25 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """Sides and the upper left corner, in units; the right and lower edges lie within the field."""
+class Square:
+    """Side and upper left corner, in units; the right and lower edges lie within the field."""
 
-    width: int
-    height: int
+    side: int
     left: int
     top: int
     colour: str
 
     @classmethod
-    def random(cls, random: Random) -> Rectangle:
-        width, height = random.randint(1, LONGEST), random.randint(1, LONGEST)
-        left, top = random.randint(0, UNITS - width), random.randint(0, UNITS - height)
-        return cls(width, height, left, top, random.choice(COLOURS))
+    def random(cls, random: Random) -> Square:
+        side = random.randint(1, LONGEST)
+        return cls(side, random.randint(0, UNITS - side), random.randint(0, UNITS - side), random.choice(COLOURS))
 
     def draw(self, grid: bool = False) -> Image.Image:
-        """RGB, 32 × 32; with ``grid`` the field's units are ruled over the figure."""
+        """RGB, 40 × 40; with ``grid`` the field's units are ruled over the figure."""
         image = Image.new("RGB", (UNITS * PIXELS, UNITS * PIXELS), "white")
         pen = ImageDraw.Draw(image)
         x, y = self.left * PIXELS, self.top * PIXELS
-        pen.rectangle((x, y, x + self.width * PIXELS - 1, y + self.height * PIXELS - 1), fill=self.colour)
+        pen.rectangle((x, y, x + self.side * PIXELS - 1, y + self.side * PIXELS - 1), fill=self.colour)
         for line in range(PIXELS, UNITS * PIXELS, PIXELS) if grid else ():
             pen.line((line, 0, line, UNITS * PIXELS), fill="orange")
             pen.line((0, line, UNITS * PIXELS, line), fill="orange")
@@ -64,10 +62,10 @@ def write_rows(folder: Path, name: str, count: int, seed: int) -> Path:
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     lines = []
     for i in range(count):
-        figure, side = Rectangle.random(random), random.choice(list(QUESTIONS))
+        figure = Square.random(random)
         file = folder.resolve() / "figures" / f"{name}-{i}.png"
         figure.draw().save(file)
-        row = {"prompt": QUESTIONS[side], "images": [str(file)], "label": str(getattr(figure, side))}
+        row = {"prompt": QUESTION, "images": [str(file)], "label": str(figure.side)}
         lines.append(json.dumps({**row, "metadata": {"figure": vars(figure)}}) + "\n")
     path = folder / f"{name}.jsonl"
     path.write_text("".join(lines), encoding="utf-8")
@@ -96,7 +94,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(seed: int) -> tuple[Any, Any]:
-    """(model, processor): LLaVA with random weights; an image is 16 tokens."""
+    """(model, processor): LLaVA with random weights; an image is 25 tokens."""
     import torch
     import transformers as t
 
@@ -136,14 +134,14 @@ def warm_up(model: Any, processor: Any, steps: int, seed: int, batch: int = 32, 
     import torch
 
     random, loss = Random(f"{seed} warm-up"), float("nan")
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION.removeprefix("<image>")}]
+    text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     ids = {d: processor.tokenizer(d)["input_ids"][0] for d in map(str, range(1, LONGEST + 1))}
     for _ in range(steps):
-        figures = [Rectangle.random(random) for _ in range(batch)]
-        side = random.choice(list(QUESTIONS))  # one a batch: their prompts have different lengths
-        text = f"<user>{QUESTIONS[side]}\n<assistant>"
+        figures = [Square.random(random) for _ in range(batch)]
         inputs = processor(text=[text] * batch, images=[figure.draw() for figure in figures], return_tensors="pt")
-        answers = torch.tensor([[ids[str(getattr(figure, side))], 1] for figure in figures])
+        answers = torch.tensor([[ids[str(figure.side)], 1] for figure in figures])
         logits = model(
             input_ids=torch.cat([inputs["input_ids"], answers[:, :1]], dim=1), pixel_values=inputs["pixel_values"]
         ).logits[:, -2:]
@@ -159,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--warm-up-steps", type=int, default=24)
+    parser.add_argument("--warm-up-steps", type=int, default=12)
     parser.add_argument("--no-model", action="store_true", help="figures and questions only")
     args = parser.parse_args()
     train, held_out = (write_rows(args.folder, name, n, args.seed) for name, n in (("train", 512), ("eval", 64)))

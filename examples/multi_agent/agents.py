@@ -64,7 +64,7 @@ class Team:
         part.reset_response()
         part.metadata["agent"] = role
         if words is not None:
-            part.prompt = [*part.prompt[:-1], {"role": "user", "content": words}]  # type: ignore[list-item]
+            part.prompt = [*part.prompt[:-1], {"role": "user", "content": words}]
         params = dict(self.params)
         if params.get("sampling_seed") is not None:  # one seed for all would make them all say the same
             params["sampling_seed"] = derive_seed(params["sampling_seed"], role, number)

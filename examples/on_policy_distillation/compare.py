@@ -31,8 +31,8 @@ def reverse_kl(run: Path) -> list[float]:
 def report(curves: dict[str, list[float]]) -> tuple[list[str], bool]:
     """Lines to print, and whether every curve fell."""
     lines = ["step  " + "  ".join(f"{name:>12}" for name in curves)]
-    for step, values in enumerate(zip(*curves.values(), strict=False)):
-        lines.append(f"{step:4d}  " + "  ".join(f"{value:12.4f}" for value in values))
+    for step, row in enumerate(zip(*curves.values(), strict=False)):
+        lines.append(f"{step:4d}  " + "  ".join(f"{value:12.4f}" for value in row))
     first = [values[0] for values in curves.values()]
     lines.append(f"first values differ by {max(first) - min(first):.1e} nats per token")
     fell = True

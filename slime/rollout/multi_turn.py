@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.seeds import derive_seed
+from slime.data.media import collect_media
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import generate, remaining
-from slime.rollout.prompts import encode, prompt_ids, render
+from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
 
 TURNS = "model_turns"  # key of sample.metadata: where each turn of the model lies, so that an aborted sample can go on
@@ -39,7 +40,7 @@ class Conversation:
 
     A sample that was aborted goes on where it was: in the middle of a turn, or with the answer to its last
     turn (:meth:`turn` gives a turn that nobody answered again). Tools that keep state are brought there by
-    running :attr:`texts` through them.
+    running :attr:`answered` through them.
 
     ``max_new_tokens`` of the sampling parameters and ``--rollout-max-context-len`` bound the whole response,
     observations included; ``--max-turns`` the turns of the model.
@@ -76,9 +77,9 @@ class Conversation:
         return self.sample.metadata[TURNS]
 
     @property
-    def texts(self) -> list[str]:
-        """What the model said, turn by turn, an unfinished turn left out."""
-        return [turn["text"] for turn in self.turns if turn["end"] is not None]
+    def answered(self) -> list[str]:
+        """What the model said in the turns that were answered."""
+        return [turn["text"] for turn in self.turns if turn["answered"]]
 
     @property
     def left(self) -> int:
@@ -126,17 +127,26 @@ class Conversation:
 
     def reply(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Close the model's turn and append chat messages (``tool``, ``user``) as the chat template renders them,
-        up to where the model's next turn begins. Returns as :meth:`observe`."""
-        tokenizer = self.state.tokenizer
+        up to where the model's next turn begins. Returns as :meth:`observe`.
+
+        Media parts (``{"type": "image", "image": path, URL, data URI or bytes}``) join those of the sample: engine
+        and trainer get them from here on.
+        """
+        state, new = self.state, Sample(multimodal_inputs=collect_media(messages))  # type: ignore[arg-type]
+        renderer = state.processor if new.multimodal_inputs and state.processor is not None else state.tokenizer
         said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        text = render(tokenizer, self.sample, [*said, *map(dict, messages)])
+        text = render(renderer, self.sample, [*said, *map(dict, messages)])
         _, found, after = text.partition(_MARK)
         if not found:
             raise ValueError("the chat template leaves out what the assistant said: use Conversation.observe instead")
-        tokens = encode(tokenizer, after)
-        if tokens and tokens[0] == self.sample.tokens[-1] and tokens[0] in tokenizer.all_special_ids:
+        tokens = text_ids(state, new, after) if new.multimodal_inputs else encode(state.tokenizer, after)
+        if tokens and tokens[0] == self.sample.tokens[-1] and tokens[0] in state.tokenizer.all_special_ids:
+            after = after.removeprefix(state.tokenizer.decode(tokens[:1]))
             tokens = tokens[1:]  # the model closed its turn itself
-        return self._append(tokens, None)
+        fits = self._append(tokens, after if new.multimodal_inputs else None)
+        if fits and new.multimodal_inputs:
+            _join_media(self.sample, new)
+        return fits
 
     async def tools(self, calls: Iterable[Awaitable[str]], timeout: float) -> list[str]:
         """Results of tool calls that run side by side, in the order of the calls.
@@ -178,6 +188,7 @@ class Conversation:
         sample.status = Sample.Status.PENDING
         self._calls += 1
         await generate(self.args, sample, params)
+        self._drop_sampled_medium(before, written)
         turn["text"] += sample.response[written:]
         if before > turn["start"]:
             self._cut_at_stop(turn, before - turn["start"], params["stop"] or [])
@@ -185,6 +196,14 @@ class Conversation:
             return None
         turn["end"], turn["finish"] = sample.response_length, sample.status.value
         return str(turn["text"])
+
+    def _drop_sampled_medium(self, before: int, written: int) -> None:
+        """The model's own placeholder of an image ends its turn, since it is a stop token. Nothing could be put in its
+        place, so it is no part of the sample: no later request could carry it."""
+        sample = self.sample
+        if sample.response_length > before and sample.tokens[-1] in self.state.media_token_ids:
+            own = self.state.tokenizer.decode(sample.tokens[len(sample.tokens) - sample.response_length + before : -1])
+            sample.cut_response(sample.response_length - 1, sample.response[:written] + own)
 
     def _cut_at_stop(self, turn: dict[str, Any], before: int, stop: Sequence[str]) -> None:
         """End a turn that went on after an abort where a stop string lies across the two requests: an engine
@@ -212,6 +231,18 @@ class Conversation:
         sample.append_response_tokens(self.args, tokens=tokens, log_probs=None, trainable=False, text=text)
         self.turns[-1]["answered"] = True
         return True
+
+
+def _join_media(sample: Sample, new: Sample) -> None:
+    """Put the media of ``new`` behind those of ``sample``. Samples of a group share theirs: none changes in place."""
+    import torch
+
+    raw, tensors = sample.multimodal_inputs or {}, sample.multimodal_train_inputs or {}
+    added = {k: v for k, v in (new.multimodal_train_inputs or {}).items() if not k.endswith("token_type_ids")}
+    sample.multimodal_inputs = raw | {k: [*raw.get(k, []), *v] for k, v in (new.multimodal_inputs or {}).items()}
+    sample.multimodal_train_inputs = tensors | {
+        k: torch.cat([torch.as_tensor(tensors[k]), torch.as_tensor(v)]) if k in tensors else v for k, v in added.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from example_scripts import load_example
 from in_process_engine import rollout_args, serving
 
 from slime.data.sample import Sample
+from slime.rollout.multi_turn import Conversation
 
 look = load_example("geo3k_vlm_multi_turn/second_look.py")
-FIGURE = {"width": 2, "height": 3, "left": 1, "top": 0, "colour": "navy"}
+FIGURE = {"side": 2, "left": 1, "top": 0, "colour": "navy"}
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +29,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_sample(tmp_path: Path) -> Sample:
     image = str(tmp_path / "figure.png")
-    look.Rectangle(**FIGURE).draw().save(image)
-    content = [{"type": "image", "image": image}, {"type": "text", "text": "How wide?"}]
+    look.Square(**FIGURE).draw().save(image)
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "How long is a side?"}]
     return Sample(
         index=0, group_index=0, prompt=[{"role": "user", "content": content}], label="2",
         multimodal_inputs={"images": [image]}, metadata={"figure": FIGURE},
@@ -46,15 +47,34 @@ async def test_a_wrong_answer_is_followed_by_the_figure_again(tiny: Path, tmp_pa
     turns = sample.metadata["model_turns"]
     assert len(turns) == 2 and len(shared["images"]) == 1 and len(sample.multimodal_inputs["images"]) == 2
     image_token = 258
-    assert sample.tokens.count(image_token) == 2 * 16
+    assert sample.tokens.count(image_token) == 2 * 25
     pixels = sample.multimodal_train_inputs["pixel_values"]
-    assert pixels.shape == (2, 3, 32, 32) and (pixels[0] != pixels[1]).any()
+    assert pixels.shape == (2, 3, 40, 40) and (pixels[0] != pixels[1]).any()
     mask = sample.loss_mask
     own = [i for turn in turns for i in range(turn["start"], turn["end"])]
     assert [i for i, m in enumerate(mask) if m] == own and len(mask) == sample.response_length
     assert [log == 0.0 for log in sample.rollout_log_probs] == [not m for m in mask]
     assert "<user><image>No.<assistant>" in sample.response
     assert await look.score(args, sample) == 0.0
+
+
+async def test_an_image_that_the_model_writes_itself_is_no_part_of_its_turn(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def engine(args: Any, sample: Sample, params: dict[str, Any]) -> None:
+        stop = {"finish_reason": {"type": "stop", "matched": 258}}
+        tokens, logs = [30, 258], [-1.0, -2.0]
+        sample.append_response_tokens(args, tokens=tokens, log_probs=logs, meta_info=stop, text="=<image>")
+
+    monkeypatch.setattr("slime.rollout.multi_turn.generate", engine)
+    args = rollout_args(tiny, "http://127.0.0.1:1", max_turns=2)
+    sample = make_sample(tmp_path)
+    talk = Conversation(args, sample, {"max_new_tokens": 200})
+    assert await talk.turn() == "=" and sample.loss_mask == [1] and sample.rollout_log_probs == [-1.0]
+    assert talk.reply([{"role": "user", "content": sample.prompt[0]["content"]}])
+    assert await talk.turn() == "=" and sample.response.count("<image>") == 1
+    assert sample.tokens.count(258) == 2 * 25, "as many as two images have: an engine can carry that"
+    assert sum(sample.loss_mask) == 2 and len(sample.loss_mask) == sample.response_length
 
 
 @pytest.mark.parametrize(("answer", "words"), [("1", "More."), ("3<eos>", "Less."), ("a", "No.")])
