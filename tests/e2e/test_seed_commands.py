@@ -119,14 +119,27 @@ def test_fsdp_with_context_parallel_and_the_three_functions(desk: Desk) -> None:
 
 MY_MODULE = """
 from slime.data.source import RolloutDataSourceWithBuffer
-from slime.rollout.sglang_rollout import generate as one_turn
+from slime.utils.http_utils import post
+from slime.utils.processing_utils import load_tokenizer
 
 
 async def generate(args, sample, sampling_params):
     assert sample.metadata["session_id"] == "123"  # the row has metadata as a JSON string
+    prompt_tokens = load_tokenizer(args.hf_checkpoint)(sample.prompt)["input_ids"]
+    response_tokens = []
     for turn in range(2):
-        sample = await one_turn(args, sample, {**sampling_params, "max_new_tokens": 4})
-        sample.append_response_tokens(args, tokens=[5, 6], log_probs=None, trainable=False, text="??")
+        output = await post(
+            f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate",
+            {"input_ids": prompt_tokens + response_tokens, "sampling_params": {**sampling_params, "max_new_tokens": 3},
+             "return_logprob": True},
+        )
+        model_tokens = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+        tool_tokens = [5, 6]
+        sample.loss_mask += [1] * len(model_tokens)  # Train on actions
+        sample.loss_mask += [0] * len(tool_tokens)  # Mask tool outputs
+        response_tokens += model_tokens + tool_tokens
+    sample.tokens = prompt_tokens + response_tokens
+    sample.response_length = len(response_tokens)
     return sample
 
 
