@@ -93,7 +93,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner
     whole = runner.run(*flags, "--save", runner.tmp / "whole", name="whole")
     assert_good(whole)
 
-    saved = runner.tmp / "parts"
+    saved, flags = runner.tmp / "parts", [*flags, "--async-save"]
     process = runner.start("--run-name", "parts", *flags, "--save", saved)
     latest = saved / "latest_checkpointed_iteration.txt"
     until = time.monotonic() + 200
