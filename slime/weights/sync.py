@@ -256,6 +256,11 @@ class _Sender:
         asked = getattr(self.args, "update_weight_pause_mode", None)
         if asked is None or asked == "drain":  # then only requests of others than the rollout can be under way
             return "retract" if engine.capabilities.retract else "abort"
+        if asked == "in_place" and not engine.capabilities.version_spans:
+            raise EngineError(
+                f"{engine.url} does not say which weights made which token, so answers that go on in place would be of "
+                "the wrong version: take --update-weight-pause-mode abort"
+            )
         mode: PauseMode = asked
         return mode
 

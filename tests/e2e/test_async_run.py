@@ -11,7 +11,7 @@ from slime.data.sample import flatten
 from slime.data.staleness import UNKNOWN, token_staleness
 from slime.observability.debug_data import load_rollout
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 FULLY_ASYNC = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 STEPS = 6
 

@@ -14,9 +14,11 @@ from slime.weights.sync import _Sender
 class Engine:
     """Notes what it is asked."""
 
-    def __init__(self, running: int = 0, retract: bool = True, slips_in: bool = False) -> None:
+    def __init__(
+        self, running: int = 0, retract: bool = True, slips_in: bool = False, version_spans: bool = True
+    ) -> None:
         self.url, self.running, self.slips_in = "engine", running, slips_in
-        self.capabilities = Capabilities(retract=retract)
+        self.capabilities = Capabilities(retract=retract, version_spans=version_spans)
         self.asked: list[str] = []
 
     async def load(self) -> dict[str, Any]:
@@ -49,3 +51,12 @@ async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> N
     transport: Any = SimpleNamespace(name="ipc", bracketed=True)
     await _Sender(args, [], transport, "0.1", False)._pause_and_flush(engine)  # type: ignore[arg-type]
     assert engine.asked == expected
+
+
+async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weights() -> None:
+    args = SimpleNamespace(distributed_timeout_minutes=1, phase_timeout=60, update_weight_pause_mode="in_place")
+    transport: Any = SimpleNamespace(name="ipc", bracketed=True)
+    engine: Any = Engine(running=2, version_spans=False)
+    with pytest.raises(EngineError, match="--update-weight-pause-mode abort"):
+        await _Sender(args, [], transport, "0.1", False)._pause_and_flush(engine)
+    assert engine.asked == []
