@@ -45,6 +45,8 @@ class Chat:
         """The request in the common form."""
         if body.get("logprobs"):
             raise ApiError(400, "logprobs are not given to the program; they are recorded for training")
+        if body.get("functions"):
+            raise ApiError(400, "functions are not supported any more: give tools")
         choices = whole_number(body, "n") or 1
         if choices > 1 and body.get("stream"):
             raise ApiError(400, "n above 1 cannot be streamed")

@@ -27,7 +27,7 @@ Dialect = type[Chat] | type[Responses] | type[Messages]
 _DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-_NOT_FORCED = ("response_format", "text", "tool_choice")
+_NOT_FORCED = ("response_format", "text", "thinking", "tool_choice")
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = weakref.WeakKeyDictionary()
 _noted: set[str] = set()
 
@@ -229,7 +229,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
     for name in _NOT_FORCED:
         wish = body.get(name)
         kind = (wish.get("format") or wish).get("type") if isinstance(wish, dict) else wish
-        if kind not in (None, "auto", "none", "text"):
+        if kind not in (None, "auto", "none", "text", "disabled"):
             _note(name, "is not enforced: the model is free in what it writes")
     return body
 

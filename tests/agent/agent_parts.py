@@ -70,7 +70,8 @@ def arguments(folder: Path, url: str = "http://127.0.0.1:1", **more: Any) -> Arg
 class ScriptedEngine:
     """``POST /generate`` that says what its script says, for outputs that a random model never makes.
 
-    A script's entry is a text, or ``(text, finish_reason)``; without a finish the turn ends with ``<|end|>``.
+    A script's entry is a text, or ``(text, finish_reason)``; without a finish the turn ends with ``<|end|>``. A number
+    as finish is the status of a refusal; None as an entry never answers.
     """
 
     def __init__(self, tokenizer: Any, script: list[Any]) -> None:
@@ -81,7 +82,7 @@ class ScriptedEngine:
         app = web.Application()
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.generate)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
@@ -96,6 +97,8 @@ class ScriptedEngine:
         body = await request.json()
         self.bodies.append(body)
         entry = self.script.pop(0)
+        if entry is None:
+            await asyncio.Event().wait()
         text, finish = entry if isinstance(entry, tuple) else (entry, None)
         if isinstance(finish, int):
             return web.json_response({"error": {"message": text}}, status=finish)

@@ -239,6 +239,8 @@ async def test_sessions_are_told_apart_by_path_and_by_key(client: Client, endpoi
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text only"),
         ({"messages": HELLO, "max_tokens": 0}, "max_tokens must be a whole number"),
         ({"messages": HELLO, "logprobs": True}, "logprobs"),
+        ({"messages": HELLO, "functions": [{"name": "f"}]}, "give tools"),
+        ({"messages": HELLO, "n": 2, "stream": True}, "cannot be streamed"),
         ({"messages": HELLO, "tools": [{"type": "custom"}]}, "function tools"),
     ],
 )

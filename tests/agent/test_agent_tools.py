@@ -171,6 +171,18 @@ async def test_what_an_engine_refuses_reaches_the_program_and_what_breaks_stops_
     assert "broken" in str(talk.session.fault)
 
 
+async def test_a_retry_of_the_client_library_is_one_turn(endpoint: AgentServer, checkpoint: Path) -> None:
+    """The first try gets no answer in time; the library leaves and asks again."""
+    async with ScriptedEngine(make_tokenizer(), [None, *["Hello."] * 5]) as engine:
+        talk = Scripted(endpoint, checkpoint, engine)
+        patient = talk.openai.with_options(timeout=1.0, max_retries=5)
+        answer = await patient.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
+    assert answer.choices[0].message.content == "Hello."
+    counts = talk.session.counts
+    assert counts["turns"] == len(talk.session.tree.turns) == 1 and counts["cancelled"] >= 1
+    assert talk.sample().response == "Hello.<|end|>"
+
+
 def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
     parser = Hermes()
     good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
