@@ -46,7 +46,7 @@ class Numbers:
 
     def missing_in(self, other: Numbers) -> list[int]:
         """Numbers of this set that are not in ``other``."""
-        missing = []
+        missing: list[int] = []
         for first, end in self.intervals:
             at = first
             while at < end:

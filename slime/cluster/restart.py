@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,15 +22,27 @@ _OF_THE_FIRST_START = ("--ckpt-step", "--start-rollout-id", "--finetune")
 _SWITCHES = ("--finetune",)
 
 
-def died(run: Run, error: BaseException | None) -> list[str]:
-    """What a failed run has lost, though its own code is not to blame; empty: nothing."""
+def goes_on(run: Run, error: Exception) -> bool:
+    """Whether a failed run may begin again, since something died and no code is to blame; says so, with the error."""
+    import ray
+
+    lost = _lost(run, error) if run.args.max_restarts and ray.is_initialized() else []
+    if lost:
+        where = "from where it began" if run.saved is None else f"from the snapshot of rollout {run.saved}"
+        left = run.args.max_restarts - 1
+        run.display.note("".join(traceback.format_exception(error)).rstrip())
+        run.display.note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
+    return bool(lost)
+
+
+def _lost(run: Run, error: Exception) -> list[str]:
     import ray
 
     named = {"the rollout manager": run.manager} if run.manager is not None else {}
     for group in run.groups:
         named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
     dead = [name for name, actor in named.items() if _is_dead(actor)]
-    if not dead and isinstance(error, ray.exceptions.RayActorError | WaitExpired):
+    if not dead and isinstance(error, ray.exceptions.RayActorError | WaitExpired) and not _never_was(error):
         return [f"an answer ({type(error).__name__})"]
     return dead
 
@@ -39,11 +52,16 @@ def _is_dead(actor: Any) -> bool:
 
     try:
         ray.get(actor.status.remote(), timeout=ASK_SECONDS)
-    except ray.exceptions.RayActorError:
-        return True
+    except ray.exceptions.RayActorError as error:
+        return not _never_was(error)
     except ray.exceptions.RayError:  # it is busy, or failed otherwise
         return False
     return False
+
+
+def _never_was(error: Exception) -> bool:
+    """Whether its constructor failed: it would again."""
+    return "creation task" in str(error)
 
 
 def restart(args: Any, saved: bool) -> NoReturn:

@@ -49,7 +49,7 @@ class RolloutState:
         self.ahead: dict[int, Rollout] = {}
         self.newest = -1
         self.restored: dict[int, Rollout] = {}
-        self.schedule: Schedule | None = None  # of an asynchronous run
+        self.schedule: Any = None  # Schedule, of an asynchronous run
         self.attempt = 0
         self._positions: dict[int, int] = {}  # how far the schedule's file was after each rollout
         self._position: int | None = None  # how far it is committed, on a resume

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.cluster.faults import Faults
-from slime.cluster.restart import died, restart
+from slime.cluster.restart import goes_on, restart
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
 from slime.observability.trace_file import add_phases, trace_of
 from slime.weights.audit import gap_alarm
@@ -199,10 +199,9 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stopped = isinstance(error, StopRequested)
-        lost: list[str] = []
+        again = False
         try:
-            if kind is not None and issubclass(kind, Exception) and not stopped and self.args.max_restarts:
-                lost = self._lost(error)
+            again = isinstance(error, Exception) and not stopped and goes_on(self, error)
             if stopped:
                 self._snapshot_before_stop()
             if kind is None:
@@ -212,24 +211,10 @@ class Run:
         finally:
             self._shutdown(failed=kind is not None and not stopped)
             self.stop.__exit__(None, None, None)
-        if lost:
+        if again:
             restart(self.args, self.committed)
         if stopped:
             sys.exit(130 if str(error) == "SIGINT" else 143)
-
-    def _lost(self, error: BaseException | None) -> list[str]:
-        """What died, so that the run begins again; said with the error, which is not raised then."""
-        import traceback
-
-        import ray
-
-        lost = died(self, error) if ray.is_initialized() else []
-        if lost:
-            self.display.note("".join(traceback.format_exception(error)).rstrip())
-            where = "from where it began" if self.saved is None else f"from the snapshot of rollout {self.saved}"
-            left = self.args.max_restarts - 1
-            self.display.note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
-        return lost
 
     def _snapshot_before_stop(self) -> None:
         self.display.note(f"{self.stop.requested}: ending in order (once more ends at once)")

@@ -52,7 +52,7 @@ def asynchronous(tmp_path: Path, tiny_model: Path, prompts: Path) -> list[object
     ]  # fmt: skip
 
 
-def wait_until(process: subprocess.Popen, done: Callable[[], object], seconds: float = 90) -> None:
+def wait_until(process: subprocess.Popen, done: Callable[[], object], seconds: float = 240) -> None:
     until = time.monotonic() + seconds
     while not done():
         assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
