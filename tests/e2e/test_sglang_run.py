@@ -76,3 +76,31 @@ def test_a_server_that_runs_already_gets_weights_by_disk_and_lives_on(
     assert_trained(result, 3)
     assert runner.wait_gone() == []
     assert running_server.alive()
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+def test_new_weights_go_through_a_standing_pool(runner, sglang_flags: list[object], tmp_path: Path, mode: str) -> None:
+    """Answers of up to 200 tokens meet the updates; each token's log-prob stays near that of the weights it names."""
+    from types import SimpleNamespace
+
+    from slime.data.sample import flatten
+    from slime.data.staleness import token_staleness
+    from slime.observability.debug_data import load_rollout
+
+    steps, dump = 4, str(tmp_path / "dump" / "{rollout_id}.pt")
+    result = runner.run(
+        *sglang_flags, "--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+        "--async-buffer-size", 2, "--num-rollout", steps, "--rollout-max-response-len", 200, "--lr", "1e-5",
+        "--update-weight-pause-mode", mode, "--save-debug-rollout-data", dump, script="train_async.py", timeout=600,
+    )  # fmt: skip
+    assert result.code == 0, result.output
+    args = SimpleNamespace(load_debug_rollout_data=dump, load_debug_rollout_data_subsample=None)
+    divided = 0
+    for step in range(steps):
+        for sample in flatten(load_rollout(args, step)):
+            assert sample.version_spans[-1][2] == sample.response_length == len(sample.rollout_log_probs)
+            assert token_staleness(sample, step).min() >= 0 and token_staleness(sample, step).max() <= 2
+            divided += len(sample.version_spans) > 1
+    assert divided, "an update went through while samples were generated"
+    assert all(row["perf/audit_logprob_diff"] < 1e-3 for row in result.metrics())
+    assert runner.wait_gone() == []
