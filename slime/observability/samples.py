@@ -48,6 +48,7 @@ def sample_record(sample: Any, rollout_id: int) -> dict[str, Any]:
         "status": getattr(status, "value", status),
         "response_length": sample.response_length,
         "weight_versions": list(getattr(sample, "weight_versions", None) or []),
+        "version_spans": list(getattr(sample, "version_spans", None) or []),
         "metadata": getattr(sample, "metadata", None) or {},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -61,4 +62,8 @@ def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(r
     assert all(math.isfinite(row["train/tis_clipfrac"]) for row in rows)
     assert all("perf/staleness_wait_time" in row for row in rows)
     assert [row["eval/step"] for row in result.metrics("eval/step")] == [2, 4, 6]
+    for step in (2, 4, 6):
+        (path,) = (result.folder / "samples").glob(f"eval-letters_{step:06d}.jsonl")
+        evaluated = [json.loads(line)["version_spans"] for line in path.read_text().splitlines()]
+        assert {version for spans in evaluated for version, _, _ in spans} == {f"0.{step}"}, "of one version"
     assert runner.wait_gone() == []
