@@ -38,6 +38,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,7 +105,7 @@ class Sandbox:
 
     Args:
         limits: of every snippet.
-        workers: snippets that run at once; default: one per CPU.
+        workers: snippets that run at once (of one event loop); default: one per CPU.
         isolation: see the module.
         readable: folders that the code can read and import from; root's sandboxes read what anybody may.
         python: the interpreter; default: this one, of which the code sees the standard library alone.
@@ -126,7 +127,10 @@ class Sandbox:
         self.readable = tuple(str(Path(path).resolve()) for path in readable)
         if self.limits.children and isolation != "full":
             raise ValueError('Limits(children=True) needs isolation "full": nothing else finds all processes again')
-        self._room = asyncio.Semaphore(workers or os.cpu_count() or 1)
+        self._workers = workers or os.cpu_count() or 1
+        self._rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
         _try_out(isolation, self.readable, python)
 
     async def run(self, code: str, seconds: float | None = None) -> Result:
@@ -139,7 +143,8 @@ class Sandbox:
             SandboxUnavailable: the process could not be shut in; the code has not run.
         """
         limits = self.limits if seconds is None else Limits(**{**asdict(self.limits), "seconds": seconds})
-        async with self._room:
+        room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
+        async with room:
             return await _run(_order(code, limits, self.isolation, self.readable), limits, self.python)
 
 
