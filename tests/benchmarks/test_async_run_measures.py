@@ -1,0 +1,54 @@
+"""What the benchmark of asynchronous training makes of the files that runs leave."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "async_run.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark_async_run", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def event(name: str, start: float, end: float) -> dict[str, object]:
+    return {"ph": "X", "name": name, "ts": start * 1e6, "dur": (end - start) * 1e6}
+
+
+def test_overlap_is_the_share_of_training_in_which_engines_generate(bench: ModuleType, tmp_path: Path) -> None:
+    """Training from 10 to 20 and from 30 to 40; answers cover 5-13, 12-15 and 38-50: 7 of 20 seconds."""
+    first = [event("sglang_generate", 5, 13), event("sglang_generate", 12, 15), event("train", 10, 20)]
+    second = [
+        event("train", 10, 20),
+        event("train", 30, 40),
+        event("sglang_generate", 38, 50),
+        {"ph": "M", "name": "x"},
+    ]
+    for number, events in enumerate((first, second)):
+        (tmp_path / f"rollout_{number}.json").write_text(json.dumps({"traceEvents": events}))
+    generating, training = bench.intervals(tmp_path)
+    assert training == [(10, 20), (30, 40)], "a phase that two files have counts once"
+    assert generating == [(5, 15), (38, 50)]
+    assert bench.overlap(training, generating) == pytest.approx(7 / 20)
+
+
+def row(kind: str, reward: float, seconds: float = 10.0) -> dict[str, object]:
+    return {"kind": kind, "last_half_reward": reward, "seconds": seconds}
+
+
+def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(bench: ModuleType) -> None:
+    sync = [row("sync", 0.6), row("sync", 0.7, 11.0), row("sync", 0.64)]
+    verdict = bench.judge([*sync, row("one-step", 0.56, 8.0), row("fully-async", 0.75, 5.0)])
+    assert verdict["within_spread"] and verdict["sync_reward_spread"] == [0.6, 0.7]
+    assert verdict["wall_time_over_sync"] == {"one-step": 0.8, "fully-async": 0.5}
+    assert not bench.judge([*sync, row("one-step", 0.54), row("fully-async", 0.7)])["within_spread"]
