@@ -65,3 +65,11 @@ def test_pre_commit_runs_what_ci_runs() -> None:
         assert entry.startswith("python -m ") and f'"$python" {entry.removeprefix("python ")}' in ci
         module = entry.split()[2]
         subprocess.run([sys.executable, "-m", module, "--version"], check=True, timeout=60, capture_output=True)
+
+
+def test_the_search_examples_logic_is_where_the_guide_has_it() -> None:
+    from slime.config.hooks import load_function
+
+    file = CHECKOUT / "examples" / "search-r1" / "search_r1_logic.py"
+    generate, reward = (load_function(f"{file}:{name}") for name in ("generate", "exact_match"))
+    assert generate.__module__ == reward.__module__ == "generate_with_search"
