@@ -8,6 +8,7 @@ from rollout_parts import Prompts, arguments, source_of
 
 from slime.data.sample import Sample, flatten
 from slime.rollout.abort import worker_urls
+from slime.rollout.multi_turn import Conversation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(280)]
@@ -140,3 +141,29 @@ async def test_the_teacher_of_a_distillation_may_be_an_engine(smollm2, engine):
     for sample in flatten(output.samples):
         # the teacher is the student, and temperature is 1: its log-probs are those that the engine sampled with
         assert sample.teacher_log_probs == pytest.approx(sample.rollout_log_probs, abs=1e-3)
+
+
+async def chat(args, sample, sampling_params, evaluation=False):
+    talk = Conversation(args, sample, sampling_params, evaluation)
+    while await talk.turn(stop=["."], max_tokens=6) is not None:
+        text = " Hm, and"
+        fits = talk.observe(text) if len(talk.turns) % 2 else talk.reply([{"role": "user", "content": text}])
+        if not fits:
+            break
+    return sample
+
+
+async def test_the_turns_of_a_conversation_are_scored_as_they_were_sampled(smollm2, engine):
+    """Scored again as one sequence, every token that is trained has the log-prob with which it was sampled in its turn."""
+    args = run_arguments(
+        smollm2, engine.url, rm_url=f"{engine.url}/generate", rollout_max_response_len=60, max_turns=3,
+        custom_rm_path="slime.rollout.on_policy_distillation.reward_func",
+        custom_generate_function_path=f"{__name__}.chat",
+    )  # fmt: skip
+    output = await generate_rollout_async(args, 0, source_of(args, Products()))
+    for sample in flatten(output.samples):
+        assert sample.metadata["round_number"] == 3 and 0 < sum(sample.loss_mask) < sample.response_length
+        again = [score for score, mask in zip(sample.teacher_log_probs, sample.loss_mask, strict=True) if mask]
+        sampled = [score for score, mask in zip(sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
+        assert again == pytest.approx(sampled, abs=1e-3)
+        assert sample.response.count(" Hm, and") == 3 and "<|im_start|>user\n Hm, and<|im_end|>" in sample.response
