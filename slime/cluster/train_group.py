@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime.cluster.rollout_manager import thread_environment
 from slime.config.layout import ParallelLayout
+from slime.config.roles import role_args
 
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
@@ -205,6 +206,7 @@ class TrainGroup:
     ) -> None:
         import ray
 
+        args = role_args(args, role)
         self.args, self.role, self.waiter = args, role, waiter
         world_size = placement.slots.train
         actor_class: Any = ray.remote(concurrency_groups={"status": 1})(with_status_group(TrainActor))  # type: ignore[call-overload]

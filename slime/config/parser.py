@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from slime.config import passthrough
+from slime.config import megatron_lm, passthrough
 from slime.config.args import FLAGS, Args
 from slime.config.defaults import resolve_defaults
 from slime.config.errors import ConfigError
@@ -138,13 +138,23 @@ def read_command_line(
 ) -> tuple[Args, list[str]]:
     """Words to unresolved :class:`Args`, with everything that is wrong with the words."""
     parser = build_parser(add_custom_arguments, prog)
+    theirs: list[str] = []
     try:
         namespace, rest = parser.parse_known_args(list(argv))
         problems = _unknown(parser, rest)
+        if problems and megatron_lm.is_there():
+            known = set(parser._option_string_actions)
+            trouble = megatron_lm.add_options(parser)
+            namespace, rest = parser.parse_known_args(list(argv))
+            problems = [*_unknown(parser, rest), *([trouble] if trouble else [])]
+            words = {word.partition("=")[0] for word in argv}
+            theirs = sorted(words & (set(parser._option_string_actions) - known))
     except _Misuse as error:
         namespace = argparse.Namespace()
         problems = [str(error), *_unknown(parser, [word for word in argv if word.startswith("--")], strict=False)]
     args = Args()
+    if theirs:
+        args.notices.append(f"{', '.join(theirs)}: Megatron-LM's own; slime reads them not, your functions may")
     given: set[str] = set()
     for dest, value in vars(namespace).items():
         problem = _store(args, dest, value, given)

@@ -98,7 +98,7 @@ class ModelConfig:
         False, help="contiguous context parallel layout", status="refused", reason="it is for DSA models only"
     )
     megatron_config_path: str = flag(
-        None, kind="path", help="YAML of overrides per role (actor, critic)", status="planned"
+        None, kind="path", help="YAML with other values of flags for a role: actor: {...}, critic: {...}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slime.config import passthrough
 from slime.config.args import Args
 from slime.config.machine import Machine, this_machine
+from slime.config.roles import check_roles
 from slime.config.validate_algorithm import ALGORITHM_RULES
 from slime.config.validate_files import DATA_RULES, FILE_RULES
 from slime.config.validate_model import MODEL_RULES
@@ -27,4 +28,5 @@ def validate(
     problems += check_placement(args)
     problems += check_machine(args, machine or this_machine())
     problems += passthrough.check(args)
+    problems += check_roles(args)
     return problems

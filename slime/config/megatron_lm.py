@@ -1,0 +1,62 @@
+"""Flags of Megatron-LM's own command line, where Megatron-LM is on PYTHONPATH.
+
+megatron-core's flags are known without it (``passthrough``). What Megatron-LM alone has is asked of its parser, in a
+process of its own and only when a flag is not known otherwise. The values become attributes of ``args`` for the
+user's own functions, as the user's own arguments do: slime's backend reads none of them, and a notice says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ASK_SECONDS = 120.0
+_MARK = "@@slime "
+_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
+_PROGRAM = f"""
+import argparse, json
+from megatron.training.arguments import add_megatron_arguments
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+add_megatron_arguments(parser)
+said = []
+for action in parser._actions:
+    if action.dest != "help":
+        kind = getattr(action.type, "__name__", "str")
+        const = action.const if isinstance(action.const, (bool, int, float, str)) else None
+        said.append([action.option_strings, action.dest, action.nargs, const, kind])
+print({_MARK!r} + json.dumps(said))
+"""
+
+
+def is_there() -> bool:
+    """Whether Megatron-LM can be imported; imports nothing."""
+    spec = importlib.util.find_spec("megatron")
+    places = (spec.submodule_search_locations or []) if spec else []
+    return any((Path(place) / "training" / "arguments.py").is_file() for place in places)
+
+
+def add_options(parser: argparse.ArgumentParser) -> str | None:
+    """Add those of its options that ``parser`` does not have; returns what went wrong, or None."""
+    command = [sys.executable, "-c", _PROGRAM]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"Megatron-LM on PYTHONPATH did not say within {ASK_SECONDS:.0f} s which flags it has"
+    said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
+    if said is None:
+        last = answer.stderr.strip().splitlines()[-1:] or [f"exit {answer.returncode}"]
+        return f"Megatron-LM on PYTHONPATH could not be asked for its flags: {last[0]}"
+    for options, dest, nargs, const, kind in json.loads(said.removeprefix(_MARK)):
+        new = [option for option in options if option not in parser._option_string_actions]
+        common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        if new and nargs == 0:
+            parser.add_argument(*new, action="store_const", const=const, **common)
+        elif new:
+            parser.add_argument(*new, nargs=nargs, type=_TYPES.get(kind, str), **common)
+    return None

@@ -1,0 +1,43 @@
+"""Other values of flags for one role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slime.config.args import Args
+from slime.config.roles import check_roles, role_args
+
+
+def with_file(folder: Path, text: str) -> Args:
+    path = folder / "roles.yaml"
+    path.write_text(text)
+    return Args(megatron_config_path=str(path), world_size=2, train_backend="megatron", lr=1e-6)
+
+
+def test_a_role_has_its_own_values_and_the_other_none_of_them(tmp_path: Path) -> None:
+    args = with_file(tmp_path, "critic: {lr: 1e-5, num_nodes: 3, recompute_granularity: full, --adam-beta2: 0.9}\n")
+    assert check_roles(args) == []
+    critic, actor = role_args(args, "critic"), role_args(args, "actor")
+    assert (critic.lr, critic.adam_beta2, critic.megatron["recompute_granularity"]) == (1e-5, 0.9, "full")
+    assert actor.lr == 1e-6 and "recompute_granularity" not in actor.megatron and args.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("critics: {lr: 1}", "'critics' is no role"),
+        ("critic: {lrr: 1}", "critic: lrr: no such flag; did you mean lr?"),
+        ("critic: {tensor_model_parallel_size: 2}", "critic has another layout"),
+        ("critic: 3", "needs a mapping"),
+        ("critic: [", "not YAML"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
+    assert said in "\n".join(check_roles(with_file(tmp_path, text)))
+
+
+def test_without_a_file_both_roles_have_the_run_s() -> None:
+    args = Args()
+    assert role_args(args, "critic") is args and check_roles(args) == []
