@@ -154,7 +154,7 @@ async def chat(args, sample, sampling_params, evaluation=False):
 
 
 async def test_the_turns_of_a_conversation_are_scored_as_they_were_sampled(smollm2, engine):
-    """Scored again as one sequence, every token that is trained has the log-prob with which it was sampled in its turn."""
+    """Scored again as one sequence, each token that is trained has the log-prob that it was sampled with."""
     args = run_arguments(
         smollm2, engine.url, rm_url=f"{engine.url}/generate", rollout_max_response_len=60, max_turns=3,
         custom_rm_path="slime.rollout.on_policy_distillation.reward_func",
