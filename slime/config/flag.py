@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-Status = Literal["works", "notice", "planned", "refused"]
-"""``works``; ``notice``: accepted, and one line says what it does not do; ``planned``: refused as not
-built yet; ``refused``: refused with the reason."""
+Status = Literal["works", "notice", "refused"]
+"""``works``; ``notice``: accepted, and one line says what it does not do; ``refused``: refused with the reason."""
 
 Kind = Literal["value", "switch", "negative", "toggle", "list", "pairs", "repeat", "json", "hook", "path"]
 """How a flag is written: ``--x VALUE``; ``--x``; ``--disable-x`` sets False; ``--x/--no-x``; ``--x A B``;

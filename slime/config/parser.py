@@ -118,8 +118,7 @@ def help_text(flag: Flag) -> str:
     else:
         words = flag.default if isinstance(flag.default, list) else [flag.default]
         default = f" [{' '.join(map(str, words))}]"
-    state = " (not built yet)" if flag.status == "planned" else ""
-    return (text + default + state).replace("%", "%%")
+    return (text + default).replace("%", "%%")
 
 
 def metavar(flag: Flag) -> str:

@@ -47,7 +47,7 @@ def page() -> str:
     """The whole reference page."""
     works = [flag for flag in FLAGS.values() if flag.status == "works"]
     notice = [flag for flag in FLAGS.values() if flag.status == "notice"]
-    refused = [flag for flag in FLAGS.values() if flag.status in ("planned", "refused")]
+    refused = [flag for flag in FLAGS.values() if flag.status == "refused"]
     parts = [_HEAD, "## Flags that work\n"]
     for group in dict.fromkeys(flag.group for flag in works):
         parts += [f"### {group}\n", _working([flag for flag in works if flag.group == group])]
@@ -71,7 +71,7 @@ def _working(flags: list[Flag]) -> str:
 
 
 def _reasons(flags: list[Flag]) -> str:
-    rows = ((_typed(flag), flag.help, flag.reason or "not built yet") for flag in flags)
+    rows = ((_typed(flag), flag.help, flag.reason) for flag in flags)
     return _table(("flag", "meaning", "why"), rows)
 
 

@@ -30,6 +30,4 @@ def check_states(args: Args) -> tuple[list[str], list[str]]:
             notices.append(f"{typed}: no effect: {reason}")
         elif status == "refused":
             problems.append(f"{typed} is not supported: {reason}")
-        elif status == "planned":
-            problems.append(f"{typed} is not built yet" + (f": {reason}" if reason else "; leave it out"))
     return problems, notices
