@@ -15,15 +15,15 @@ common=(
 train opd_teacher train.py "${common[@]}" --debug-train-only \
     --prompt-data "$transcripts" --input-key messages \
     --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss \
-    --disable-compute-advantages-and-returns --rollout-batch-size 13 --num-rollout 15 --lr 2e-5 \
-    --save "$output_dir/opd_teacher/checkpoints" --save-interval 15 --no-save-optim --save-hf "$teacher"
+    --disable-compute-advantages-and-returns --rollout-batch-size 13 --num-rollout 10 --lr 2e-5 \
+    --save "$output_dir/opd_teacher/checkpoints" --save-interval 10 --no-save-optim --save-hf "$teacher"
 if [ "${DRY_RUN:-}" = 1 ]; then teacher="$model"; fi
 
 student=(
     "${common[@]}" "${engine[@]}" --prompt-data "$data"
     --custom-rm-path slime.rollout.on_policy_distillation.reward_func
     --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
-    --rollout-batch-size 16 --n-samples-per-prompt 2 --rollout-max-response-len 24 --num-rollout "${NUM_ROLLOUT:-6}"
+    --rollout-batch-size 8 --n-samples-per-prompt 2 --rollout-max-response-len 20 --num-rollout "${NUM_ROLLOUT:-6}"
     --lr 1e-5 --use-opd --opd-kl-coef 1.0
 )
 

@@ -17,7 +17,7 @@ from typing import Any
 def worked(a: int, b: int) -> str:
     """The answer with its working: a times b as a sum of the smaller number of terms."""
     count, term = sorted((a, b))
-    terms = f" = {' + '.join([str(term)] * count)}" if 1 < count < 5 else ""  # longer sums are longer than a response
+    terms = f" = {' + '.join([str(term)] * count)}" if 1 < count < 4 else ""  # longer sums are longer than a response
     return f"{a} times {b}{terms} = {a * b}"
 
 
