@@ -19,7 +19,7 @@ from aiohttp import web
 from slime.agent.anthropic_api import Messages
 from slime.agent.messages import ApiError, Ask
 from slime.agent.openai_api import Chat, Responses
-from slime.agent.session import Session
+from slime.agent.session import Place, Session
 from slime.agent.trajectory import Turn
 
 logger = logging.getLogger(__name__)
@@ -150,11 +150,7 @@ async def stop_agent_server() -> None:
 
 
 async def _stream(
-    request: web.Request,
-    encoder: Chat | Responses | Messages,
-    session: Session,
-    ask: Ask,
-    prepared: Any,
+    request: web.Request, encoder: Chat | Responses | Messages, session: Session, ask: Ask, prepared: Place
 ) -> web.StreamResponse:
     """Server-sent events while the turn is generated; an error before the first token is a plain refusal."""
     texts: asyncio.Queue[str | None] = asyncio.Queue()

@@ -26,6 +26,8 @@ from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
+Place = tuple[Turn | None, list[Message], list[int]]
+"""The turn that a request goes on from, its new messages, and the ids to add there."""
 _MOST_TRIES = 10  # in a row without a new token, of a request that engines abort though the rollout goes on
 _ENGINES_OWN = 8  # tokens of the context that engines keep to themselves
 
@@ -78,7 +80,7 @@ class Session:
         if not self._open:
             raise ApiError(403, "this session is over: its program has ended or ran out of time", "session_closed")
 
-    def prepare(self, ask: Ask) -> tuple[Turn | None, list[Message], list[int]]:
+    def prepare(self, ask: Ask) -> Place:
         """Where a request goes on from, its new messages, and the ids to add there.
 
         Raises:
@@ -92,7 +94,7 @@ class Session:
         self._room(parent, added, ask)
         return parent, messages, added
 
-    def _place(self, ask: Ask) -> tuple[Turn | None, list[Message], list[int]]:
+    def _place(self, ask: Ask) -> Place:
         if ask.after is not None:
             before = self.tree.turns.get(ask.after)
             if before is None:
@@ -139,9 +141,7 @@ class Session:
             response_length=len(known) + len(added) - first,
         )
 
-    async def answer(
-        self, ask: Ask, prepared: tuple[Turn | None, list[Message], list[int]], on_text: OnText | None = None
-    ) -> Turn:
+    async def answer(self, ask: Ask, prepared: Place, on_text: OnText | None = None) -> Turn:
         """Generate a turn and record it.
 
         Args:
@@ -156,7 +156,7 @@ class Session:
         params = {**self.params, "stop": stops or None, "no_stop_trim": False}
         probe = self._probe(parent, added)
         if params.get("sampling_seed") is not None:  # by the conversation: parallel requests come in any order
-            prompt = xxhash.xxh64_intdigest(np.asarray(probe.tokens, np.int64).tobytes())
+            prompt = _digest(probe.tokens)
             params["sampling_seed"] = derive_seed(params["sampling_seed"], "agent", prompt, self._asked[prompt])
             self._asked[prompt] += 1
         most = self._room(parent, added, ask)
@@ -166,7 +166,7 @@ class Session:
         except asyncio.CancelledError:
             self.counts["cancelled"] += 1
             raise
-        answer = self._message(parser, outputs, params)
+        answer = self._message(parser, added, outputs, params)
         turn = Turn(
             parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex
         )
@@ -176,12 +176,13 @@ class Session:
         self.tree.add(turn)
         return turn
 
-    def _message(self, parser: ToolParser, outputs: list[dict[str, Any]], params: dict[str, Any]) -> Message:
+    def _message(
+        self, parser: ToolParser, added: list[int], outputs: list[dict[str, Any]], params: dict[str, Any]
+    ) -> Message:
         content, calls = parser.parse(self._text(outputs, params))
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
         for number, entry in enumerate(calls):  # some templates show ids, so they are fixed by what was sampled
-            seed = (len(self.tree.turns) << 8) + number
-            entry["id"] = f"{xxhash.xxh64_intdigest(np.asarray(ids, np.int64).tobytes(), seed=seed):016x}"[:9]
+            entry["id"] = f"{_digest([*added, *ids], number):016x}"[:9]
         return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
 
     def _text(self, outputs: list[dict[str, Any]], params: dict[str, Any]) -> str:
@@ -237,6 +238,10 @@ class Session:
 def _cutting(on_text: OnText | None, before: str, marks: tuple[str, ...]) -> OnText | None:
     """``on_text`` with all of the text, less what may be the beginning of a call or of a stop string."""
     return None if on_text is None else lambda text: on_text(shown(before + text, marks))
+
+
+def _digest(ids: list[int], seed: int = 0) -> int:
+    return xxhash.xxh64_intdigest(np.asarray(ids, np.int64).tobytes(), seed=seed)
 
 
 def _strings(value: str | list[str] | None) -> list[str]:

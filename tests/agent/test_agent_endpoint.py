@@ -191,7 +191,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream(client: Client, en
         whole.cancel()
         while client.session.counts["cancelled"] < 2:
             await asyncio.sleep(0.01)
-        while (await get(f"{engine.url}/v1/loads"))["loads"][0]["num_total_reqs"]:
+        while (await get(f"{engine.url}/v1/loads"))["loads"][0]["num_running_reqs"]:
             await asyncio.sleep(0.02)
     assert client.session.tree.turns == {}, "an answer that nobody got is not trained"
     assert (await client.chat(HELLO)).choices and client.session.counts["branches"] == 0
