@@ -1,0 +1,174 @@
+"""Engines and a clock for ``async_simulation.py``: what schedules is real, only what it waits for is not.
+
+:class:`SimulatedLoop` is asyncio's event loop with a clock that jumps to the next thing that is due, so hours of
+generation pass in the CPU time of the code that schedules them. :class:`Engines` decode under a measured speed curve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import selectors
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.config.seeds import derive_seed
+
+H200_CURVE = ((1, 271.0), (64, 9690.0), (256, 15660.0))
+"""Output tokens/s of one H200 at so many running requests: Qwen3-4B shape, bf16, SGLang 0.5.15, 256 tokens in."""
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Waits for nothing: the clock goes on at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("the schedule is stuck: nothing is under way, so nothing will ever happen")
+        self.now += max(timeout, 0.0)
+        return []
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop whose ``time()`` is simulated seconds since its start. Threads and sockets would never be heard."""
+
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        return self._jumping.now
+
+
+class SpeedCurve:
+    """Seconds of one decode step by the number of running requests, linear between the measured points."""
+
+    def __init__(self, points: Sequence[tuple[int, float]] = H200_CURVE) -> None:
+        running, rate = np.array(points, dtype=np.float64).T
+        self.most = int(running[-1])
+        self._seconds: list[float] = np.interp(np.arange(self.most + 1), running, running / rate).tolist()
+
+    def step_seconds(self, running: int) -> float:
+        """Raises IndexError beyond what was measured."""
+        return self._seconds[running]
+
+    def rate(self, running: int) -> float:
+        """Output tokens/s."""
+        return running / self.step_seconds(running)
+
+
+class _Engine:
+    """Requests that share the steps of one engine: a token each per step."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.steps = 0.0  # done until ``since``
+        self.since = 0.0
+        self.running: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap by the step that ends each
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Engines:
+    """A fleet behind a router that gives each request to an engine with the fewest. Prefill is not modelled.
+
+    Attributes:
+        model_seconds: real seconds spent in here, to be told from those of the scheduling code.
+        tokens: generated so far.
+    """
+
+    def __init__(self, count: int, curve: SpeedCurve) -> None:
+        self.loop, self.curve = asyncio.get_running_loop(), curve
+        self.engines = [_Engine(number) for number in range(count)]
+        self.paused = False
+        self.model_seconds = 0.0
+        self.tokens = 0
+        self._requests = 0
+        self._least = [(0, number) for number in range(count)]  # a heap; entries may be out of date
+
+    async def generate(self, tokens: int) -> None:
+        """Until ``tokens`` are decoded."""
+        started = time.perf_counter()
+        engine = self._choose()
+        self._catch_up(engine)
+        done = self.loop.create_future()
+        self._requests += 1
+        heapq.heappush(engine.running, (engine.steps + tokens, self._requests, done))
+        self._changed(engine)
+        self.tokens += tokens
+        self.model_seconds += time.perf_counter() - started
+        await done
+
+    async def pause(self, seconds: float) -> None:
+        """All stand still, as they do while they get new weights; then every request goes on."""
+        for engine in self.engines:
+            self._catch_up(engine)
+        self.paused = True
+        for engine in self.engines:
+            self._plan(engine)
+        await asyncio.sleep(seconds)
+        self.paused = False
+        for engine in self.engines:
+            engine.since = self.loop.time()
+            self._plan(engine)
+
+    def _choose(self) -> _Engine:
+        while True:
+            running, number = self._least[0]
+            if running == len(self.engines[number].running):
+                return self.engines[number]
+            heapq.heappop(self._least)
+
+    def _catch_up(self, engine: _Engine) -> None:
+        now = self.loop.time()
+        if engine.running and not self.paused:
+            engine.steps += (now - engine.since) / self.curve.step_seconds(len(engine.running))
+        engine.since = now
+
+    def _changed(self, engine: _Engine) -> None:
+        heapq.heappush(self._least, (len(engine.running), engine.number))
+        self._plan(engine)
+
+    def _plan(self, engine: _Engine) -> None:
+        """Wake when the next of its requests ends."""
+        if engine.timer is not None:
+            engine.timer.cancel()
+            engine.timer = None
+        if engine.running and not self.paused:
+            steps = max(engine.running[0][0] - engine.steps, 0.0)
+            seconds = steps * self.curve.step_seconds(len(engine.running))
+            engine.timer = self.loop.call_later(seconds, self._end, engine)
+
+    def _end(self, engine: _Engine) -> None:
+        started = time.perf_counter()
+        self._catch_up(engine)
+        while engine.running and engine.running[0][0] <= engine.steps + 1e-6:
+            done = heapq.heappop(engine.running)[2]
+            if not done.done():
+                done.set_result(None)
+        self._changed(engine)
+        self.model_seconds += time.perf_counter() - started
+
+
+async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
+    """The generate function of a simulated run (``--custom-generate-function-path``).
+
+    Its ``args`` carry ``engines``, ``lengths`` (tokens by sample index) and ``held_step`` (how many steps had trained
+    the weights that the engines hold).
+    """
+    length = args.lengths[sample.index]
+    sample.weight_versions.append(f"0.{args.held_step}")
+    sample.version_spans.append((f"0.{args.held_step}", 0, length))  # of its oldest token
+    await args.engines.generate(length)
+    sample.response, sample.response_length = "-", length
+    sample.tokens = range(length)  # as long as the answer, and no memory for each
+    sample.status = sample.Status.COMPLETED
+    return sample
+
+
+def drop_some(args: Any, group: list[Any]) -> bool:
+    """A dynamic filter that drops the share ``args.drop_share`` of groups, whatever they hold."""
+    return derive_seed(args.seed, "dropped", group[0].group_index) / 2**31 >= args.drop_share

@@ -1,0 +1,134 @@
+"""The scheduling code on a simulated clock: nobody starves, nothing is lost or too old, and the figures are sane."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import async_simulation as simulation
+from async_simulation import MODES, SYNCHRONOUS, Mode, Setting, simulate
+from simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
+
+SMALL = Setting(engines=2, slots=16, batch=8, samples=4, steps=12, median=256)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """A simulation collects garbage every step: it need not look at what the other tests hold."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("mode", [SYNCHRONOUS, *MODES], ids=lambda mode: mode.name)
+def test_what_is_asked_is_trained_in_that_order_so_slow_prompts_do_not_starve(mode: Mode) -> None:
+    run = simulate(SMALL, mode, 2e-4).run
+    for first in (SMALL.batch * SMALL.samples, len(run.trained) // 2, len(run.trained)):
+        trained = fmean(run.lengths[index] for index in run.trained[:first])
+        asked = fmean(run.lengths[index] for index in run.asked[:first])
+        assert trained == pytest.approx(asked, rel=0.02)
+    assert sorted(run.trained) == run.asked, "at the drain, both are the same multiset"
+
+
+def test_taking_what_is_finished_first_would_starve_the_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measure sees it: the same pool, but judging groups as they finish."""
+
+    def quickest_first(*words: Any) -> simulation.StandingPool:
+        pool = open_pool(*words)
+        pool.deterministic = False
+        return pool
+
+    open_pool = simulation.open_pool
+    monkeypatch.setattr(simulation, "open_pool", quickest_first)
+    run = simulate(SMALL, Mode("fully asynchronous"), 2e-4).run
+    half = len(run.trained) // 2
+    trained = fmean(run.lengths[index] for index in run.trained[:half])
+    assert trained < 0.98 * fmean(run.lengths[index] for index in run.asked[:half])
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_with_a_filter_every_group_is_trained_or_dropped(mode: Mode) -> None:
+    run = simulate(Setting(**{**vars(SMALL), "drop_share": 0.4}), mode, 2e-4).run
+    assert len(run.trained) == SMALL.steps * SMALL.batch * SMALL.samples
+    assert run.trained == sorted(run.trained), "in the order of admission"
+    groups = {index // SMALL.samples for index in run.trained}
+    assert 0.5 < len(groups) / (max(groups) + 1) < 0.7
+    admission = simulation.Admission(1, mode.buffer, mode.interval, mode.staleness)
+    assert max(run.staleness) <= admission.bound
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    batch=st.integers(1, 6),
+    buffer=st.integers(0, 5),
+    interval=st.integers(1, 4),
+    spare=st.none() | st.integers(0, 5),
+    drains=st.booleans(),
+    drop_share=st.floats(0, 0.7),
+    sigma=st.floats(0.1, 1.5),
+    seed=st.integers(0, 2**20),
+    train_seconds=st.floats(1e-6, 1e-2),
+)
+def test_no_trained_token_is_older_than_the_bound(
+    batch: int,
+    buffer: int,
+    interval: int,
+    spare: int | None,
+    drains: bool,
+    drop_share: float,
+    sigma: float,
+    seed: int,
+    train_seconds: float,
+) -> None:
+    staleness = None if spare is None else interval - 1 + spare
+    setting = Setting(2, 8, batch, 2, 10, 64, sigma, drop_share=drop_share, seed=seed)
+    run = simulate(setting, Mode("any", "groups", buffer, interval, staleness, drains), train_seconds).run
+    assert max(run.staleness) <= simulation.Admission(batch, buffer, interval, staleness).bound
+    assert run.trained == sorted(run.trained)
+    assert len(run.trained) == 10 * batch * 2
+
+
+def test_modes_gain_in_their_order_and_a_seed_repeats_itself() -> None:
+    modes = (MODES[0], *MODES[2:4])
+    rows = simulation.gains(SMALL, modes)
+    assert rows == simulation.gains(SMALL, modes)
+    over = {name: row["over_synchronous"] for name, row in rows.items()}
+    assert 1 > over["one-step"] > over["buffered"] > over["fully asynchronous"] > 1 / 3
+    assert rows["one-step"]["staleness_max"] == 1
+
+
+@pytest.mark.parametrize(("running", "rate"), H200_CURVE)
+def test_the_engine_decodes_at_the_measured_speed(running: int, rate: float) -> None:
+    loop = SimulatedLoop()
+
+    async def go() -> None:
+        engines = Engines(1, SpeedCurve())
+        await asyncio.gather(*(engines.generate(500) for _ in range(running)))
+
+    try:
+        loop.run_until_complete(go())
+        assert 500 * running / loop.time() == pytest.approx(rate, rel=1e-6)
+    finally:
+        loop.close()
+
+
+def test_all_parts_end_with_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--parts gain --engines 2 --slots 16 --batch 4 --samples 2 --steps 3 --median 64 --seeds 1"
+    simulation.main(words.split())
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["setting"]["batch"] == 4
+    assert set(result["gain"]) == {mode.name for mode in MODES}
+    cost = simulation.scheduling_cost(8, repeats=1, least_groups=64)
+    assert cost["groups"] == 64 and cost["microseconds_per_group"] > 0
