@@ -18,8 +18,8 @@ from slime.data.source import load_dataset
 from slime.utils.types import Sample
 
 LEVELS = (3, 5, 7, 9)  # largest factor of the products of each level
-WINDOW = 64  # samples of the newest level that its solved share is taken over
-SOLVED = 0.7  # share from which the next level opens
+WINDOW = 32  # samples of the newest level that its solved share is taken over
+SOLVED = 0.5  # share from which the next level opens
 NEWEST = 0.5  # chance that a prompt is of the newest level; else of any that is open
 
 

@@ -9,7 +9,7 @@ flags=(
     --rollout-all-samples-process-path "$here/curriculum.py:learn"
     --custom-rollout-log-function-path "$here/curriculum.py:log"
     --rm-type last_number --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 16
-    --lr 1e-5 --train-backend fsdp --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
+    --lr 2e-5 --train-backend fsdp --use-dynamic-batch-size --max-tokens-per-gpu 2048 \
     --save-interval 2 --save-keep-last 1 "${engine[@]}"
 )
 train custom_data_source train.py "${flags[@]}" --num-rollout 4

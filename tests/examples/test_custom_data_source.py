@@ -54,16 +54,16 @@ def test_it_begins_with_the_easiest_and_numbers_groups_and_samples(args: SimpleN
 
 def test_a_level_opens_when_the_newest_is_solved_and_not_before(args: SimpleNamespace) -> None:
     source = curriculum.Curriculum(args)
-    source.learn(0, [0.0] * 20 + [1.0] * 44)
-    assert source.level == 0, "44 of 64 are below 70%"
-    source.learn(1, [1.0] * 64)
+    source.learn(0, [0.0] * 17 + [1.0] * 15)
+    assert source.level == 0, "15 of 32 are less than half"
+    source.learn(1, [1.0] * 32)
     assert source.level == 0, "another level's samples do not count"
     source.learn(0, [1.0])
     assert source.level == 1 and not source.recent
     pairs = factors(source.get_samples(60))
     assert {max(pair) <= 3 for pair in pairs} == {True, False} and max(map(max, pairs)) == 5
     for level in (1, 2, 3):
-        source.learn(level, [1.0] * 64)
+        source.learn(level, [1.0] * 32)
     assert source.level == 3, "there is no level after the last"
 
 
