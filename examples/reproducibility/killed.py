@@ -22,7 +22,7 @@ from slime.engines.process import wait_gone
 CHECKOUT = Path(__file__).resolve().parents[2]
 LOOK_SECONDS = 0.1
 DEADLINE_SECONDS = 1800.0
-GONE_SECONDS = 60.0
+GONE_SECONDS = 180.0  # agents of Ray notice after a minute that they are alone
 
 
 def option(words: list[str], name: str) -> str:

@@ -6,8 +6,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 same=(
     --hf-checkpoint "$(example_model)" --prompt-data "$(products train)" --rm-type last_number --rollout-shuffle
-    --rollout-batch-size 2 --n-samples-per-prompt 4 --rollout-max-response-len 12 --num-rollout 4
-    --advantage-estimator grpo --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 1024 --train-dtype float32
+    --rollout-batch-size 4 --n-samples-per-prompt 4 --rollout-max-response-len 12 --num-rollout 4
+    --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.1 --kl-loss-type low_var_kl
+    --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 1024 --train-dtype float32
     --seed 7 --rollout-seed 7 --deterministic
     --train-backend fsdp --rollout-backend embedded
 )

@@ -71,8 +71,8 @@ def main() -> int:
     steps, texts = steps_of(first), texts_of(first)
     if not steps or not others:
         parser.error("name two runs or more that made a step")
-    losses = ", ".join(f"{row['train/loss']:.9g}" for row in steps.values())
-    print(f"{first.name}: loss by step {losses}")
+    for step, row in steps.items():
+        print(f"{first.name} step {step}: loss {row['train/loss']!r}, gradient norm {row['train/grad_norm']!r}")
     status = 0
     for run in others:
         found = differences(steps, steps_of(run), texts, texts_of(run))
