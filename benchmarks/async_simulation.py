@@ -128,7 +128,7 @@ class Run:
         self.args.engines = self.engines = Engines(setting.engines, SpeedCurve())
         self.args.drop_share = setting.drop_share
         self.args.lengths = self.lengths = draw_lengths(setting, mode)
-        self.args.held_step = 0
+        self.args.held_step = self.args.divided = 0
         self.source = RolloutDataSourceWithBuffer(self.args, Prompts())
         self.now = asyncio.get_running_loop().time
         self.trained: list[int] = []
@@ -258,7 +258,8 @@ def simulate(setting: Setting, mode: Mode, train_seconds: float = 0.0) -> Result
 
 
 def gains(setting: Setting, modes: tuple[Mode, ...] = MODES, ratio: float = 2.0) -> dict[str, dict[str, float]]:
-    """By mode: ``over_synchronous`` (wall time), ``trainer_busy`` (share of it), largest and mean ``staleness``."""
+    """By mode: ``over_synchronous`` (wall time), ``trainer_busy`` (share of it), ``staleness_max`` (steps), and
+    ``several_versions`` (share of the answers that an update went through)."""
     alone = simulate(setting, SYNCHRONOUS)  # training takes no time in it
     per_token = alone.run.generating / ratio / alone.tokens
     synchronous = alone.seconds + per_token * alone.tokens
@@ -269,7 +270,7 @@ def gains(setting: Setting, modes: tuple[Mode, ...] = MODES, ratio: float = 2.0)
             "over_synchronous": result.seconds / synchronous,
             "trainer_busy": per_token * result.tokens / result.seconds,
             "staleness_max": float(max(result.run.staleness)),
-            "staleness_mean_of_largest": statistics.fmean(result.run.staleness),
+            "several_versions": result.run.args.divided / len(result.run.asked),
         }
     return rows
 
@@ -331,11 +332,14 @@ def main(words: list[str] | None = None) -> None:
     result: dict[str, Any] = {"setting": {**asdict(setting), "ratio": options.ratio, "seeds": options.seeds}}
     if "gain" in parts:
         result["gain"] = rows = mean_gains(setting, options.seeds, MODES, options.ratio)
-        print("wall time over the synchronous loop's (smallest to largest seed), the trainer's busy share, staleness")
+        print(
+            "wall time over the synchronous loop's (over seeds), share in which the trainer is busy, largest staleness,"
+        )
+        print("share of answers that an update went through")
         for name, row in rows.items():
             print(
                 f"  {name:28} {row['over_synchronous']:.3f} ({row['smallest']:.3f} to {row['largest']:.3f})"
-                f"  {row['trainer_busy']:.2f}  {row['staleness_max']:.0f}",
+                f"  {row['trainer_busy']:.2f}  {row['staleness_max']:.0f}  {row['several_versions']:.2f}",
                 flush=True,
             )
     if "tails" in parts:

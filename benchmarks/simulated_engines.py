@@ -157,12 +157,13 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     """The generate function of a simulated run (``--custom-generate-function-path``).
 
     Its ``args`` carry ``engines``, ``lengths`` (tokens by sample index) and ``held_step`` (how many steps had trained
-    the weights that the engines hold).
+    the weights that the engines hold); ``divided`` counts the answers that an update went through.
     """
-    length = args.lengths[sample.index]
-    sample.weight_versions.append(f"0.{args.held_step}")
-    sample.version_spans.append((f"0.{args.held_step}", 0, length))  # of its oldest token
+    length, step = args.lengths[sample.index], args.held_step
+    sample.weight_versions.append(f"0.{step}")
+    sample.version_spans.append((f"0.{step}", 0, length))  # of its oldest token
     await args.engines.generate(length)
+    args.divided += args.held_step != step
     sample.response, sample.response_length = "-", length
     sample.tokens = range(length)  # as long as the answer, and no memory for each
     sample.status = sample.Status.COMPLETED

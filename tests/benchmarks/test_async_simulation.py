@@ -107,6 +107,7 @@ def test_modes_gain_in_their_order_and_a_seed_repeats_itself() -> None:
     over = {name: row["over_synchronous"] for name, row in rows.items()}
     assert 1 > over["one-step"] > over["buffered"] > over["fully asynchronous"] > 1 / 3
     assert rows["one-step"]["staleness_max"] == 1
+    assert [row["several_versions"] > 0 for row in rows.values()] == [False, False, True], "only the last mixes weights"
 
 
 @pytest.mark.parametrize(("running", "rate"), H200_CURVE)
