@@ -16,8 +16,8 @@ from slime.config.parser import metavar
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "en" / "reference" / "flags.md"
-FOR_USERS = {name: "the user's functions" for name in ("eval_max_context_len", "max_turns")}
-_DERIVED = ("slime/config/defaults.py", "slime/config/overrides.py", "slime/config/parser.py")
+FOR_USERS = {"eval_max_context_len": "the user's functions"}
+_DERIVED = tuple(f"slime/config/{name}.py" for name in ("defaults", "overrides", "parser", "roles"))
 _OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
 _MOST = 4
 _VARIABLES = {
