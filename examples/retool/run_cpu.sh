@@ -25,6 +25,6 @@ train retool train.py "${both[@]}" \
     --prompt-data "$data/train.jsonl" --custom-rm-path "$here/generate_with_retool.py:reward" \
     --custom-generate-function-path "$here/generate_with_retool.py:generate" --max-turns 3 --log-multi-turn \
     --rollout-batch-size 8 --n-samples-per-prompt 6 --rollout-max-response-len 96 \
-    --num-rollout "${NUM_ROLLOUT:-10}" --eval-interval "${NUM_ROLLOUT:-10}" \
+    --num-rollout "${NUM_ROLLOUT:-8}" --eval-interval "${NUM_ROLLOUT:-8}" \
     --eval-prompt-data arithmetic "$data/eval.jsonl" --n-samples-per-eval-prompt 2 \
     --advantage-estimator grpo --lr 1e-5

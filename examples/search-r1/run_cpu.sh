@@ -23,7 +23,7 @@ train search-r1_sft train.py "${both[@]}" \
     --prompt-data "$data/transcripts.jsonl" --input-key messages \
     --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss \
     --disable-compute-advantages-and-returns --debug-train-only \
-    --rollout-batch-size 16 --num-rollout 8 --lr 5e-5 \
+    --rollout-batch-size 12 --num-rollout 8 --lr 5e-5 \
     --save "$checkpoints" --save-interval 8 --no-save-optim
 
 train search-r1 train.py "${both[@]}" \
@@ -32,6 +32,6 @@ train search-r1 train.py "${both[@]}" \
     --custom-generate-function-path "$here/generate_with_search.py:generate" --max-turns 4 --log-multi-turn \
     --custom-rm-path "$here/generate_with_search.py:exact_match" \
     --rollout-batch-size 8 --n-samples-per-prompt 6 --rollout-max-response-len 128 \
-    --num-rollout "${NUM_ROLLOUT:-10}" --eval-interval "${NUM_ROLLOUT:-10}" \
+    --num-rollout "${NUM_ROLLOUT:-8}" --eval-interval "${NUM_ROLLOUT:-8}" \
     --eval-prompt-data people "$data/eval.jsonl" --n-samples-per-eval-prompt 2 \
     --advantage-estimator grpo --lr 1e-5
