@@ -256,8 +256,9 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
     loopback = {"MASTER_ADDR": "127.0.0.1", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     try:
         more = f" --port {ports[':6379'][1:]} --dashboard-port {ports[':8265'][1:]} --temp-dir {sockets}"
-        desk.type(TYPED["ray_head"]["text"].rstrip() + more, **loopback)
-        desk.type(TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"]), **loopback)
+        aside = " >ray.txt 2>&1 || { cat ray.txt; exit 1; }"  # its daemons would hold this test's pipe
+        desk.type(TYPED["ray_head"]["text"].rstrip() + more + aside, **loopback)
+        desk.type(TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"]) + aside, **loopback)
         for entry in ("ray_submit", "submit_multi_node"):
             text = desk.local(TYPED[entry]["text"]).replace(":8265", ports[":8265"])
             text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
