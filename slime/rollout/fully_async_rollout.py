@@ -96,7 +96,7 @@ class StandingPool(RolloutLoop):
             await self.close()
             raise
         self._call_hooks()
-        metrics = {**self._metrics(), "rollout/under_way_group_count": float(len(self.tickets))}
+        metrics = {**self.counts.metrics(), "rollout/under_way_group_count": float(len(self.tickets))}
         return RolloutFnTrainOutput(samples=self.accepted, metrics=metrics)
 
     async def advance(self, version: int, taken: bool = False, trained: bool = False) -> None:
@@ -142,9 +142,9 @@ class StandingPool(RolloutLoop):
                 self._take_in(self._get(room))
             self._start_all()
 
-    def _add(self, group: Group, task: Any = None) -> None:
+    def _add(self, pristine: Group, task: Any = None) -> None:
         self.admission.admit()
-        super()._add(group, task)
+        super()._add(pristine, task)
 
     def _ready(self) -> bool:
         """An empty pool waits: there is room again when the trainer goes on."""

@@ -10,8 +10,8 @@ import asyncio
 import copy
 import logging
 import time
-from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import Any
 
 from slime.config.hooks import load_function
@@ -20,6 +20,7 @@ from slime.data.source import RolloutDataSource
 from slime.observability import progress
 from slime.rollout.abort import abort_and_drain
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.counts import Counts
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.group import generate_and_rm_group, is_finished
 from slime.rollout.rm_hub.outcome import FAILURE_KEY
@@ -45,20 +46,6 @@ class _Ticket:
     @property
     def group(self) -> Group:
         return self.pristine if self.task is None else self.task.result()
-
-
-@dataclass
-class _Counts:
-    dropped: Counter[str] = field(default_factory=Counter)
-    replaced: int = 0
-    timed_out: int = 0
-    failed: int = 0
-    surplus: int = 0
-    aborted: int = 0
-    lost: int = 0
-    tokens: int = 0
-    rewards: int = 0
-    reward_sum: float = 0.0
 
 
 class RolloutLoop:
@@ -88,7 +75,7 @@ class RolloutLoop:
         self.rollout_id = self.state.rollout_id = rollout_id
         self.accepted: list[Group] = []
         self.judged: list[Group] = []  # accepted, dropped and replaced ones: what the all-samples hook sees
-        self.counts = _Counts()
+        self.counts = Counts()
 
     async def run(self) -> RolloutFnTrainOutput:
         """Collect, hand back the rest, call the hooks.
@@ -108,7 +95,7 @@ class RolloutLoop:
             self.state.reset()
         self.accepted.sort(key=_index)
         self._call_hooks()
-        return RolloutFnTrainOutput(samples=self.accepted, metrics=self._metrics())
+        return RolloutFnTrainOutput(samples=self.accepted, metrics=self.counts.metrics())
 
     # --- collecting --------------------------------------------------------------------------
 
@@ -150,7 +137,7 @@ class RolloutLoop:
         if not groups:
             raise RuntimeError(
                 f"the data source gave no more groups: rollout {self.rollout_id} has "
-                f"{len(self.accepted)} of {self.target}{self._drop_report()}"
+                f"{len(self.accepted)} of {self.target}{self.counts.drop_report()}"
             )
         for group in groups:
             self._tell("asked", group)
@@ -164,10 +151,10 @@ class RolloutLoop:
         while self.unstarted:
             group = self.unstarted.popleft()
             self._tell("started", group)
-            self._add(group, asyncio.ensure_future(self._generate(group)))
+            pristine = _snapshot(group)
+            self._add(pristine, asyncio.ensure_future(self._generate(group, pristine)))
 
-    def _add(self, group: Group, task: asyncio.Task[Group] | None = None) -> None:
-        pristine = group if task is None else _snapshot(group)
+    def _add(self, pristine: Group, task: asyncio.Task[Group] | None = None) -> None:
         ticket = self.tickets[self._submitted] = _Ticket(self._submitted, pristine, task)
         self._submitted += 1
         if task is None:
@@ -186,14 +173,14 @@ class RolloutLoop:
         if self._ready():
             self._woken.set()
 
-    async def _generate(self, group: Group) -> Group:
+    async def _generate(self, group: Group, pristine: Group) -> Group:
         """The group, finished; or as far as it came when the rollout aborted it.
 
         Where an engine ends a request that nobody aborted (a restart, a weight update), it goes on at once from the
         tokens so far, whether or not it is its turn to be judged.
         """
         SCHEDULE.set(self.state.schedule)
-        pristine, retries = _snapshot(group), 0
+        retries = 0
         while True:
             before = _tokens(group)
             group = await generate_and_rm_group(self.args, group, self.state.sampling_params)
@@ -248,7 +235,7 @@ class RolloutLoop:
         leaves = flatten(group)
         self._tell("generated", group)
         self.judged.append(group)
-        self._count(leaves)
+        self.counts.add(self.args, leaves)
         valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
         if len(valid) < min(2, len(group)):
             self._replace(leaves)
@@ -279,17 +266,6 @@ class RolloutLoop:
         if answer.keep or (answer.keep_when_insufficient and self._under_way + 1 <= self.target):
             return None
         return answer.reason or "no_reason"
-
-    def _count(self, leaves: list[Sample]) -> None:
-        for sample in leaves:
-            self.counts.tokens += sample.response_length
-            if sample.reward_timed_out:
-                timeout = str(sample.metadata.get(FAILURE_KEY, "timeout")).startswith("timeout")
-                self.counts.timed_out += timeout
-                self.counts.failed += not timeout
-            elif isinstance(value := _reward(self.args, sample), int | float):
-                self.counts.rewards += 1
-                self.counts.reward_sum += value
 
     # --- the rest ----------------------------------------------------------------------------
 
@@ -371,32 +347,13 @@ class RolloutLoop:
     # --- reports -----------------------------------------------------------------------------
 
     def _report(self) -> None:
-        numbers = {"reward": self.counts.reward_sum / self.counts.rewards} if self.counts.rewards else {}
-        progress.report("generate", len(self.accepted), self.target, tokens=self.counts.tokens, **numbers)
-
-    def _metrics(self) -> dict[str, float]:
-        metrics = {
-            f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in sorted(self.counts.dropped.items())
-        }
-        metrics["rollout/reward_timeout_count"] = float(self.counts.timed_out)
-        metrics["rollout/reward_error_count"] = float(self.counts.failed)
-        metrics["rollout/replaced_group_count"] = float(self.counts.replaced)
-        metrics["rollout/surplus_group_count"] = float(self.counts.surplus)
-        metrics["rollout/aborted_group_count"] = float(self.counts.aborted)
-        metrics["rollout/lost_group_count"] = float(self.counts.lost)
-        return metrics
-
-    def _drop_report(self) -> str:
-        parts = [f"{n} dropped as {reason}" for reason, n in self.counts.dropped.most_common()]
-        if self.counts.replaced:
-            parts.append(f"{self.counts.replaced} replaced, their verifiers gave no answer")
-        return f" ({'; '.join(parts)})" if parts else ""
+        progress.report("generate", len(self.accepted), self.target, **self.counts.numbers())
 
     def _deadline_report(self) -> str:
         waiting = [_index(ticket.pristine) for ticket in self.tickets.values() if not ticket.done]
         return (
             f"rollout {self.rollout_id} was not done in {self.seconds:g} s (--phase-timeout): {len(self.accepted)} of "
-            f"{self.target} groups{self._drop_report()}; waiting for {len(waiting)} groups, "
+            f"{self.target} groups{self.counts.drop_report()}; waiting for {len(waiting)} groups, "
             f"their first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
         )
 
@@ -413,11 +370,6 @@ def _tokens(group: Group) -> int:
 def _index(group: Group) -> float:
     index = flatten(group)[0].index
     return float("inf") if index is None else index
-
-
-def _reward(args: Any, sample: Sample) -> Any:
-    key = getattr(args, "reward_key", None)
-    return sample.reward.get(key or "score") if isinstance(sample.reward, dict) else sample.reward
 
 
 def _snapshot(group: Group) -> Group:
