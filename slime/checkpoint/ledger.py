@@ -74,8 +74,7 @@ class Cut:
 
 def number_of(group: Group) -> int | None:
     """The group's number; None where the data source gives none."""
-    leaves = flatten(group)
-    return leaves[0].group_index if leaves else None
+    return next((sample.group_index for sample in flatten(group) if sample.group_index is not None), None)
 
 
 class Ledger:

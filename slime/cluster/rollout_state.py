@@ -79,13 +79,17 @@ class RolloutState:
         counter = self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None
         self.ledger.complete(rollout_id, rollout.groups, held() if held else None, counter)
         self.newest = max(self.newest, rollout_id)
+        if self.args.debug_rollout_only:  # no step ends, so nothing else would forget the older ones
+            self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}
+            self.sources.clear()
         if not self.saves:
             return
         if self.schedule is not None:
             self._positions[rollout_id] = self.schedule.position()
         self.sources[rollout_id] = self.source.state_dict() if hasattr(self.source, "state_dict") else None
-        groups = [_shallow(group) for group in rollout.groups]  # user hooks that convert them may change them
-        self.ahead[rollout_id] = Rollout(groups, dict(rollout.metrics), rollout.seconds)
+        if not self.args.debug_rollout_only:
+            groups = [_shallow(group) for group in rollout.groups]  # user hooks that convert them may change them
+            self.ahead[rollout_id] = Rollout(groups, dict(rollout.metrics), rollout.seconds)
         if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
             self._save_own(rollout_id)  # now: at the time of the snapshot a later rollout may be under way
 
@@ -151,7 +155,8 @@ class RolloutState:
 def _is_strict(args: Any, source: Any) -> bool:
     """Whether only built-in code takes groups from the data source and puts them back."""
     built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
-    hooked = args.rollout_all_samples_process_path or args.buffer_filter_path or args.load_debug_rollout_data
+    hooks = (args.rollout_all_samples_process_path, args.rollout_sample_filter_path, args.buffer_filter_path)
+    hooked = any(hooks) or args.load_debug_rollout_data
     return built_in and not hooked and args.rollout_function_path in OWN_FUNCTIONS
 
 

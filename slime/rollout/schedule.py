@@ -132,7 +132,7 @@ class Schedule:
 
     def __call__(self, event: str, group: Group, facts: Mapping[str, Any]) -> None:
         """The observer of the rollout loops, see :data:`slime.rollout.state.Observer`."""
-        number = flatten(group)[0].group_index
+        number = next((sample.group_index for sample in flatten(group) if sample.group_index is not None), None)
         if event == "started":
             self._write({"started": number, "step": self.step})
         elif event in ("accepted", "filtered", "replaced"):

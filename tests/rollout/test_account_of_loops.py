@@ -75,7 +75,7 @@ async def test_every_group_is_used_once_over_kills_and_resumes(tmp_path, tokeniz
         "partial_rollout": not pooled, "over_sampling_batch_size": 7, "async_buffer_size": 2,
         "dynamic_sampling_filter_path": path("keep"), "custom_generate_function_path": path("generate"),
         "save": str(tmp_path), "save_interval": 1, "replay_schedule": None,
-        "load_debug_rollout_data": None, "rollout_function_path": OWN_FUNCTIONS[pooled],
+        "load_debug_rollout_data": None, "debug_rollout_only": False, "rollout_function_path": OWN_FUNCTIONS[pooled],
     }  # fmt: skip
     trained, number, first, ahead = {}, 0, 0, {}
     async with SmallEngine(jitter=0.01, version="0.0") as engine:
