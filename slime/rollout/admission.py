@@ -66,7 +66,7 @@ class Admission:
             )
         if wrong:
             raise ValueError("; ".join(wrong))
-        self.batch, self.first_step, self.update_interval = batch, first_step, update_interval
+        self.batch, self.first_step = batch, first_step
         self.capacity = batch * (1 + buffer_size)
         self.max_staleness = max_staleness
         self.bound = staleness_bound(buffer_size, update_interval, max_staleness)
@@ -75,14 +75,6 @@ class Admission:
         self.open = 0
         self._taken = 0
         self._trained = 0
-
-    def version_of(self, step: int) -> int:
-        """What the engines hold while ``step`` trains, where every update is due by the interval."""
-        return max(step // self.update_interval * self.update_interval, self.first_step)
-
-    def step_of(self, place: int) -> int:
-        """The step that trains the unit at ``place`` of the order, counted from this process' first, at the latest."""
-        return self.first_step + place // self.batch
 
     @property
     def place(self) -> int:

@@ -12,6 +12,12 @@ from hypothesis import strategies as st
 from slime.rollout.admission import Admission, staleness_bound
 
 
+def held_after(step: int, interval: int, admission: Admission) -> int:
+    """The version that the engines hold once ``step`` is over and every update that is due was made."""
+    due = (step + 1) // interval * interval
+    return max(due, admission.version)
+
+
 def test_one_step_admits_the_next_rollout_while_one_trains() -> None:
     admission = Admission(batch=1, buffer_size=1)
     assert admission.bound == 1
@@ -83,7 +89,7 @@ def test_the_printed_bound_is_reached(buffer_size: int, interval: int) -> None:
                 admission.taken()
                 ages += [step - version for version in pool[:3]]
                 del pool[:3]
-        admission.version_changed(admission.version_of(step + 1))
+        admission.version_changed(held_after(step, interval, admission))
         admission.trained()
     assert max(ages) == admission.bound == staleness_bound(buffer_size, interval)
 
@@ -94,7 +100,7 @@ def test_a_resumed_run_counts_on_from_its_first_step() -> None:
     assert admission.room() == 4  # steps 5 and 6
     admission.admit(2)
     admission.taken()
-    admission.version_changed(admission.version_of(6))
+    admission.version_changed(6)
     admission.trained()
     assert admission.version == 6
     assert admission.room() == 4  # steps 6 and 7, of which nothing is open
@@ -169,6 +175,6 @@ def test_no_group_trains_older_than_the_bound_and_the_run_ends(
         pool.extend([admission.version] * room)
         assert len(pool) <= batch * buffer_size
         largest = max(largest, *(step - version for version in kept))
-        admission.version_changed(admission.version_of(step + 1))
+        admission.version_changed(held_after(step, interval, admission))
         admission.trained()
     assert largest <= admission.bound
