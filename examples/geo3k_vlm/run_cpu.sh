@@ -11,6 +11,6 @@ train geo3k_vlm train.py \
     --prompt-data "$data/train.jsonl" --multimodal-keys '{"image": "images"}' --rollout-shuffle \
     --custom-rm-path "$here/geometry.py:score" \
     --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-max-response-len 2 \
-    --num-rollout "${NUM_ROLLOUT:-25}" --eval-interval "${NUM_ROLLOUT:-25}" --eval-prompt-data figures "$data/eval.jsonl" \
+    --num-rollout "${NUM_ROLLOUT:-20}" --eval-interval "${NUM_ROLLOUT:-20}" --eval-prompt-data figures "$data/eval.jsonl" \
     --advantage-estimator grpo --lr 3e-4 --use-dynamic-batch-size --max-tokens-per-gpu 4096 \
     --train-backend fsdp "${engine[@]}"

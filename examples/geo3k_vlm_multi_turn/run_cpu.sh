@@ -13,6 +13,6 @@ train geo3k_vlm_multi_turn train.py \
     --custom-rm-path "$here/second_look.py:score" --rm-type last_number \
     --rollout-batch-size 16 --n-samples-per-prompt 8 --rollout-max-response-len 64 \
     --custom-config-path "$here/answer.yaml" \
-    --num-rollout "${NUM_ROLLOUT:-25}" --eval-interval "${NUM_ROLLOUT:-25}" --eval-prompt-data figures "$data/eval.jsonl" \
+    --num-rollout "${NUM_ROLLOUT:-20}" --eval-interval "${NUM_ROLLOUT:-20}" --eval-prompt-data figures "$data/eval.jsonl" \
     --advantage-estimator grpo --lr 3e-4 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --log-multi-turn \
     --train-backend fsdp "${engine[@]}"
