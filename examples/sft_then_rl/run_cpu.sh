@@ -16,7 +16,7 @@ both=(
 
 # Each conversation is trained on once. There is nothing to generate, so held-out products are evaluated by the usual rollout.
 train sft_then_rl_sft train.py "${both[@]}" \
-    --prompt-data "$transcripts" --input-key messages --eval-input-key prompt \
+    --prompt-data "$transcripts" --input-key messages --eval-input-key prompt --eval-label-key label \
     --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss \
     --disable-compute-advantages-and-returns --eval-function-path slime.rollout.sglang_rollout.generate_rollout \
     --rollout-batch-size 13 --num-rollout 5 --eval-interval 5 --lr 1e-5 \
