@@ -6,9 +6,10 @@
 
 Every run is a process of its own: the synchronous loop with each of ``--seeds``, then ``train_async.py`` with the
 first seed, once with ``--async-buffer-size 1`` and once with the standing pool of groups, through which updates go.
-All see the same number of samples. Compared are wall time (from the first rollout's start to the last step's end),
-the mean reward of the last half of the steps (the asynchronous runs should lie within the spread of the synchronous
-seeds), staleness, and from the traces the share of training time in which the engines generated too.
+Compared are, from traces and samples: wall time from the first request to the end of the last step; the share of
+training time in which the engines generated too; staleness; and the reward at equal samples, which is that of the
+weights that as many steps had trained (a rollout that is generated ahead shows the reward of older weights): its mean
+over the later half of the versions that all runs have should lie within the spread of the synchronous seeds.
 
 A second call skips runs that are there. The last line is JSON.
 """
@@ -57,8 +58,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    rows = []
-    for kind, seed in [*(("sync", seed) for seed in args.seeds), *((k, args.seeds[0]) for k in KINDS if k != "sync")]:
+    rows: list[dict[str, Any]] = []
+    for kind, seed in [*((kind, args.seeds[0]) for kind in KINDS), *(("sync", seed) for seed in args.seeds[1:])]:
         folder = args.output_dir / "runs" / f"{kind}-seed{seed}"
         problem = None if (folder / "summary.json").is_file() else start(args, kind, seed, folder.name)
         if problem:
@@ -66,8 +67,8 @@ def main() -> int:
             return 1
         rows.append({"kind": kind, "seed": seed, **measure(folder)})
         print(f"{folder.name}: {rows[-1]}", flush=True)
-    print_table(rows)
     verdict = judge(rows)
+    print_table(rows)
     print(json.dumps({"device": args.device, "steps": args.num_rollout, "runs": rows, **verdict}))
     return 0 if verdict["within_spread"] else 1
 
@@ -107,18 +108,25 @@ def start(args: argparse.Namespace, kind: str, seed: int, name: str) -> str | No
 
 def measure(folder: Path) -> dict[str, Any]:
     steps = [row for row in read_metrics(folder / "metrics.jsonl") if "rollout/step" in row]
-    rewards = [row["rollout/raw_reward"] for row in steps]
     generating, training = intervals(folder / "traces")
-    ages = [row["rollout/staleness/max"] for row in steps]
     return {
-        "seconds": round(sum(row["perf/step_time"] for row in steps), 1),
-        "first_reward": round(rewards[0], 3),
-        "last_half_reward": round(statistics.fmean(rewards[len(rewards) // 2 :]), 3),
-        "staleness_max": max(ages),
+        "seconds": round(training[-1][1] - generating[0][0], 1),
+        "by_version": reward_by_version(folder / "samples"),
+        "staleness_max": max(row["rollout/staleness/max"] for row in steps),
         "several_versions": round(statistics.fmean(row["rollout/several_versions_ratio"] for row in steps), 3),
         "tis_clipfrac": round(statistics.fmean(row.get("train/tis_clipfrac", 0.0) for row in steps), 4),
         "overlap": round(overlap(training, generating), 3),
     }
+
+
+def reward_by_version(samples: Path) -> dict[int, float]:
+    """Mean reward of the answers that each version of the weights ended, by the steps that had trained it."""
+    rewards: dict[int, list[float]] = {}
+    for path in sorted(samples.glob("rollout_*.jsonl")):
+        for line in path.read_text().splitlines():
+            sample = json.loads(line)
+            rewards.setdefault(int(sample["weight_versions"][-1].split(".")[1]), []).append(float(sample["reward"]))
+    return {version: round(statistics.fmean(values), 3) for version, values in sorted(rewards.items())}
 
 
 def intervals(traces: Path) -> tuple[list[Interval], list[Interval]]:
@@ -149,16 +157,19 @@ def overlap(of: list[Interval], others: list[Interval]) -> float:
 
 
 def judge(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Reward at equal samples against the spread of the synchronous seeds, widened by a half of itself on each side:
-    three seeds show less than the whole of it."""
+    """Adds ``late_reward`` to the rows: over the later half of the versions that all have. It may lie below the spread
+    of the synchronous seeds by half of that: three seeds show less than the whole of it."""
+    common = sorted(set.intersection(*(set(row["by_version"]) for row in rows)))
+    for row in rows:
+        row["late_reward"] = round(statistics.fmean(row["by_version"][v] for v in common[len(common) // 2 :]), 3)
     sync = [row for row in rows if row["kind"] == "sync"]
-    low, high = min(r["last_half_reward"] for r in sync), max(r["last_half_reward"] for r in sync)
+    low, high = min(row["late_reward"] for row in sync), max(row["late_reward"] for row in sync)
     margin = (high - low) / 2
     wall = next(row["seconds"] for row in sync)  # of the seed that the others have
     others = [row for row in rows if row["kind"] != "sync"]
     return {
         "sync_reward_spread": [low, high],
-        "within_spread": all(row["last_half_reward"] >= low - margin for row in others),
+        "within_spread": all(row["late_reward"] >= low - margin for row in others),
         "wall_time_over_sync": {row["kind"]: round(row["seconds"] / wall, 3) for row in others},
     }
 
@@ -167,8 +178,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*rows[0])
-    for row in rows:
+    shown = [{name: value for name, value in row.items() if name != "by_version"} for row in rows]
+    table = Table(*shown[0])
+    for row in shown:
         table.add_row(*(str(value) for value in row.values()))
     Console(width=160).print(table)
 

@@ -42,13 +42,23 @@ def test_overlap_is_the_share_of_training_in_which_engines_generate(bench: Modul
     assert bench.overlap(training, generating) == pytest.approx(7 / 20)
 
 
-def row(kind: str, reward: float, seconds: float = 10.0) -> dict[str, object]:
-    return {"kind": kind, "last_half_reward": reward, "seconds": seconds}
+def row(kind: str, late: float, seconds: float = 10.0, versions: int = 4) -> dict[str, object]:
+    return {"kind": kind, "by_version": {v: late if v else 0.1 for v in range(versions)}, "seconds": seconds}
 
 
 def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(bench: ModuleType) -> None:
     sync = [row("sync", 0.6), row("sync", 0.7, 11.0), row("sync", 0.64)]
-    verdict = bench.judge([*sync, row("one-step", 0.56, 8.0), row("fully-async", 0.75, 5.0)])
+    rows = [*sync, row("one-step", 0.56, 8.0, versions=3), row("fully-async", 0.75, 5.0, versions=2)]
+    verdict = bench.judge(rows)
+    assert [r["late_reward"] for r in rows] == [0.6, 0.7, 0.64, 0.56, 0.75]
     assert verdict["within_spread"] and verdict["sync_reward_spread"] == [0.6, 0.7]
     assert verdict["wall_time_over_sync"] == {"one-step": 0.8, "fully-async": 0.5}
     assert not bench.judge([*sync, row("one-step", 0.54), row("fully-async", 0.7)])["within_spread"]
+
+
+def test_rewards_belong_to_the_weights_that_made_them(bench: ModuleType, tmp_path: Path) -> None:
+    made = [[("0.0", 0.0), ("0.0", 1.0)], [("0.0", 1.0), ("0.1", 1.0)], [("0.1", 0.0)]]
+    for number, samples in enumerate(made):
+        lines = [json.dumps({"weight_versions": ["0.0", version], "reward": reward}) for version, reward in samples]
+        (tmp_path / f"rollout_{number:06d}.jsonl").write_text("\n".join(lines))
+    assert bench.reward_by_version(tmp_path) == {0: 0.667, 1: 0.5}
