@@ -77,13 +77,17 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 def main() -> NoReturn:
     """Read the order, shut everything, run the code. Ends with the code's exit status, or 128 + its signal."""
     order = {**json.loads(sys.stdin.buffer.read()), "ready": int(sys.argv[1])}
+    # a user id of this sandbox alone, so that the limit of processes counts no others; processes of a plain user are
+    # counted apart within a user namespace only
+    order["user"] = 20_000 + os.getpid() % 40_000 if os.geteuid() == 0 else None
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     parent_death_signal()
     if order["isolation"] == "process":
-        if os.geteuid() == 0:
-            become_nobody()
+        if order["user"]:
+            become_nobody(order["user"])
+            parent_death_signal()
         os.chdir("/")
         set_limits(order)
         run(order)
@@ -97,8 +101,8 @@ def main() -> NoReturn:
 
 def process_one(order: dict[str, Any]) -> NoReturn:
     """Wait for the code's process; when this one ends, the kernel ends all others of the namespace."""
-    if os.geteuid() == 0:
-        become_nobody()
+    if order["user"]:
+        become_nobody(order["user"])
     else:
         drop_capabilities()
     parent_death_signal()
@@ -208,11 +212,8 @@ def show(path: str, device: bool = False) -> None:
     call("syscall", 442, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, len(attributes))
 
 
-def become_nobody() -> None:
-    """A user id of this process alone, so that the limit of processes counts no others."""
-    number = 20_000 + os.getpid() % 40_000
-    if os.getpid() == 1:
-        number = 20_000 + int.from_bytes(os.urandom(2), "big") % 40_000
+def become_nobody(number: int) -> None:
+    """A user and group that own nothing."""
     os.setgroups([])
     os.setresgid(number, number, number)
     os.setresuid(number, number, number)
@@ -227,10 +228,11 @@ def drop_capabilities() -> None:
 def set_limits(order: dict[str, Any]) -> None:
     """Hard limits; they are inherited."""
     cpu = math.ceil(order["seconds"]) + 1
+    counted = order["isolation"] == "full" or order["user"]
     limits = {
         resource.RLIMIT_AS: order["memory_bytes"],
         resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_NPROC: order["tasks"] + 2,  # this process and its parent
+        resource.RLIMIT_NPROC: order["tasks"] + 2 if counted else resource.RLIM_INFINITY,  # itself and its parent
         resource.RLIMIT_NOFILE: order["open_files"],
         resource.RLIMIT_FSIZE: order["disk_bytes"],
         resource.RLIMIT_CORE: 0,
@@ -239,7 +241,8 @@ def set_limits(order: dict[str, Any]) -> None:
     }
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = hard if value == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
 
 

@@ -134,12 +134,12 @@ async def test_a_cancelled_call_kills_its_snippet(sandbox):
     assert gone(me)
 
 
-def test_a_snippet_dies_with_the_process_that_asked_for_it(tmp_path):
-    make("full")
-    me = mark()
+@pytest.mark.parametrize("isolation", ["full", "process"])
+def test_a_snippet_dies_with_the_process_that_asked_for_it(isolation):
+    python, me = make(isolation).python, mark()
     program = (
         "import asyncio\nfrom slime.agent.sandbox import Limits, Sandbox\n"
-        "async def main(): await Sandbox(Limits(seconds=100)).run("
+        f"async def main(): await Sandbox(Limits(seconds=100), 1, {isolation!r}, python={python!r}).run("
         f"{RENAME.format(me) + 'import time; time.sleep(100)'!r})\nasyncio.run(main())"
     )
     parent = subprocess.Popen([sys.executable, "-c", program])
