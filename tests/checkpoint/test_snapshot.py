@@ -194,7 +194,9 @@ def test_killed_at_any_moment_leaves_a_complete_snapshot(tmp_path: Path) -> None
     """kill -9 at random moments: what ``latest`` gives is whole, and never older than what was seen before."""
     chance = random.Random(5)
     seen = -1
-    for _ in range(25):
+    for kills in range(250):
+        if kills >= 25 and seen > 5:  # a busy machine takes more of them
+            break
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         try:
             assert writer.stdout is not None and writer.stdout.readline() == b"up\n"
