@@ -14,7 +14,7 @@ train reward_model train.py \
     --hf-checkpoint "$(example_model)" --prompt-data "$data/words_train.jsonl" --rollout-shuffle \
     --custom-rm-path "$here/meaning.py:BriefMeaning" --rm-model-path "$encoder" \
     --rollout-batch-size 6 --n-samples-per-prompt 8 --rollout-max-response-len 20 \
-    --num-rollout "${NUM_ROLLOUT:-8}" --eval-interval "${NUM_ROLLOUT:-8}" --eval-prompt-data words "$data/words_eval.jsonl" \
+    --num-rollout "${NUM_ROLLOUT:-6}" --eval-interval "${NUM_ROLLOUT:-6}" --eval-prompt-data words "$data/words_eval.jsonl" \
     --n-samples-per-eval-prompt 2 \
     --advantage-estimator grpo --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 2048 --train-dtype float32 \
     --train-backend fsdp "${engine[@]}"
