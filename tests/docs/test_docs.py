@@ -16,7 +16,7 @@ NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, the converters
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
     "--check-timeout", "--custom-weight-loader", "--nproc-per-node", "--input-dir", "--origin-hf-dir",
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps",
-    "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block",
+    "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if not {"reference", "benchmarks"} & set(page.parts)]
 
