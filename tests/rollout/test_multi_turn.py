@@ -86,7 +86,7 @@ async def chat(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sa
         fits = talk.observe(words, limit=8) if draw.random() < 0.5 else talk.reply([{"role": "tool", "content": words}])
         if not fits:
             break
-        assert said == talk.texts[-1]
+        assert said == talk.answered[-1]
     return sample
 
 
@@ -243,7 +243,7 @@ async def test_a_response_that_was_thrown_away_leaves_no_turns(scripted):
     await Conversation(args, sample, params).turn()
     sample.reset_response()
     talk = Conversation(args, sample, params)
-    assert await talk.turn() == "c" and talk.texts == ["c"]
+    assert await talk.turn() == "c" and len(talk.turns) == 1
 
 
 async def test_nothing_answers_a_turn_that_was_not_finished(scripted):
