@@ -50,9 +50,9 @@ SCALES = (8, 64, 512, 4096)
 class Setting:
     """What all modes have in common."""
 
-    engines: int = 8
+    engines: int = 4
     slots: int = 64  # requests that may run on an engine at once
-    batch: int = 128  # groups per step
+    batch: int = 64  # groups per step
     samples: int = 8  # per group
     steps: int = 16
     median: int = 1024  # tokens
@@ -254,6 +254,7 @@ def simulate(setting: Setting, mode: Mode, train_seconds: float = 0.0) -> Result
         return loop.run_until_complete(go())
     finally:
         gc.set_threshold(*thresholds)
+        gc.unfreeze()
         loop.close()
 
 
@@ -287,21 +288,17 @@ def mean_gains(setting: Setting, seeds: int, modes: tuple[Mode, ...], ratio: flo
     return rows
 
 
-def scheduling_cost(engines: int, repeats: int, least_groups: int = 2048) -> dict[str, float]:
-    """CPU microseconds per group of 8 samples: fully asynchronous, 8 slots and one group a step for each engine."""
-    steps = max(4, least_groups // engines)
-    setting = Setting(engines, slots=8, batch=engines, steps=steps)
+def scheduling_cost(engines: int, repeats: int, least_groups: int = 4096) -> dict[str, float]:
+    """CPU microseconds per group of 2 samples: fully asynchronous, 4 slots and two groups a step for each engine."""
+    batch = 2 * engines
+    steps = max(2, least_groups // batch)
+    setting = Setting(engines, slots=4, batch=batch, samples=2, steps=steps)
     costs = []
     for _ in range(repeats):
         gc.collect()
         result = simulate(setting, Mode("scale", buffer=1, interval=1), 1e-7)
-        costs.append(1e6 * result.cpu / (steps * engines))
-    return {
-        "engines": engines,
-        "groups": steps * engines,
-        "under_way": 2 * engines,
-        "microseconds_per_group": min(costs),
-    }
+        costs.append(1e6 * result.cpu / (steps * batch))
+    return {"engines": engines, "groups": steps * batch, "under_way": 2 * batch, "microseconds_per_group": min(costs)}
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -350,7 +347,7 @@ def main(words: list[str] | None = None) -> None:
             result["tails"][str(sigma)] = {name: row["over_synchronous"] for name, row in rows.items()}
             print(f"  {sigma:.2f}  " + "  ".join(f"{row['over_synchronous']:.3f}" for row in rows.values()), flush=True)
     if "scale" in parts:
-        print("CPU of the scheduling code per group of 8 samples")
+        print("CPU of the scheduling code per group of 2 samples")
         result["scale"] = []
         for engines in map(int, options.scales.split(",")):
             row = scheduling_cost(engines, options.repeats)

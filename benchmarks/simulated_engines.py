@@ -76,7 +76,7 @@ class Engines:
     """A fleet behind a router that gives each request to an engine with the fewest. Prefill is not modelled.
 
     Attributes:
-        model_seconds: real seconds spent in here, to be told from those of the scheduling code.
+        model_seconds: CPU seconds spent in here, to be told from those of the scheduling code.
         tokens: generated so far.
     """
 
@@ -91,7 +91,7 @@ class Engines:
 
     async def generate(self, tokens: int) -> None:
         """Until ``tokens`` are decoded."""
-        started = time.perf_counter()
+        started = time.process_time()
         engine = self._choose()
         self._catch_up(engine)
         done = self.loop.create_future()
@@ -99,7 +99,7 @@ class Engines:
         heapq.heappush(engine.running, (engine.steps + tokens, self._requests, done))
         self._changed(engine)
         self.tokens += tokens
-        self.model_seconds += time.perf_counter() - started
+        self.model_seconds += time.process_time() - started
         await done
 
     async def pause(self, seconds: float) -> None:
@@ -143,14 +143,14 @@ class Engines:
             engine.timer = self.loop.call_later(seconds, self._end, engine)
 
     def _end(self, engine: _Engine) -> None:
-        started = time.perf_counter()
+        started = time.process_time()
         self._catch_up(engine)
         while engine.running and engine.running[0][0] <= engine.steps + 1e-6:
             done = heapq.heappop(engine.running)[2]
             if not done.done():
                 done.set_result(None)
         self._changed(engine)
-        self.model_seconds += time.perf_counter() - started
+        self.model_seconds += time.process_time() - started
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,14 +20,6 @@ from async_simulation import MODES, SYNCHRONOUS, Mode, Setting, simulate
 from simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
 
 SMALL = Setting(engines=2, slots=16, batch=8, samples=4, steps=12, median=256)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_heap() -> Iterator[None]:
-    """A simulation collects garbage every step: it need not look at what the other tests hold."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("mode", [SYNCHRONOUS, *MODES], ids=lambda mode: mode.name)
