@@ -28,7 +28,7 @@ async def update(engine, version):
 
 async def step(pool, rollout_id, engine=None, train_seconds=0.0):
     """What the driver does in one step; with an engine, new weights every step."""
-    output = await asyncio.wait_for(pool.take(rollout_id), 20)
+    output = await asyncio.wait_for(pool.take(rollout_id), 60)
     await pool.advance(pool.admission.version, taken=True)
     await asyncio.sleep(train_seconds)
     if engine is not None:
@@ -96,7 +96,7 @@ async def test_after_an_update_every_group_goes_on_at_once_not_when_its_turn_com
         assert [ticket.done for ticket in pool.tickets.values()] == [False] + [True] * 7
         engine.slow = lambda prompt: False
         engine._abort.set()
-        output = await asyncio.wait_for(taking, 20)
+        output = await asyncio.wait_for(taking, 60)
         assert [group[0].group_index for group in output.samples] == [0, 1, 2, 3], "waited for, not starved"
         await pool.close()
 
@@ -110,7 +110,7 @@ async def test_with_the_mask_only_tokens_of_a_samples_newest_weights_are_trained
         await update(engine, "0.1")
         engine.slow = lambda prompt: False
         await update(engine, "0.1")
-        (group,) = (await asyncio.wait_for(taking, 20)).samples
+        (group,) = (await asyncio.wait_for(taking, 60)).samples
         await pool.close()
     for sample in group:
         ((old, _, cut), (new, start, end)) = sample.version_spans
