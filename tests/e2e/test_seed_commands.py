@@ -245,7 +245,9 @@ def test_the_recipe(desk: Desk) -> None:
 
 
 def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
-    """Two raylets on this machine stand for two nodes; free ports, and Ray's files where a socket's path is short."""
+    """Two raylets on the loopback interface stand for two nodes; free ports, and Ray's files where a socket's path is
+    short. Ray asks whoever joins for its token."""
+    import secrets
     import shutil
     import tempfile
 
@@ -253,12 +255,14 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
 
     ports = {":6379": f":{free_port()}", ":8265": f":{free_port()}"}
     sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    loopback = {"MASTER_ADDR": "127.0.0.1", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    loopback = {"MASTER_ADDR": "127.0.0.2", "GLOO_SOCKET_IFNAME": "lo"}
+    loopback |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         more = f" --port {ports[':6379'][1:]} --dashboard-port {ports[':8265'][1:]} --temp-dir {sockets}"
         aside = " >ray.txt 2>&1 || { cat ray.txt; exit 1; }"  # its daemons would hold this test's pipe
         desk.type(TYPED["ray_head"]["text"].rstrip() + more + aside, **loopback)
-        desk.type(TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"]) + aside, **loopback)
+        worker = TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"])
+        desk.type(f"{worker} --node-ip-address 127.0.0.3 {aside}", **loopback)
         for entry in ("ray_submit", "submit_multi_node"):
             text = TYPED[entry]["text"].replace(":8265", ports[":8265"])
             text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
