@@ -12,19 +12,21 @@ common=(
     --train-dtype float32 --train-backend fsdp
 )
 
-train opd_teacher train.py "${common[@]}" --debug-train-only \
-    --prompt-data "$transcripts" --input-key messages \
-    --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss \
-    --disable-compute-advantages-and-returns --rollout-batch-size 13 --num-rollout 10 --lr 2e-5 \
-    --save "$output_dir/opd_teacher/checkpoints" --save-interval 10 --no-save-optim --save-hf "$teacher"
+if [ ! -e "$teacher/config.json" ]; then  # that of an earlier run will do
+    train opd_teacher train.py "${common[@]}" --debug-train-only \
+        --prompt-data "$transcripts" --input-key messages \
+        --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss \
+        --disable-compute-advantages-and-returns --rollout-batch-size 13 --num-rollout 10 --lr 2e-5 \
+        --save "$output_dir/opd_teacher/checkpoints" --save-interval 10 --no-save-optim --save-hf "$teacher"
+fi
 if [ "${DRY_RUN:-}" = 1 ]; then teacher="$model"; fi
 
 student=(
     "${common[@]}" "${engine[@]}" --prompt-data "$data"
     --custom-rm-path slime.rollout.on_policy_distillation.reward_func
     --custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards
-    --rollout-batch-size 8 --n-samples-per-prompt 2 --rollout-max-response-len 20 --num-rollout "${NUM_ROLLOUT:-6}"
-    --lr 1e-5 --use-opd --opd-kl-coef 1.0
+    --rollout-batch-size 8 --n-samples-per-prompt 4 --rollout-max-response-len 16 --num-rollout "${NUM_ROLLOUT:-5}"
+    --lr 3e-5 --use-opd --opd-kl-coef 1.0
 )
 
 port="$(free_port)"
