@@ -268,7 +268,13 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
             text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
             text = text.replace("--... # Other Megatron/SGLang/slime arguments", "").replace("...", "").rstrip(" \\\n")
             scale = {"actor_num_nodes": 2, "run_name": entry, "num_rollout": 1, "output_dir": f"{desk.root}/outputs"}
-            result = desk.type(desk.command(f"{text} --prompt-data /path/to/train.jsonl", **scale), **loopback)
+            command = desk.command(f"{text} --prompt-data /path/to/train.jsonl", **scale)
+            until = time.monotonic() + 120
+            result = desk.runner.finish(desk.start(command, **loopback), "latest")
+            while "No available agent to submit job" in result.output and time.monotonic() < until:
+                time.sleep(1)  # a node's agent comes up after `ray start` has returned
+                result = desk.runner.finish(desk.start(command, **loopback), "latest")
+            assert result.code == 0, result.output
             assert "succeeded" in result.output
             steps = (desk.root / "outputs" / entry / "metrics.jsonl").read_text()
             assert '"rollout/raw_reward"' in steps
