@@ -21,6 +21,7 @@ class Manager:
         self.in_flight, self.asked, self.told = in_flight, [], []
         self.go: dict[int, threading.Event] = {}
         self.fails = -1
+        self.drained: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *given: lambda: getattr(type(self), f"_{name}")(self, *given))
@@ -40,6 +41,9 @@ class Manager:
 
     def _weights_are_of(self, step: int) -> None:
         pass
+
+    def _drain_pool(self) -> None:
+        self.drained()
 
     def let_go(self, rollout_id: int) -> None:
         self.go.setdefault(rollout_id, threading.Event()).set()
@@ -206,3 +210,15 @@ def test_an_error_of_the_generation_reaches_the_loop() -> None:
     with Prefetcher(Run(manager)) as rollouts, pytest.raises(RuntimeError, match="the verifier is broken"):  # type: ignore[arg-type]
         rollouts.next()
         rollouts.next()
+
+
+def test_in_drain_mode_an_update_waits_for_the_groups_of_the_pool() -> None:
+    manager = Manager(in_flight=True)
+    run = Run(manager, update_weight_pause_mode="drain")
+    manager.drained = lambda: run.events.append("drained")
+    manager.let_go(0)
+    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+        rollouts.next()
+        rollouts.update_weights()
+        assert events_of(run) == ["drained", "update"]
+        manager.let_go(1)
