@@ -13,6 +13,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.prompts import prompt_ids
+from slime.rollout.sampling_params import seeded
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.sglang_rollout import generate_rollout as default_rollout
 from slime.utils.async_utils import run
@@ -59,7 +60,8 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"rollout {rollout_id}: {url} gave {len(accepted)} of {args.rollout_batch_size} groups within "
-                f"{args.phase_timeout:g} s (--phase-timeout); {answer['waiting']} are with the generator"
+                f"{args.phase_timeout:g} s (--phase-timeout); {answer['waiting']} are with the generator, "
+                f"{refused} were not valid"
             )
         if not answer["groups"] and not answer["rejected"]:
             await asyncio.sleep(POLL_SECONDS)
@@ -85,11 +87,12 @@ async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
                 "input_ids": prompt_ids(state, first),
                 "label": first.label,
                 "metadata": first.metadata,
-                "size": len(group),
+                # each sample has a seed of its own, without which a deterministic engine gives all the same answer
+                "sampling_params": [seeded(args, state.sampling_params, s, i) for i, s in enumerate(group)],
             }
         )
     task = {"task_type": args.buffer_server_task, "engine_url": get_model_url(args), "groups": groups}
-    await post(f"{url}/start_rollout", {**task, "sampling_params": state.sampling_params})
+    await post(f"{url}/start_rollout", task)
 
 
 def fill(group: Group, made: list[dict[str, Any]]) -> Group:

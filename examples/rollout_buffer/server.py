@@ -4,8 +4,8 @@
 
 It knows nothing of slime and runs where it likes, on another machine or in an agent's own environment.
 
-    POST /start_rollout     {"task_type", "engine_url", "sampling_params", "groups": [{"group_index", "prompt",
-                            "input_ids", "label", "metadata", "size"}]}: hands the groups to the generator of that type
+    POST /start_rollout     {"task_type", "engine_url", "groups": [{"group_index", "prompt", "input_ids", "label",
+                            "metadata", "sampling_params": [of each sample]}]}: hands them to the type's generator
     POST /buffer/write      {"task_type", "group_index", "samples": [...]}: one finished group, from a generator
     POST /get_rollout_data  {"task_type", "num_groups"}: takes up to so many groups out of the buffer
     GET  /health

@@ -95,7 +95,7 @@ async def place(monkeypatch: pytest.MonkeyPatch):
     host, _, port = engine_url.removeprefix("http://").partition(":")
     place.args = SimpleNamespace(  # type: ignore[attr-defined]
         buffer_server_url=url, buffer_server_task="products", buffer_server_ahead=2, rollout_batch_size=3,
-        phase_timeout=10.0, sglang_router_ip=host, sglang_router_port=port,
+        phase_timeout=10.0, rollout_seed=42, sglang_router_ip=host, sglang_router_port=port,
     )  # fmt: skip
     yield place
     await close_session()
@@ -110,6 +110,8 @@ async def test_a_step_gets_its_groups_and_others_stay_under_way(place) -> None:
     second = await rollout.collect(place.args, 1, source)
     indices = [group[0].group_index for group in first.samples + second.samples]
     assert len(set(indices)) == 6 and source.given >= 8
+    seeds = [body["sampling_params"]["sampling_seed"] for body in place.requests]
+    assert len(set(seeds)) == len(seeds), "samples of a group differ, also where the engine is deterministic"
     sample = first.samples[0][0]
     assert sample.tokens[:3] == [1, 2, sample.group_index] and sample.tokens[3:] == [5, 6]
     assert sample.rollout_log_probs == [-0.25, -0.75] and sample.loss_mask == [1, 1] and sample.response_length == 2
@@ -151,7 +153,8 @@ async def test_a_deadline_says_what_is_missing(place, monkeypatch: pytest.Monkey
     monkeypatch.setattr(GENERATORS["products"], "run_rollout", never)
     place.args.phase_timeout = 0.5
     with pytest.raises(
-        TimeoutError, match=r"gave 0 of 3 groups within 0\.5 s \(--phase-timeout\); 5 are with the generator"
+        TimeoutError,
+        match=r"gave 0 of 3 groups within 0\.5 s \(--phase-timeout\); 5 are with the generator, 0 were not valid",
     ):
         await rollout.collect(place.args, 0, Source())
 

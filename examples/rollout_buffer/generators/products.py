@@ -21,14 +21,14 @@ async def run_rollout(task: Row) -> None:
 
 
 async def run_group(session: aiohttp.ClientSession, task: Row, group: Row) -> None:
-    answers = await asyncio.gather(*(answer(session, task, group) for _ in range(group["size"])))
+    answers = await asyncio.gather(*(answer(session, task, group, params) for params in group["sampling_params"]))
     written = {"task_type": TASK_TYPE, "group_index": group["group_index"], "samples": answers}
     await post(session, f"{task['buffer_url']}/buffer/write", written)
 
 
-async def answer(session: aiohttp.ClientSession, task: Row, group: Row) -> Row:
+async def answer(session: aiohttp.ClientSession, task: Row, group: Row, params: Row) -> Row:
     """One sample. A weight update may end a request: it goes on from the tokens so far, with the new weights."""
-    prompt, params = list(group["input_ids"]), dict(task["sampling_params"])
+    prompt = list(group["input_ids"])
     tokens: list[int] = []
     log_probs: list[float] = []
     versions: list[str] = []
