@@ -226,7 +226,7 @@ def _algorithm(args: Args, asynchronous: bool) -> None:
 
 
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
-    """Where samples are older than the weights that they train, the loss is weighed, unless the user chose himself."""
+    """Where samples are older than the weights they train, the loss is weighed, unless the user chose otherwise."""
     chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
     bound = staleness_bound(args)
     args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
