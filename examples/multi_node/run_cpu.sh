@@ -33,6 +33,13 @@ RAY_ADDRESS="127.0.0.2:$port" train multi_node train.py "${flags[@]}"
 
 environment="{\"env_vars\": {\"PYTHONPATH\": \"$checkout\"}}"
 launcher=("${ray[@]}" job submit --address "http://127.0.0.2:$dashboard" --runtime-env-json "$environment" --)
+if [ -z "${DRY_RUN:-}" ]; then  # a node's agent, which takes jobs, comes up some time after the node
+    SECONDS=0
+    until "${launcher[@]}" true >"$output_dir/ray_job.log" 2>&1; do
+        [ "$SECONDS" -lt 120 ] || { tail -n 5 "$output_dir/ray_job.log" >&2; exit 1; }
+        sleep 2
+    done
+fi
 train multi_node_job train.py "${flags[@]}"
 
 if [ -z "${DRY_RUN:-}" ]; then
