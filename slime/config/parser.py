@@ -289,6 +289,8 @@ def read_settings(argv: Sequence[str], add_custom_arguments: AddArguments | None
 def _apply_override(args: Args) -> list[str]:
     before = {**vars(args), **args.megatron}
     problems = apply_file(args, args.override, "--override", new_names=False)
+    if before["ref_load"] is not None and args.ref_load == before["ref_load"] == before["hf_checkpoint"]:
+        args.ref_load = args.hf_checkpoint  # the reference was the model that the file replaces
     after = {**vars(args), **args.megatron}
     hidden = {"explicit", "sglang", "router", "megatron", "notices"}
     changed = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slime.config.args import FLAGS
 from slime.config.args_dump import to_dict
 from slime.config.overrides import set_value
-from slime.config.parser import read_command_line
+from slime.config.parser import load_args, read_command_line
 
 
 def test_override_beats_custom_config_beats_command_line(workplace) -> None:
@@ -97,3 +97,10 @@ def test_a_dumped_run_is_an_override_that_repeats_it(
     for name in FLAGS:
         if name != "override":
             assert getattr(again, name) == getattr(first, name), name
+
+
+def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
+    override = workplace.write("o.yaml", f"hf_checkpoint: {workplace.model}\n")
+    words = f"--prompt-data {workplace.data} --hf-checkpoint models/other --override {override}".split()
+    assert load_args([*words, "--ref-load", "models/other"]).ref_load == workplace.model
+    assert load_args([*words, "--ref-load", "models/third"]).ref_load == "models/third"
