@@ -244,6 +244,7 @@ def test_the_recipe(desk: Desk) -> None:
     assert result.folder.resolve().name == "qwen3-4B" and len(result.metrics("eval/aime")) == 2
 
 
+@pytest.mark.timeout(900)
 def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
     """Two raylets on the loopback interface stand for two nodes; free ports, and Ray's files where a socket's path is
     short. Ray asks whoever joins for its token."""
@@ -263,21 +264,22 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
         desk.type(TYPED["ray_head"]["text"].rstrip() + more + aside, **loopback)
         worker = TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"])
         desk.type(f"{worker} --node-ip-address 127.0.0.3 {aside}", **loopback)
-        for entry in ("ray_submit", "submit_multi_node"):
-            text = TYPED[entry]["text"].replace(":8265", ports[":8265"])
-            text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
-            text = text.replace("--... # Other Megatron/SGLang/slime arguments", "").replace("...", "").rstrip(" \\\n")
-            scale = {"actor_num_nodes": 2, "run_name": entry, "num_rollout": 1, "output_dir": f"{desk.root}/outputs"}
-            command = desk.command(f"{text} --prompt-data /path/to/train.jsonl", **scale)
-            until = time.monotonic() + 120
-            result = desk.runner.finish(desk.start(command, **loopback), "latest")
-            while "No available agent to submit job" in result.output and time.monotonic() < until:
-                time.sleep(1)  # a node's agent comes up after `ray start` has returned
-                result = desk.runner.finish(desk.start(command, **loopback), "latest")
-            assert result.code == 0, result.output
-            assert "succeeded" in result.output
-            steps = (desk.root / "outputs" / entry / "metrics.jsonl").read_text()
-            assert '"rollout/raw_reward"' in steps
+        text = TYPED["ray_submit"]["text"].replace(":8265", ports[":8265"])
+        text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
+        nodes = "--actor-num-nodes 8 --actor-num-gpus-per-node 8"
+        assert all(words in TYPED["submit_multi_node"]["text"] for words in nodes.split(" --"))
+        more = f"{nodes} --prompt-data /path/to/train.jsonl"
+        text = text.replace("--... # Other Megatron/SGLang/slime arguments", more)
+        command = desk.command(
+            text, actor_num_nodes=2, run_name="job", num_rollout=1, output_dir=f"{desk.root}/outputs"
+        )
+        until = time.monotonic() + 240
+        result = desk.runner.finish(desk.start(command, **loopback), "latest", 400)
+        while "No available agent to submit job" in result.output and time.monotonic() < until:
+            time.sleep(1)  # a node's agent comes up after `ray start` has returned
+            result = desk.runner.finish(desk.start(command, **loopback), "latest", 400)
+        assert result.code == 0 and "succeeded" in result.output, result.output
+        assert '"rollout/raw_reward"' in (desk.root / "outputs" / "job" / "metrics.jsonl").read_text()
     finally:
         desk.runner.stop()
         shutil.rmtree(sockets, ignore_errors=True)
