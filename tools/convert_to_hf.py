@@ -39,8 +39,8 @@ def main() -> None:
     args.kl_coef, args.use_kl_loss, args.use_opd, args.keep_old_actor = 0.0, False, False, False
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    # torchrun's own store listens on MASTER_PORT; the ranks' group takes the next one.
-    backend = create_backend(args, "actor", rank, ranks, host, port + 1 if port else free_port(host), local)
+    # under torchrun its agent's store, at MASTER_PORT, is the only one that torch looks for
+    backend = create_backend(args, "actor", rank, ranks, host, port or free_port(host), local)
     snapshot = latest(Path(args.load), args.ckpt_step)
     if snapshot is not None:
         backend.load(snapshot.path / "actor")
