@@ -67,3 +67,21 @@ def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(r
         evaluated = [json.loads(line)["version_spans"] for line in path.read_text().splitlines()]
         assert {version for spans in evaluated for version, _, _ in spans} == {f"0.{step}"}, "of one version"
     assert runner.wait_gone() == []
+
+
+def test_in_drain_mode_no_answer_mixes_weights(runner, flags, tmp_path) -> None:
+    """Buffered: groups of several rollouts at once, all finished before each update."""
+    result = runner.run(
+        *flags, "--rollout-function-path", FULLY_ASYNC, "--async-buffer-size", 2, "--update-weights-interval", 2,
+        "--update-weight-pause-mode", "drain", "--num-rollout", 4, "--rollout-max-response-len", 100,
+        "--save-debug-rollout-data", tmp_path / "dump" / "{rollout_id}.pt", script="train_async.py",
+    )  # fmt: skip
+    assert result.code == 0, result.output
+    assert [row["rollout/step"] for row in result.metrics()] == list(range(4))
+    samples = [samples_of(tmp_path / "dump", step) for step in range(4)]
+    assert all(len(sample.version_spans) == 1 for of_step in samples for sample in of_step)
+    assert all(row["rollout/several_versions_ratio"] == 0 for row in result.metrics())
+    assert sum("perf/drain_time" in row for row in result.metrics()) == 2
+    versions = [sample.version_spans[0][0] for of_step in samples for sample in of_step]
+    assert versions == sorted(versions) and versions[0] == "0.0"
+    assert runner.wait_gone() == []

@@ -257,6 +257,7 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
     ports = {":6379": f":{free_port()}", ":8265": f":{free_port()}"}
     sockets = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     loopback = {"MASTER_ADDR": "127.0.0.2", "GLOO_SOCKET_IFNAME": "lo"}
+    loopback["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # Linux' default; slime.cluster sets 0 where a test imports it
     loopback |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
         more = f" --port {ports[':6379'][1:]} --dashboard-port {ports[':8265'][1:]} --temp-dir {sockets}"
