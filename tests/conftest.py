@@ -7,6 +7,7 @@ one of them is skipped, with what to do about it, where it is absent.
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -73,3 +74,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.needs_model)
         if "datasets_dir" in names:
             item.add_marker(pytest.mark.needs_datasets)
+
+
+def pytest_unconfigure() -> None:
+    """aiohttp complains of connection pools that tests of dead event loops left; below pytest's closing line that would
+    look like an outcome."""
+    logging.getLogger("asyncio").disabled = True

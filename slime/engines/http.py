@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slime.engines.background import background_loop
+from slime.engines.background import is_background
 
 if TYPE_CHECKING:
     import aiohttp
@@ -75,15 +75,15 @@ def session() -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
-        if loop is background_loop():
-            atexit.register(_close_at_exit)
+        if is_background(loop):
+            atexit.register(_close_at_exit, loop)
     return found
 
 
-def _close_at_exit() -> None:
-    """The background loop runs on a daemon thread, which still lives when atexit hooks run."""
+def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
+    """A background loop runs on a daemon thread, which still lives when atexit hooks run."""
     with contextlib.suppress(TimeoutError):
-        asyncio.run_coroutine_threadsafe(close_session(), background_loop()).result(timeout=2.0)
+        asyncio.run_coroutine_threadsafe(close_session(), loop).result(timeout=2.0)
 
 
 async def close_session() -> None:
