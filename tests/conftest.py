@@ -7,9 +7,11 @@ one of them is skipped, with what to do about it, where it is absent.
 
 from __future__ import annotations
 
-import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch: spinning OpenMP threads bring busy cores to a standstill.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -76,7 +78,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.needs_datasets)
 
 
-def pytest_unconfigure() -> None:
-    """aiohttp complains of connection pools that tests of dead event loops left; below pytest's closing line that would
-    look like an outcome."""
-    logging.getLogger("asyncio").disabled = True
+@pytest.fixture(scope="session")
+def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], AbstractContextManager[Any]]:
+    """``with serve_embedded(args) as process``: the embedded engine in a process of its own, stopped by pid."""
+
+    @contextmanager
+    def serve(args: Any) -> Iterator[Any]:
+        from slime.engines.process import start_embedded_engine
+
+        process = start_embedded_engine(args, 0, log_path=tmp_path_factory.mktemp("log") / "engine.log")
+        try:
+            process.wait_ready(120)
+            yield process
+        finally:
+            process.stop()
+
+    return serve

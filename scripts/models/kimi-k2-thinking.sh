@@ -1,45 +1,6 @@
-# Kimi K2 Thinking (weights in bfloat16); pass --model-name deepseek_v3 --trust-remote-code.
-MODEL_ARGS=(
-    --num-layers 61
-    --hidden-size 7168
-    --ffn-hidden-size 18432
-    --num-attention-heads 64
-    --qk-layernorm
-    --swiglu
-    --normalization RMSNorm
+# Kimi K2 Thinking (weights in bfloat16); pass --model-name deepseek_v3 --trust-remote-code. Kimi K2 with two other numbers.
+source "$(dirname "${BASH_SOURCE[0]}")/kimi-k2.sh"
+MODEL_ARGS+=(
     --norm-epsilon 1e-5
-    --position-embedding-type rope
-    --rotary-base 50000
-    --no-rope-fusion
-    --disable-bias-linear
-    --vocab-size 163840
-    --untie-embeddings-and-output-weights
-    --multi-latent-attention
-    --q-lora-rank 1536
-    --kv-lora-rank 512
-    --qk-head-dim 128
-    --qk-pos-emb-head-dim 64
-    --v-head-dim 128
     --rotary-scaling-factor 64.0
-    --mscale 1.0
-    --mscale-all-dim 1.0
-    --attention-softmax-in-fp32
-    --num-experts 384
-    --moe-layer-freq "([0]*1+[1]*60)"
-    --moe-ffn-hidden-size 2048
-    --moe-router-topk 8
-    --moe-shared-expert-intermediate-size 2048
-    --moe-router-pre-softmax
-    --moe-router-score-function sigmoid
-    --moe-router-enable-expert-bias
-    --moe-router-load-balancing-type seq_aux_loss
-    --moe-token-dispatcher-type alltoall
-    --moe-aux-loss-coeff 0
-    --moe-router-bias-update-rate 0
-    --moe-router-group-topk 1
-    --moe-router-num-groups 1
-    --moe-grouped-gemm
-    --moe-router-topk-scaling-factor 2.827
-    --moe-router-dtype fp32
-    --moe-permute-fusion
 )

@@ -10,7 +10,7 @@ processes                 none may be started, or at most        none may be sta
 output                    killed at ``output_bytes``             the same
 files, reading            an empty root with Python's own        **whatever this user may read**
                           files and ``readable``, read-only      (as root: what a nobody may read)
-files, writing            ``/work`` and ``/tmp`` in memory,      no file can be opened for writing
+files, writing            ``/sandbox`` and ``/tmp`` in memory,   no file can be opened for writing
                           ``disk_bytes`` together
 network                   no interface, no sockets               no sockets
 other processes           cannot be seen (own process numbers)   no signals, no ptrace; ``/proc`` is readable
@@ -159,7 +159,7 @@ def _command(python: str, ready: int) -> list[str]:
 
 def _environment() -> dict[str, str]:
     """Nothing of the run's own environment: no keys, no tokens."""
-    return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "HOME": "/work"}
+    return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "HOME": "/sandbox"}
 
 
 @functools.lru_cache

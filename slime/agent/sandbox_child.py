@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 GRACE_SECONDS = 5  # after which process 1 ends by itself, should nobody else be left to end it
 NEW_ROOT = "/proc"  # exists everywhere, and nothing here needs it any more once the namespaces are made
-WORK = "/work"
+WORK = "/sandbox"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = (

@@ -103,19 +103,14 @@ class TrainActor:
         """
         import dataclasses
 
-        from slime.engines.background import run
         from slime.observability import progress
         from slime.weights.sync import sync_weights
-        from slime.weights.transports import create_transport, engines_of_rank
+        from slime.weights.transports import engines_of_rank
 
         progress.report("update weights")
         urls = engines_of_rank(self.args, engine_urls, slots, self.rank, self.world_size)
-        moved = same_host != self.same_host and self.args.update_weight_transport != "disk"
-        if self.transport is not None and moved:  # an engine came back on another node
-            run(self.transport.close())
-            self.transport = None
-        if urls and self.transport is None:
-            self.transport, self.same_host = create_transport(self.args, colocated_host=same_host), same_host
+        if urls:
+            self._choose_transport(same_host)
         if self.args.audit_weights:
             self.probe = self._score_probe()
         report = sync_weights(
@@ -128,6 +123,17 @@ class TrainActor:
             check_equal=check_equal,
         )
         return dataclasses.asdict(report) if report is not None else None
+
+    def _choose_transport(self, same_host: bool) -> None:
+        """Once, and again when engines come back on other hosts; a folder is one for all."""
+        from slime.engines.background import run
+        from slime.weights.transports import create_transport
+
+        if self.transport is not None and same_host != self.same_host and self.args.update_weight_transport != "disk":
+            run(self.transport.close())
+            self.transport = None
+        if self.transport is None:
+            self.transport, self.same_host = create_transport(self.args, colocated_host=same_host), same_host
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
         """Let the engines score the probe, and compare them with one another; returns the largest difference.

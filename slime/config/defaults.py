@@ -16,6 +16,7 @@ from slime.config.args import FLAGS, Args
 from slime.config.data_peek import first_row
 from slime.config.hf_config import is_hf_folder
 from slime.config.machine import Machine, installed, this_machine
+from slime.config.rollout import staleness_bound
 from slime.config.server_groups import ServerGroupError, read_server_groups, total_gpus
 
 SFT_LIKE = ("sft_loss", "custom_loss")
@@ -228,18 +229,12 @@ def _algorithm(args: Args, asynchronous: bool) -> None:
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
     """Where samples are older than the weights they train, the loss is weighed, unless the user chose otherwise."""
     chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
-    bound = staleness_bound(args)
+    bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
     args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
     if args.use_tis:
         args.notices.append(
             f"--use-tis is on: tokens may be {bound} step(s) older than the weights that they train (off: --no-use-tis)"
         )
-
-
-def staleness_bound(args: Args) -> int:
-    """Steps that a trained token may be old in train_async.py."""
-    implied = args.async_buffer_size + args.update_weights_interval - 1
-    return implied if args.max_weight_staleness is None else min(implied, args.max_weight_staleness)
 
 
 def _resources(args: Args, machine: Machine, asynchronous: bool) -> None:

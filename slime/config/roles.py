@@ -1,8 +1,8 @@
 """``--megatron-config-path``: a YAML file with other values of flags for the actor or the critic.
 
-    critic:
-      lr: 1e-5
-      recompute_granularity: full
+critic:
+  lr: 1e-5
+  recompute_granularity: full
 """
 
 from __future__ import annotations

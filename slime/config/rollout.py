@@ -78,3 +78,13 @@ class RewardConfig:
     custom_reward_post_process_path: str = flag(None, kind="hook", help="raw rewards to trained rewards")
     reward_timeout: float = flag(30.0, help="seconds a verifier may take; then the sample is left out")
     reward_workers: int = flag(None, help="verifier processes; default: the cores, at most 8")
+
+
+def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:
+    """Steps between the weights of a sample's oldest token and the step that trains it, at most.
+
+    While step ``s`` trains, nothing beyond step ``s + N`` is admitted, and the engines' weights are at most ``K - 1``
+    steps older than those that ``s`` trains.
+    """
+    implied = buffer_size + update_interval - 1
+    return implied if max_staleness is None else min(implied, max_staleness)

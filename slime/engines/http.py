@@ -82,8 +82,17 @@ def session() -> aiohttp.ClientSession:
 
 def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
     """A background loop runs on a daemon thread, which still lives when atexit hooks run."""
+
+    async def end() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}  # a request that is tried again would open a new pool
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+        await close_session()
+
     with contextlib.suppress(TimeoutError):
-        asyncio.run_coroutine_threadsafe(close_session(), loop).result(timeout=2.0)
+        asyncio.run_coroutine_threadsafe(end(), loop).result(timeout=2.0)
 
 
 async def close_session() -> None:

@@ -14,15 +14,7 @@ asynchronous (the unit is a group: ``batch = B``).
 
 from __future__ import annotations
 
-
-def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:
-    """Steps between the weights of a sample's oldest token and the step that trains it, at most.
-
-    While step ``s`` trains, nothing beyond step ``s + N`` is admitted, and the engines' weights are at most ``K - 1``
-    steps older than those that ``s`` trains.
-    """
-    implied = buffer_size + update_interval - 1
-    return implied if max_staleness is None else min(implied, max_staleness)
+from slime.config.rollout import staleness_bound
 
 
 class Admission:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.rollout.metrics import known_reward
 from slime.rollout.rm_hub.outcome import FAILURE_KEY
 
 
@@ -34,7 +35,7 @@ class Counts:
                 timeout = str(sample.metadata.get(FAILURE_KEY, "timeout")).startswith("timeout")
                 self.timed_out += timeout
                 self.failed += not timeout
-            elif isinstance(value := _reward(args, sample), int | float):
+            elif (value := known_reward(args, sample)) is not None:
                 self.rewards += 1
                 self.reward_sum += value
 
@@ -58,8 +59,3 @@ class Counts:
         if self.replaced:
             parts.append(f"{self.replaced} replaced, their verifiers gave no answer")
         return f" ({'; '.join(parts)})" if parts else ""
-
-
-def _reward(args: Any, sample: Sample) -> Any:
-    key = getattr(args, "reward_key", None)
-    return sample.reward.get(key or "score") if isinstance(sample.reward, dict) else sample.reward

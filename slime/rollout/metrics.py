@@ -30,7 +30,7 @@ def rollout_metrics(args: Any, samples: Sequence[Sample], seconds: float | None 
         seconds: that the rollout took.
     """
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
-    rewards = [(sample.group_index, value) for sample in samples if (value := _reward(args, sample)) is not None]
+    rewards = [(sample.group_index, value) for sample in samples if (value := known_reward(args, sample)) is not None]
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
         metrics.update({f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()})
@@ -152,7 +152,8 @@ def _prompts(part: Mapping[str, Any]) -> list[Hashable]:
     return [i // n for i in range(len(rewards))]
 
 
-def _reward(args: Any, sample: Sample) -> float | None:
+def known_reward(args: Any, sample: Sample) -> float | None:
+    """The number that a sample was rewarded with; None where it has none, or its verifier gave no answer."""
     if sample.reward is None or sample.reward_timed_out:
         return None
     reward: Any = sample.reward

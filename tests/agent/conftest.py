@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from agent_parts import arguments, save_model
 
 from slime.agent.server import AgentServer, agent_server, stop_agent_server
-from slime.engines.process import EngineProcess, start_embedded_engine
+from slime.engines.process import EngineProcess
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +20,10 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def engine(tiny_model: Path, serve_embedded: Any) -> Iterator[EngineProcess]:
     args = arguments(tiny_model, embedded_max_running_requests=64, embedded_max_total_tokens=65536)
-    process = start_embedded_engine(args, 0, log_path=tmp_path_factory.mktemp("log") / "engine.log")
-    try:
-        process.wait_ready(120)
+    with serve_embedded(args) as process:
         yield process
-    finally:
-        process.stop()
 
 
 @pytest_asyncio.fixture

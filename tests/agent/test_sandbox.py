@@ -88,7 +88,7 @@ async def test_what_went_wrong_is_told_as_python_tells_it(sandbox):
 
 async def test_many_at_once_stay_apart_and_within_the_bound():
     sandbox = make("full", workers=2)
-    code = "import os; open('/work/x', 'a').write('{0}'); print(open('/work/x').read(), os.getpid())"
+    code = "import os; open('/sandbox/x', 'a').write('{0}'); print(open('/sandbox/x').read(), os.getpid())"
     results = await asyncio.gather(*(sandbox.run(code.format(i)) for i in range(12)))
     assert [result.stdout for result in results] == [f"{i} 2\n" for i in range(12)]
 
@@ -237,7 +237,7 @@ async def test_files_live_in_a_memory_of_bounded_size(full, tmp_path):
     )
     size, _ = (await full.run(code)).stdout.split()
     assert int(size) <= full.limits.disk_bytes >> 20
-    assert (await full.run("import os; print(os.listdir('/tmp'), os.listdir('/work'))")).stdout == "[] []\n"
+    assert (await full.run("import os; print(os.listdir('/tmp'), os.listdir('/sandbox'))")).stdout == "[] []\n"
     nodes = "import os\ntry:\n    for i in range(100000): os.mkdir(f'/tmp/{i}')\nexcept OSError: print(i)"
     assert int((await full.run(nodes)).stdout) < 5000
     assert (await full.run("f = [open('/dev/null') for _ in range(1000)]")).stderr.count("Too many open files") == 1

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from slime.cluster.placement import Place, Placement, Slots, plan_slots
-from slime.rollout.admission import staleness_bound
+from slime.config.rollout import staleness_bound
 
 
 def make_args(**changes: object) -> SimpleNamespace:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -131,3 +133,24 @@ def test_surface_is_chosen_by_what_the_server_says() -> None:
     assert choose_surface({"version": "0.5.22"}, "u").capabilities == older
     with pytest.raises(EngineError, match=r"u is SGLang 0\.4\.1"):
         choose_surface({"version": "0.4.1"}, "u")
+
+
+async def test_all_tries_of_a_users_request_have_one_limit(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_request_seconds", 0.3)
+    flaky.script = [500] * 10_000
+    with pytest.raises(http.HttpError, match=r"no answer in 0.3 s \(--sglang-router-request-timeout-secs\)"):
+        await http_utils.post(flaky.url, 1, max_retries=10_000)
+    assert 1 < flaky.calls < 10_000
+
+
+def test_a_process_with_a_request_under_way_ends_without_a_complaint() -> None:
+    """Its retries would open a new pool of connections after the old one was closed."""
+    program = (
+        "import asyncio, time\n"
+        "from slime.engines import background, http\n"
+        "loop = background.background_loop('other')\n"
+        "asyncio.run_coroutine_threadsafe(http.get('http://127.0.0.1:9/x', 10_000), loop)\n"
+        "while loop not in http._sessions: time.sleep(0.01)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from example_scripts import CLUSTER, EXAMPLES, LAPTOP, dry_run, load_example, parse
 
-from slime.config.defaults import is_fully_async, staleness_bound
+from slime.config.defaults import is_fully_async
+from slime.config.rollout import staleness_bound
 from slime.observability.metrics import read_metrics
 
 staleness = load_example("fully_async/staleness.py")
@@ -35,4 +36,5 @@ def test_the_scripts_bound_the_age_of_tokens(
     (command,) = dry_run(EXAMPLES / "fully_async" / script, tmp_path, datasets=False)
     args = parse(command, LAPTOP if script == "run_cpu.sh" else CLUSTER, monkeypatch)
     assert command.script == "train_async.py" and is_fully_async(args)
-    assert staleness_bound(args) == bound and args.use_tis, "off-policy tokens are corrected by default"
+    implied = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
+    assert implied == bound and args.use_tis, "off-policy tokens are corrected by default"

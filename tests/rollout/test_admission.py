@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.rollout.admission import Admission, staleness_bound
+from slime.config.rollout import staleness_bound
+from slime.rollout.admission import Admission
 
 
 def held_after(step: int, interval: int, admission: Admission) -> int:

@@ -28,20 +28,14 @@ class Products(Prompts):
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2, tmp_path_factory):
-    from slime.engines.process import start_embedded_engine
-
+def engine(smollm2, serve_embedded):
     args = arguments(
         smollm2,
         rollout_dtype="float32", train_dtype="float32", embedded_device="cpu", embedded_max_running_requests=8,
         embedded_max_total_tokens=None, threads_per_process=1, deterministic=True,
     )  # fmt: skip
-    process = start_embedded_engine(args, 0, log_path=tmp_path_factory.mktemp("log") / "engine.log")
-    try:
-        process.wait_ready(120)
+    with serve_embedded(args) as process:
         yield process
-    finally:
-        process.stop()
 
 
 def run_arguments(smollm2, url, **more):

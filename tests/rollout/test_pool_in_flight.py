@@ -38,19 +38,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    from slime.engines.process import start_embedded_engine
-
+def engine(model_dir: Path, serve_embedded: Any) -> Any:
     args: Any = arguments(
         model_dir, rollout_dtype="float32", train_dtype="float32", embedded_device="cpu", threads_per_process=1,
         embedded_max_running_requests=4, embedded_max_total_tokens=None,
     )  # fmt: skip
-    process = start_embedded_engine(args, 0, log_path=tmp_path_factory.mktemp("log") / "engine.log")
-    try:
-        process.wait_ready(120)
+    with serve_embedded(args) as process:
         yield process
-    finally:
-        process.stop()
 
 
 class Trainer:
