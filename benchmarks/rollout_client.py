@@ -140,6 +140,7 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+    from slime.cluster.rollout_manager import collect_young_garbage_only
     from slime.config.parser import load_args
     from slime.data.source import RolloutDataSourceWithBuffer
     from slime.engines.http import init_http_client
@@ -159,6 +160,7 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
     args.sglang_router_ip, port = url.removeprefix("http://").split(":")
     args.sglang_router_port = int(port)
     init_http_client(args)
+    collect_young_garbage_only()
     return args, RolloutDataSourceWithBuffer(args)
 
 

@@ -20,6 +20,7 @@ from slime.config.hf_config import read_config
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying
+from slime.rollout.abort import rest_seconds
 from slime.rollout.generate import ask_engine, remaining, request, request_seconds
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
 Place = tuple[Turn | None, list[Message], list[int]]
 """The turn that a request goes on from, its new messages, and the ids to add there."""
-_MOST_TRIES = 10  # in a row without a new token, of a request that engines abort though the rollout goes on
 _ENGINES_OWN = 8  # tokens of the context that engines keep to themselves
 
 
@@ -215,9 +215,7 @@ class Session:
             if most < 1:
                 outputs[-1]["meta_info"]["finish_reason"] = {"type": "length", "length": len(new)}
                 return outputs
-            if tries > _MOST_TRIES:
-                raise HttpError(f"a request of sample {probe.index} was aborted {tries} times without a new token", 500)
-            await asyncio.sleep(min(0.1 * 2**tries, 5.0) if tries else 0.0)
+            await asyncio.sleep(rest_seconds(f"a request of sample {probe.index}", tries))
 
     async def _ask(self, probe: Sample, body: dict[str, Any], on_text: OnText | None) -> dict[str, Any] | None:
         try:

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.engines.background import run
+
 if TYPE_CHECKING:
     from slime.cluster.placement import Placement
     from slime.cluster.rollout_state import Rollout
@@ -24,11 +26,13 @@ IDLE_DEADLINE_SECONDS = 60.0
 def collect_young_garbage_only() -> None:
     """Have Python's collector look at all objects only when told to, once per rollout, and never at those of now.
 
-    By itself it goes over all samples under way each time their number has grown by a quarter, which was half of the
-    CPU time of scheduling with thousands of groups under way.
+    An answer of 1024 tokens is 1024 small lists: looking for cycles every few hundred costs six times as much as
+    decoding them. And by itself Python goes over all samples under way each time their number has grown by a quarter,
+    which was half of the CPU time of scheduling with thousands of groups under way.
     """
+    gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 1 << 30)
+    gc.set_threshold(100_000, 20, 1 << 30)
 
 
 class RolloutManager:
@@ -136,7 +140,6 @@ class RolloutManager:
 
     def _on_engines(self, call: Callable[[EngineHandle], Awaitable[None]]) -> None:
         """On all engines at once. Those that fail are lost; without ``--use-fault-tolerance`` that is an error."""
-        from slime.engines.background import run
         from slime.weights.fleet import on_each
 
         _, failed = run(on_each(self.handles(), call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))
@@ -179,7 +182,6 @@ class RolloutManager:
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Generate one, and cut the account there."""
         from slime.cluster.rollout_state import Rollout
-        from slime.engines.background import run
         from slime.rollout.state import GenerateState
 
         start = time.perf_counter()
@@ -212,14 +214,10 @@ class RolloutManager:
 
     def weights_are_of(self, step: int) -> None:
         """The engines of an asynchronous run hold the weights that ``step`` steps have trained."""
-        from slime.engines.background import run
-
         run(self.state.schedule.reached(step))
 
     def await_recorded(self, rollout_id: int) -> None:
         """In a replay: return when the engines hold the weights with which this rollout began."""
-        from slime.engines.background import run
-
         run(self.state.schedule.may_begin(rollout_id))
 
     def await_tokens(self) -> None:
@@ -229,7 +227,6 @@ class RolloutManager:
             WaitExpired: they are not within ``--phase-timeout``.
         """
         from slime.cluster.wait import wait_for
-        from slime.engines.background import run
         from slime.engines.http import request
 
         async def held() -> int:
@@ -244,14 +241,10 @@ class RolloutManager:
 
     def advance_pool(self, version: int, taken: bool, trained: bool) -> None:
         """How far training is: see :meth:`StandingPool.advance`."""
-        from slime.engines.background import run
-
         run(self.pool.advance(version, taken, trained))
 
     def drain_pool(self) -> None:
         """Let the pool's groups finish before an update: see :meth:`StandingPool.drain`."""
-        from slime.engines.background import run
-
         run(self.pool.drain())
 
     def _rollout(self, rollout_id: int) -> tuple[list[Any], dict[str, float]]:

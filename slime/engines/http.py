@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import gc
 import logging
 import random
 import weakref
@@ -47,22 +46,13 @@ class HttpError(RuntimeError):
 
 
 def init_http_client(args: Args) -> None:
-    """Take the deadline and the retries of a request from the arguments, and make ready for many answers.
+    """Take the deadline and the retries of a request from the arguments.
 
     Called once, before the first request.
     """
     global _request_seconds, _retries
-    _collect_garbage_rarely()
     _retries = PATIENT_RETRIES if getattr(args, "use_fault_tolerance", False) else RETRIES
     _request_seconds = float(getattr(args, "sglang_router_request_timeout_secs", None) or _request_seconds)
-
-
-def _collect_garbage_rarely() -> None:
-    """An answer of 1024 tokens is 1024 small lists, at which Python would look for cycles every few hundred: that
-    costs six times as much as decoding them."""
-    gc.collect()
-    gc.freeze()  # what is there now stays
-    gc.set_threshold(100_000, 20, 100)
 
 
 def session() -> aiohttp.ClientSession:

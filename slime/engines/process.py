@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import ipaddress
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those of outgoing connections
+_marks: list[socket.socket] = []
 
 
 class ServerFailed(RuntimeError):
@@ -177,10 +180,25 @@ def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psuti
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, and that no later call on this host is given while this process lives.
+
+    A server may take half a minute until it listens. Until then nobody else must get the port: it lies outside those
+    that the kernel gives to outgoing connections, and the UDP port of the same number, kept bound, marks it as taken.
+    """
+    first = random.SystemRandom().randrange(len(_PORTS))  # the run's own generator stays as it is
+    for port in (*_PORTS[first:], *_PORTS[:first]):
+        mark = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            mark.bind((host, port))
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port))
+        except OSError:
+            mark.close()
+            continue
+        _marks.append(mark)
+        return port
+    raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop - 1} is free on {host}")
 
 
 def _healthy(url: str) -> bool:

@@ -14,6 +14,8 @@ from slime.rollout.state import GenerateState
 logger = logging.getLogger(__name__)
 AGAIN_SECONDS = 1.0  # a multi-turn function may send another request after an abort
 ANSWER_SECONDS = 10.0  # an engine that hangs must not hold up the others
+_MOST_TRIES = 10
+_LONGEST_REST_SECONDS = 5.0
 
 
 async def worker_urls(args: Any) -> list[str]:
@@ -48,6 +50,20 @@ async def abort(args: Any) -> None:
     for url, answer in zip(urls, await asyncio.gather(*calls, return_exceptions=True), strict=True):
         if isinstance(answer, BaseException):
             logger.warning("engine %s did not take the abort: %s", url, answer)
+
+
+def rest_seconds(what: str, tries: int) -> float:
+    """How long to wait before something goes on that an engine ended though nobody asked.
+
+    Args:
+        tries: in a row without a new token.
+
+    Raises:
+        RuntimeError: too many.
+    """
+    if tries > _MOST_TRIES:
+        raise RuntimeError(f"{what} was aborted by its engines {tries} times without a new token")
+    return min(0.1 * 2**tries, _LONGEST_REST_SECONDS) if tries else 0.0
 
 
 async def abort_and_drain(args: Any, tasks: Collection[asyncio.Task[Any]], deadline: float) -> None:

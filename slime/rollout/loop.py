@@ -18,7 +18,7 @@ from slime.config.hooks import load_function
 from slime.data.sample import Group, Sample, flatten
 from slime.data.source import RolloutDataSource
 from slime.observability import progress
-from slime.rollout.abort import abort_and_drain
+from slime.rollout.abort import abort_and_drain, rest_seconds
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.counts import Counts
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
@@ -29,8 +29,6 @@ from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
 _MOST_REPLACED = 4  # times the rollout batch size: then the verifier is broken, not slow
-_MOST_RETRIES = 10  # in a row without a new token, of a group that an engine aborted though nobody asked
-_LONGEST_REST_SECONDS = 5.0  # before such a try
 DEFAULT_PHASE_SECONDS = 3600.0
 
 
@@ -189,12 +187,7 @@ class RolloutLoop:
             self._tell("continued", group)
             group = self._continuable(group, _snapshot(pristine), partial=True)
             retries = 0 if _tokens(group) > before else retries + 1
-            if retries > _MOST_RETRIES:
-                raise RuntimeError(
-                    f"group {_index(group)} was aborted by its engines {retries} times without a new token"
-                )
-            if retries:
-                await asyncio.sleep(min(0.1 * 2**retries, _LONGEST_REST_SECONDS))
+            await asyncio.sleep(rest_seconds(f"group {_index(group)}", retries))
 
     def _ready(self) -> bool:
         """Whether a group can be judged, or one failed, or there is nothing to wait for."""

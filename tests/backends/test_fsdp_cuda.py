@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from slime.backends.collectives import local
 from slime.backends.create import create_backend
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.train_loop import train_on_rollout
+from slime.engines.process import free_port
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 
@@ -34,10 +34,7 @@ def process_group() -> Iterator[None]:
 
 
 def on_cuda(path: Path, **flags: Any) -> FsdpBackend:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    backend = create_backend(make_args(path, **flags), "actor", 0, 1, "127.0.0.1", port)
+    backend = create_backend(make_args(path, **flags), "actor", 0, 1, "127.0.0.1", free_port())
     assert isinstance(backend, FsdpBackend)
     return backend
 

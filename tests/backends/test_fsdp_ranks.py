@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,11 @@ from fsdp_ranks import worker
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from slime.engines.process import free_port
+
 pytestmark = pytest.mark.real
 DEADLINE_SECONDS = 240.0
 Results = dict[tuple[str, int], dict[str, Any]]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ against one rank that holds everything: value, gradient and metrics."""
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 
@@ -11,6 +10,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from loss_ranks import ADVANTAGE_CASES, LOSS_CASES, worker
+
+from slime.engines.process import free_port
 
 pytestmark = pytest.mark.real
 DEADLINE_SECONDS = 120.0
@@ -21,10 +22,7 @@ Errors = tuple[dict[str, float], dict[str, float]]
 def errors(tmp_path_factory: pytest.TempPathFactory) -> list[Errors]:
     """Of every rank; one launch, ended also when one of them hangs."""
     output = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = int(s.getsockname()[1])
-    context = mp.spawn(worker, args=(port, str(output)), nprocs=4, join=False)
+    context = mp.spawn(worker, args=(free_port(), str(output)), nprocs=4, join=False)
     deadline = time.monotonic() + DEADLINE_SECONDS
     try:
         while not context.join(timeout=max(deadline - time.monotonic(), 0.1)):

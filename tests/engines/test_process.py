@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from slime.engines.process import ServerProcess, wait_gone
+from slime.engines.process import ServerProcess, free_port, wait_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -55,3 +56,21 @@ def test_a_server_that_does_not_end_when_asked_is_killed_and_nobody_waits_for_ev
         assert server.child.returncode == -signal.SIGKILL
     finally:
         server.kill()
+
+
+def test_a_port_is_given_once_while_its_asker_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    ask = f"import slime.engines.process as p; p._PORTS = range({first - 1}, {first + 2}); print(p.free_port())"
+    other = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert int(other.stdout) in {first - 1, first + 1}  # nobody listens on the first yet
+    monkeypatch.setattr("slime.engines.process._PORTS", range(first, first + 1))
+    with pytest.raises(RuntimeError, match=f"no port between {first} and {first} is free on 127.0.0.1"):
+        free_port()
+
+
+def test_a_port_is_free_of_listeners_and_of_the_kernels_own_choices() -> None:
+    ports = [free_port() for _ in range(50)]
+    assert len(set(ports)) == 50
+    assert max(ports) < 32_768
+    with socket.create_server(("127.0.0.1", ports[0])) as listener:  # the UDP mark is not in a server's way
+        assert listener.getsockname()[1] == ports[0]
