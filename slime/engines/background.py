@@ -24,11 +24,6 @@ def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
         return _loops[key]
 
 
-def is_background(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether the loop runs on a thread of its own until this process ends."""
-    return loop in _loops.values()
-
-
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the background loop and return its result; an exception propagates.
 

@@ -7,11 +7,10 @@ import atexit
 import contextlib
 import logging
 import random
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from slime.engines.background import is_background
 
 if TYPE_CHECKING:
     import aiohttp
@@ -65,13 +64,15 @@ def session() -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
-        if is_background(loop):
+        if threading.current_thread().daemon:  # nobody closes such a loop: it runs until the process ends
             atexit.register(_close_at_exit, loop)
     return found
 
 
 def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
-    """A background loop runs on a daemon thread, which still lives when atexit hooks run."""
+    """A daemon thread still lives when atexit hooks run."""
+    if not loop.is_running():
+        return
 
     async def end() -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}  # a request that is tried again would open a new pool
