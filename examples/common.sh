@@ -51,7 +51,7 @@ dataset() {
 
 # A TCP port of this machine that is free now.
 free_port() {
-    "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+    "$python" -c "from slime.engines.process import free_port; print(free_port())"
 }
 
 # start_server NAME URL COMMAND...: runs it beside the training, waits up to $SERVER_SECONDS (120) until URL answers
