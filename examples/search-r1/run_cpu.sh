@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Search as a tool, on two CPU cores: a minute of fine-tuning on transcripts, then GRPO, with SmolLM2-135M.
+# Search as a tool, on two CPU cores: three minutes of fine-tuning on transcripts, then GRPO, with SmolLM2-135M.
 # RETRIEVER=dense searches by all-MiniLM-L6-v2 (fetched once, 84 MB) instead of BM25.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
@@ -23,15 +23,15 @@ train search-r1_sft train.py "${both[@]}" \
     --prompt-data "$data/transcripts.jsonl" --input-key messages \
     --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss \
     --disable-compute-advantages-and-returns --debug-train-only \
-    --rollout-batch-size 12 --num-rollout 8 --lr 5e-5 \
-    --save "$checkpoints" --save-interval 8 --no-save-optim
+    --rollout-batch-size 16 --num-rollout 16 --lr 5e-5 \
+    --save "$checkpoints" --save-interval 16 --no-save-optim
 
 train search-r1 train.py "${both[@]}" \
     --load "$checkpoints" --finetune \
     --prompt-data "$data/train.jsonl" --custom-config-path "$data/search.yaml" \
-    --custom-generate-function-path "$here/generate_with_search.py:generate" --max-turns 4 --log-multi-turn \
+    --custom-generate-function-path "$here/generate_with_search.py:generate" --max-turns 3 --log-multi-turn \
     --custom-rm-path "$here/generate_with_search.py:exact_match" \
-    --rollout-batch-size 8 --n-samples-per-prompt 6 --rollout-max-response-len 128 \
-    --num-rollout "${NUM_ROLLOUT:-8}" --eval-interval "${NUM_ROLLOUT:-8}" \
+    --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 128 \
+    --num-rollout "${NUM_ROLLOUT:-10}" --eval-interval "${NUM_ROLLOUT:-10}" \
     --eval-prompt-data people "$data/eval.jsonl" --n-samples-per-eval-prompt 2 \
-    --advantage-estimator grpo --lr 1e-5
+    --advantage-estimator grpo --lr 5e-6
