@@ -20,5 +20,6 @@ fi
 
 case " $* " in
 *" -m "*) exec "$python" -m pytest "$@" ;;
-*) exec "$python" -m pytest -m "not slow and not sglang and not megatron" "$@" ;;
+# Two processes, a file at a time: most of a long test is waiting for processes to start.
+*) exec "$python" -m pytest -n 2 --dist loadfile -m "not slow and not sglang and not megatron" "$@" ;;
 esac

@@ -2,8 +2,8 @@
 
     python examples/tau_bench/make_tasks.py OUT_DIR [--seed 1]
 
-Writes ``train.jsonl``, ``eval.jsonl`` and ``transcripts.jsonl``; in half of the transcripts the assistant looks at an
-order before it changes it, in the other half it changes what it must not.
+Writes ``train.jsonl``, ``eval.jsonl`` and ``transcripts.jsonl``; in two of three transcripts the assistant looks
+at an order before it changes it, in the others it changes what it must not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     draw = Random(args.seed)
-    taught = [transcript(task(draw), looks=i % 2 == 0) for i in range(128)]
+    taught = [transcript(task(draw), looks=i % 3 > 0) for i in range(192)]
     files = {
         "transcripts": taught,
         "train": [task(draw) for _ in range(256)],

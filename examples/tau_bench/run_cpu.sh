@@ -12,19 +12,19 @@ both=(
     --train-dtype float32 --train-backend fsdp "${engine[@]}"
 )
 
-# In half of the transcripts the assistant looks at an order before it changes it.
+# In two of three transcripts the assistant looks at an order before it changes it.
 train tau_bench_sft train.py "${both[@]}" \
     --prompt-data "$data/transcripts.jsonl" --input-key messages \
     --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss \
     --disable-compute-advantages-and-returns --debug-train-only \
-    --rollout-batch-size 16 --num-rollout 8 --lr 5e-5 \
-    --save "$checkpoints" --save-interval 8 --no-save-optim
+    --rollout-batch-size 16 --num-rollout 12 --lr 5e-5 \
+    --save "$checkpoints" --save-interval 12 --no-save-optim
 
 train tau_bench train.py "${both[@]}" \
     --load "$checkpoints" --finetune \
     --prompt-data "$data/train.jsonl" --custom-rm-path "$here/generate_with_tools.py:score" \
     --custom-generate-function-path "$here/generate_with_tools.py:generate" --max-turns 6 --log-multi-turn \
-    --rollout-batch-size 6 --n-samples-per-prompt 6 --rollout-max-response-len 288 \
-    --num-rollout "${NUM_ROLLOUT:-6}" --eval-interval "${NUM_ROLLOUT:-6}" \
-    --eval-prompt-data customers "$data/eval.jsonl" --n-samples-per-eval-prompt 1 \
-    --advantage-estimator grpo --lr 1e-5
+    --rollout-batch-size 8 --n-samples-per-prompt 6 --rollout-max-response-len 288 \
+    --num-rollout "${NUM_ROLLOUT:-8}" --eval-interval "${NUM_ROLLOUT:-8}" \
+    --eval-prompt-data customers "$data/eval.jsonl" --n-samples-per-eval-prompt 2 \
+    --advantage-estimator grpo --lr 5e-6
