@@ -122,7 +122,7 @@ async def test_a_snippet_that_will_not_end_is_killed(isolation):
 
 async def test_a_cancelled_call_kills_its_snippet(sandbox):
     me = mark()
-    task = asyncio.create_task(sandbox.run(RENAME.format(me) + "while True: pass"))
+    task = asyncio.create_task(sandbox.run(RENAME.format(me) + "while True: pass", seconds=100.0))
     for _ in range(400):
         if alive(me):
             break

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,15 +21,13 @@ from slime.observability.metrics import MetricsLogger
 from slime.observability.run_dir import RunDir
 
 
-def test_help_is_instant_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom slime.cli.main import build_parser\nbuild_parser().format_help()\n"
         "print([m for m in ('torch', 'transformers', 'ray', 'rich', 'numpy') if m in sys.modules])"
     )
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "[]"
-    assert time.monotonic() - start < 2.0
 
 
 def test_wrong_usage_ends_with_2_and_a_failed_command_with_1(capsys: pytest.CaptureFixture[str]) -> None:

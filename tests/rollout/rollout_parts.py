@@ -72,7 +72,7 @@ def arguments(folder: Path, **more: Any) -> SimpleNamespace:
         "rollout_num_gpus_per_engine": 1,
         "sglang_server_concurrency": 64,
         "phase_timeout": 30.0,
-        "sglang_router_request_timeout_secs": 20,
+        "sglang_router_request_timeout_secs": 120,
         "deterministic": False,
         "buffer_filter_path": None,
         "load": None,

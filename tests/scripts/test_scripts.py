@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -143,13 +142,12 @@ def test_a_signal_reaches_training_and_its_status_comes_back(tmp_path: Path, num
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "training\n"
-        start = time.monotonic()
         if number == signal.SIGINT:
             os.killpg(process.pid, number)  # as a terminal does
         else:
             process.send_signal(number)
         assert process.communicate(timeout=30)[0] == "ended in order\n"
-        assert process.returncode == 128 + number and time.monotonic() - start < 10
+        assert process.returncode == 128 + number
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
