@@ -19,7 +19,10 @@ if [ -z "${SLIME_TEST_MODEL:-}" ] && [ ! -e models/SmolLM2-135M-Instruct/model.s
 fi
 
 case " $* " in
-*" -m "*) exec "$python" -m pytest "$@" ;;
-# Two processes, a file at a time: most of a long test is waiting for processes to start.
-*) exec "$python" -m pytest -n 2 --dist loadfile -m "not slow and not sglang and not megatron" "$@" ;;
+*" -m "*) ;;
+*) set -- -m "not slow and not sglang and not megatron" "$@" ;;
 esac
+if [ $# -eq 2 ]; then  # all: in two processes, a file at a time, for a long test mostly waits for processes to start
+    set -- -n 2 --dist loadfile "$@"
+fi
+exec "$python" -m pytest "$@"
