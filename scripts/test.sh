@@ -18,11 +18,10 @@ if [ -z "${SLIME_TEST_MODEL:-}" ] && [ ! -e models/SmolLM2-135M-Instruct/model.s
         echo "slime: the model could not be fetched; tests that need it are skipped" >&2
 fi
 
-case " $* " in
-*" -m "*) ;;
-*) set -- -m "not slow and not sglang and not megatron" "$@" ;;
-esac
-if [ $# -eq 2 ]; then  # all: in two processes, a file at a time, for a long test mostly waits for processes to start
-    set -- -n 2 --dist loadfile "$@"
+if [ $# -eq 0 ]; then  # all: two processes, a file at a time, for a long test mostly waits for processes to start
+    set -- -n 2 --dist loadfile
 fi
-exec "$python" -m pytest "$@"
+case " $* " in
+*" -m "*) exec "$python" -m pytest "$@" ;;
+*) exec "$python" -m pytest -m "not slow and not sglang and not megatron" "$@" ;;
+esac
