@@ -70,16 +70,18 @@ def _rewards(part: Mapping[str, Any]) -> list[list[float | None]]:
 
 
 def evaluation_table(step: int, by_name: Figures) -> Table:
-    """One row per data set: reward, mean@n, each pass@k, share that was cut, mean length."""
+    """One row per data set: reward, each pass@k, share that was cut, mean length, and samples without a verdict."""
     ks = sorted({int(key[5:]) for row in by_name.values() for key in row if key.startswith("pass@")})
+    unanswered = any(row.get("reward_missing_count") for row in by_name.values())
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold magenta")
-    table.add_column(f"eval at {step}")
-    for title in ("reward", *(f"pass@{k}" for k in ks), "cut", "length", "no answer"):
+    table.add_column(f"eval at {step}", no_wrap=True)
+    for title in ("reward", *(f"pass@{k}" for k in ks), "cut", "length", *["no answer"] * unanswered):
         table.add_column(title, justify="right")
     for name, row in by_name.items():
         cells = [_cell(row.get("reward"), "{:.3f}"), *(_cell(row.get(f"pass@{k}"), "{:.3f}") for k in ks)]
         cells += [_cell(row.get("truncated_ratio"), "{:.0%}"), _cell(row.get("response_len/mean"), "{:.1f}")]
-        table.add_row(name, *cells, _cell(row.get("reward_missing_count"), "{:.0f}"))
+        cells += [_cell(row.get("reward_missing_count"), "{:.0f}")] * unanswered
+        table.add_row(name, *cells)
     return table
 
 

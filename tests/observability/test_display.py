@@ -15,6 +15,7 @@ from rich.console import Console
 from slime.observability import progress
 from slime.observability.charts import bar_chart, reward_curve_png, sparkline
 from slime.observability.display import Display, Phase
+from slime.observability.evaluations import evaluation_table
 from slime.observability.metrics import MetricsError, MetricsLogger
 from slime.observability.run_dir import RunDir
 from slime.observability.summary import summarize
@@ -173,3 +174,17 @@ def test_a_picture_of_a_run_without_evaluation(tmp_path: Path) -> None:
     summary = {"run": "r", "num_rollouts": 2, "seconds_total": 3.0, "reward_per_rollout": [-1.0, 2.0], "eval": {},
                "seconds_per_phase": {}}  # fmt: skip
     assert reward_curve_png(tmp_path / "a" / "b.png", summary).stat().st_size > 5000
+
+
+def test_the_evaluations_table_fits_and_counts_missing_verdicts_only_where_there_are_some() -> None:
+    row = {"reward": 0.5, **{f"pass@{k}": 0.5 for k in (1, 2, 4, 8)}, "truncated_ratio": 0.3, "response_len/mean": 9.0}
+
+    def lines(**more: float) -> list[str]:
+        out = io.StringIO()
+        Console(file=out, width=80).print(evaluation_table(12, {"difference": row | more, "sum": row}))
+        return [line.rstrip() for line in out.getvalue().splitlines()]
+
+    whole = lines()
+    assert len(whole) == 3 and whole[0].split()[:3] == ["eval", "at", "12"] and whole[0].endswith("length")
+    counted = lines(reward_missing_count=2.0)
+    assert counted[-2].endswith(" 2") and "answer" in counted[-3]
