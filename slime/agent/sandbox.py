@@ -203,8 +203,11 @@ async def _run(order: bytes, limits: Limits, python: str) -> Result:
         try:
             process.stdin.write(order)
             process.stdin.close()
-            if not await asyncio.wait_for(ready.read(1), _START_SECONDS):
-                lines = (await asyncio.wait_for(outputs[1], _START_SECONDS)).decode(errors="replace").splitlines()
+            async with asyncio.timeout(_START_SECONDS):  # Python 3.11's wait_for may swallow a cancellation
+                began = await ready.read(1)
+                said = b"" if began else await outputs[1]
+            if not began:
+                lines = said.decode(errors="replace").splitlines()
                 raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended without a word'])[-1]}")
             start = time.monotonic()
             stopped = await _until_end(process, over, limits.seconds)

@@ -81,7 +81,8 @@ async def abort_and_drain(args: Any, tasks: Collection[asyncio.Task[Any]], deadl
         if left <= 0:
             raise TimeoutError(f"{len(pending)} groups went on after the engines were told to abort (--phase-timeout)")
         try:
-            await asyncio.wait_for(abort(args), max(left, 1.0))
+            async with asyncio.timeout(max(left, 1.0)):
+                await abort(args)
         except TimeoutError as error:
             raise TimeoutError("the engines did not take the order to abort (--phase-timeout)") from error
         _, pending = await asyncio.wait(pending, timeout=min(AGAIN_SECONDS, left))

@@ -165,7 +165,8 @@ class Conversation:
 
     async def _tool(self, call: Awaitable[str], timeout: float) -> str:
         try:
-            return await asyncio.wait_for(call, timeout)
+            async with asyncio.timeout(timeout):
+                return await call
         except TimeoutError:
             metadata = self.sample.metadata
             metadata["tool_timeouts"] = metadata.get("tool_timeouts", 0) + 1

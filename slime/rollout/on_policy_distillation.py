@@ -36,7 +36,8 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    answer = await asyncio.wait_for(post(args.rm_url, body), request_seconds(args))
+    async with asyncio.timeout(request_seconds(args)):
+        answer = await post(args.rm_url, body)
     sample.teacher_log_probs = teacher_log_probs(answer, sample)
     return 0.0
 

@@ -134,6 +134,21 @@ async def test_a_cancelled_call_kills_its_snippet(sandbox):
     assert gone(me)
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_call_that_is_cancelled_while_its_snippet_begins_ends_too(turns):
+    sandbox, me = make("process"), mark()
+    task = asyncio.create_task(sandbox.run(RENAME.format(me) + "while True: pass", seconds=100.0))
+    while not alive(me):
+        await asyncio.sleep(0.01)
+        time.sleep(0.2)  # the loop is busy elsewhere, so that the news of the beginning wait for it
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 30)
+    assert gone(me)
+
+
 @pytest.mark.parametrize("isolation", ["full", "process"])
 def test_a_snippet_dies_with_the_process_that_asked_for_it(isolation):
     python, me = make(isolation).python, mark()

@@ -38,7 +38,8 @@ async def ask(args: Any, sample: Sample, url: str, payload: dict[str, Any]) -> A
         if attempt:
             await asyncio.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
         try:
-            return await asyncio.wait_for(post(url, payload, max_retries=0), limit)
+            async with asyncio.timeout(limit):
+                return await post(url, payload, max_retries=0)
         except (HttpError, TimeoutError) as caught:
             status = getattr(caught, "status", None)
             if status is not None and status < 500:
