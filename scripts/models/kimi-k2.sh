@@ -7,7 +7,7 @@ MODEL_ARGS=(
     --qk-layernorm
     --swiglu
     --normalization RMSNorm
-    --norm-epsilon "${NORM_EPSILON:-1e-6}"
+    --norm-epsilon "${KIMI_NORM_EPSILON:-1e-6}"
     --position-embedding-type rope
     --rotary-base 50000
     --no-rope-fusion
@@ -20,7 +20,7 @@ MODEL_ARGS=(
     --qk-head-dim 128
     --qk-pos-emb-head-dim 64
     --v-head-dim 128
-    --rotary-scaling-factor "${ROTARY_SCALING_FACTOR:-32.0}"
+    --rotary-scaling-factor "${KIMI_ROTARY_SCALING_FACTOR:-32.0}"
     --mscale 1.0
     --mscale-all-dim 1.0
     --attention-softmax-in-fp32

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from slime.engines.embedded.lifetime import die_with_parent
+from slime.models.cpu_memory import HUGE_PAGES
 
 MAX_BODY_BYTES = 512 * 1024 * 1024
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads stall each other on busy cores
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # but a short spin saves a third: many operations take microseconds
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch's large tensors from huge pages
+    os.environ.setdefault(*HUGE_PAGES)  # torch's large tensors from huge pages
     if options.deterministic:  # MKL: the same bits however buffers are aligned; costs nothing measurable here
         os.environ.setdefault("MKL_CBWR", "AUTO")
     logging.basicConfig(
