@@ -1,8 +1,7 @@
 """Synchronous, one-step off-policy and fully asynchronous training on the quickstart's task, measured.
 
     python benchmarks/async_run.py                                   # CPU: overlap adds no compute there
-    python benchmarks/async_run.py --device cuda --model MODEL \\
-        --flags="--rollout-max-response-len 2048 --n-samples-per-prompt 16"      # trainer and engine on a GPU each
+    python benchmarks/async_run.py --device cuda --tail 192 --model MODEL --seeds 1  # trainer and engine on a GPU each
 
 Every run is a process of its own: the synchronous loop with each of ``--seeds``, then ``train_async.py`` with the
 first seed, once with ``--async-buffer-size 1`` and once with the standing pool of groups, through which updates go.
@@ -10,6 +9,9 @@ Compared are, from traces and samples: wall time from the first request to the e
 training time in which the engines generated too; staleness; and the reward at equal samples, which is that of the
 weights that as many steps had trained (a rollout that is generated ahead shows the reward of older weights): its mean
 over the later half of the versions that all runs have should lie within the spread of the synchronous seeds.
+
+``--tail MEDIAN`` measures time instead: 64 groups of 8 answers a step whose lengths are log-normal (sigma 1, cut at
+16 medians), with random rewards, which are not compared.
 
 A second call skips runs that are there. The last line is JSON.
 """
@@ -36,6 +38,14 @@ KINDS = {
     "one-step": ("train_async.py", "--async-buffer-size 1"),
     "fully-async": ("train_async.py", f"--async-buffer-size 2 --rollout-function-path {POOL}"),
 }
+QUICKSTART = """
+    --rm-type last_number --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 20 --lr 1e-5
+    --max-tokens-per-gpu 2048 --rollout-backend embedded --train-dtype float32
+"""
+LONG_TAIL = f"""
+    --rm-type random --rollout-batch-size 64 --n-samples-per-prompt 8 --lr 1e-6 --max-tokens-per-gpu 16384
+    --no-skip-zero-advantage-groups --custom-generate-function-path {CHECKOUT / "benchmarks" / "long_tail.py"}:generate
+"""
 Interval = tuple[float, float]
 
 
@@ -46,6 +56,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-rollout", type=int, default=8, help="steps of each run (default: 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--deadline", type=float, default=1200, help="seconds of one run (default: 1200)")
+    parser.add_argument("--tail", type=int, metavar="MEDIAN", help="answers with a long tail of lengths, in tokens")
     parser.add_argument("--flags", default="", help='more flags for every run: --flags="--train-dtype bfloat16"')
     parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs" / "benchmarks" / "async_run")
     args = parser.parse_args()
@@ -67,10 +78,11 @@ def main() -> int:
             return 1
         rows.append({"kind": kind, "seed": seed, **measure(folder)})
         print(f"{folder.name}: {rows[-1]}", flush=True)
-    verdict = judge(rows)
+    verdict = judge(rows, compare_rewards=args.tail is None)
     print_table(rows)
-    print(json.dumps({"device": args.device, "steps": args.num_rollout, "runs": rows, **verdict}))
-    return 0 if verdict["within_spread"] else 1
+    given = {"device": args.device, "steps": args.num_rollout, "tail": args.tail, "model": args.model.name}
+    print(json.dumps({**given, "runs": rows, **verdict}))
+    return 0 if verdict.get("within_spread", True) else 1
 
 
 def start(args: argparse.Namespace, kind: str, seed: int, name: str) -> str | None:
@@ -79,11 +91,11 @@ def start(args: argparse.Namespace, kind: str, seed: int, name: str) -> str | No
 
     rows, _ = make_products(args.output_dir / f"data-seed{seed}", seed=seed)
     script, own = KINDS[kind]
+    task = QUICKSTART if args.tail is None else f"{LONG_TAIL} --rollout-max-response-len {16 * args.tail}"
     flags = f"""
-        --hf-checkpoint {args.model} --prompt-data {rows} --apply-chat-template --rollout-shuffle --rm-type last_number
-        --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 20 --num-rollout {args.num_rollout}
-        --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 2048 --train-backend fsdp --rollout-backend embedded
-        --train-dtype float32 --seed {seed} --rollout-seed {seed} --output-dir {args.output_dir / "runs"}
+        --hf-checkpoint {args.model} --prompt-data {rows} --apply-chat-template --rollout-shuffle {task}
+        --num-rollout {args.num_rollout} --use-dynamic-batch-size --train-backend fsdp
+        --seed {seed} --rollout-seed {seed} --output-dir {args.output_dir / "runs"}
         --run-name {name} {"--actor-num-gpus-per-node 1 --rollout-num-gpus 1" if args.device == "cuda" else ""}
     """
     log = args.output_dir / "logs" / f"{name}.log"
@@ -111,6 +123,8 @@ def measure(folder: Path) -> dict[str, Any]:
     generating, training = intervals(folder / "traces")
     return {
         "seconds": round(training[-1][1] - generating[0][0], 1),
+        "generation_seconds": round(sum(end - start for start, end in generating), 1),
+        "training_seconds": round(sum(end - start for start, end in training), 1),
         "by_version": reward_by_version(folder / "samples"),
         "staleness_max": max(row["rollout/staleness/max"] for row in steps),
         "several_versions": round(statistics.fmean(row["rollout/several_versions_ratio"] for row in steps), 3),
@@ -131,7 +145,8 @@ def reward_by_version(samples: Path) -> dict[int, float]:
 
 def intervals(traces: Path) -> tuple[list[Interval], list[Interval]]:
     """Seconds in which engines generated, and in which the trainer trained: joined, in order."""
-    generating, training = set(), set()
+    generating: set[Interval] = set()
+    training: set[Interval] = set()
     for path in sorted(traces.glob("*.json")):
         for event in json.loads(path.read_bytes())["traceEvents"]:
             if event["ph"] == "X" and event["name"] in ("sglang_generate", "train"):
@@ -156,21 +171,27 @@ def overlap(of: list[Interval], others: list[Interval]) -> float:
     return both / max(sum(b - a for a, b in of), 1e-9)
 
 
-def judge(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adds ``late_reward`` to the rows: over the later half of the versions that all have. It may lie below the spread
-    of the synchronous seeds by half of that: three seeds show less than the whole of it."""
+def judge(rows: list[dict[str, Any]], compare_rewards: bool = True) -> dict[str, Any]:
+    """Wall times, and with ``compare_rewards`` the rewards at equal samples.
+
+    Adds ``late_reward`` to the rows: over the later half of the versions that all have. It may lie below the spread
+    of the synchronous seeds by half of that: three seeds show less than the whole of it.
+    """
+    wall = next(row["seconds"] for row in rows if row["kind"] == "sync")  # of the seed that the others have
+    others = [row for row in rows if row["kind"] != "sync"]
+    times = {"wall_time_over_sync": {row["kind"]: round(row["seconds"] / wall, 3) for row in others}}
+    if not compare_rewards:
+        return times
     common = sorted(set.intersection(*(set(row["by_version"]) for row in rows)))
     for row in rows:
         row["late_reward"] = round(statistics.fmean(row["by_version"][v] for v in common[len(common) // 2 :]), 3)
     sync = [row for row in rows if row["kind"] == "sync"]
     low, high = min(row["late_reward"] for row in sync), max(row["late_reward"] for row in sync)
     margin = (high - low) / 2
-    wall = next(row["seconds"] for row in sync)  # of the seed that the others have
-    others = [row for row in rows if row["kind"] != "sync"]
     return {
         "sync_reward_spread": [low, high],
         "within_spread": all(row["late_reward"] >= low - margin for row in others),
-        "wall_time_over_sync": {row["kind"]: round(row["seconds"] / wall, 3) for row in others},
+        **times,
     }
 
 

@@ -163,7 +163,7 @@ def timed(work: Any, device: Any) -> float:
     return time.perf_counter() - start
 
 
-def expected_memory(backend: Any, config: Any, options: argparse.Namespace) -> dict[str, float]:
+def expected_memory(backend: Any, config: Any, options: argparse.Namespace, rest: list[str]) -> dict[str, float]:
     """GiB that must be there on this rank: weights, gradients and optimizer, and what the backward
     pass of dense layers reads in bf16 (their input, q, k and v before and after norm and rotation, attention's
     output, the middle, gate and up); with recomputation the inputs of the layers."""
@@ -182,12 +182,18 @@ def expected_memory(backend: Any, config: Any, options: argparse.Namespace) -> d
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     per_token = c.hidden_size + (q + 2 * kv) + (q + kv) + q + c.hidden_size + 2 * c.intermediate_size
-    if options.recompute:
-        per_token = c.hidden_size
+    kept = per_token * c.num_hidden_layers
+    again = c.num_hidden_layers if options.recompute else _recomputed_layers(rest)
+    kept -= (per_token - c.hidden_size) * again
     element = 2 if torch.cuda.is_available() else 4
     sizes = {name: each * parameters for name, each in bytes_each.items()}
-    sizes["activations"] = element * per_token * c.num_hidden_layers * options.tokens / model_parallel
+    sizes["activations"] = element * kept * options.tokens / model_parallel
     return {name: round(size / GIB, 2) for name, size in sizes.items()} | {"sum": round(sum(sizes.values()) / GIB, 2)}
+
+
+def _recomputed_layers(rest: list[str]) -> int:
+    """Of ``--recompute-method block``, in the trainer's flags."""
+    return int(rest[rest.index("--recompute-num-layers") + 1]) if "--recompute-num-layers" in rest else 0
 
 
 def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -250,7 +256,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         "loading_seconds": round(loading, 1),
         "warmup_seconds": round(warming, 1),
         "peak_gib": round(peak, 2),
-        "expected_gib": expected_memory(backend, config, options),
+        "expected_gib": expected_memory(backend, config, options, rest),
         "torch": torch.__version__,
     }
     if dist.is_initialized():

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
-_PHASE_COLORS = ("#4C72B0", "#DD8452", "#55A868", "#8172B3", "#C9A227", "#9A9A9A", "#64B5CD", "#8C564B")
+_PHASE_COLORS = (
+    *("#4C72B0", "#DD8452", "#55A868", "#8172B3", "#C9A227", "#C44E52"),
+    *("#64B5CD", "#8C564B", "#E377C2", "#2F4B7C", "#BCBD22", "#17BECF"),
+)
 
 
 def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_only: bool = False) -> list[str]:
@@ -117,7 +120,7 @@ def _draw_phases(axes: Any, phases: Mapping[str, float]) -> None:
     left = 0.0
     total = sum(phases.values())
     for index, (name, seconds) in enumerate(phases.items()):
-        color = _PHASE_COLORS[index % len(_PHASE_COLORS)]
+        color = "#D9D9D9" if name == "start_and_rest" else _PHASE_COLORS[index % len(_PHASE_COLORS)]
         axes.barh(0, seconds, left=left, color=color, label=f"{name.replace('_', ' ')} {seconds:.0f} s", height=0.8)
         left += seconds
     axes.set_xlim(0, total)
