@@ -1,7 +1,7 @@
 """The name by which the original guide knows this example's generation and reward; they are in generate_with_search.py.
 
-    --custom-generate-function-path examples/search-r1/search_r1_logic.py:generate
-    --custom-rm-path examples/search-r1/search_r1_logic.py:exact_match
+--custom-generate-function-path examples/search-r1/search_r1_logic.py:generate
+--custom-rm-path examples/search-r1/search_r1_logic.py:exact_match
 """
 
 import sys

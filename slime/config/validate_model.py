@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from slime.config.args import Args
-from slime.config.hf_config import read_config
+from slime.config.hf_config import media_token_ids, read_config
 from slime.config.layout import ParallelLayout
 from slime.config.megatron_flags import check_megatron
 from slime.config.megatron_names import ARCHITECTURE
@@ -54,6 +55,19 @@ def check_shape(args: Args) -> list[str]:
     return [
         f"{difference}: source the model script of this checkpoint, or leave the flag out"
         for difference in _differences(args)
+    ]
+
+
+def check_media(args: Args) -> list[str]:
+    """Images for a model that can see them."""
+    folder = Path(args.hf_checkpoint or "").expanduser()
+    if not args.multimodal_keys or not folder.is_dir() or media_token_ids(args.hf_checkpoint):
+        return []
+    if any((folder / f"{name}_config.json").is_file() for name in ("preprocessor", "processor")):
+        return []
+    return [
+        f"--multimodal-keys: {args.hf_checkpoint} is a text model (no image token in its config.json, no "
+        "preprocessor_config.json); take a vision-language model, or leave the flag out"
     ]
 
 
@@ -162,4 +176,4 @@ def _is_idle(name: str, value: Any) -> bool:
     return bool(value == by_name("megatron")[name].flag.default)
 
 
-MODEL_RULES = (check_shape, check_fsdp, check_megatron)
+MODEL_RULES = (check_shape, check_media, check_fsdp, check_megatron)

@@ -31,7 +31,13 @@ def prompt_text(state: GenerateState, sample: Sample) -> str:
 
 
 def _renderer(state: GenerateState, sample: Sample) -> Any:
-    return state.processor if sample.multimodal_inputs and state.processor is not None else state.tokenizer
+    return _processor(state, sample) if sample.multimodal_inputs else state.tokenizer
+
+
+def _processor(state: GenerateState, sample: Sample) -> Any:
+    if state.processor is None:
+        raise ValueError(f"sample {sample.index} has media, but the model of --hf-checkpoint has no processor")
+    return state.processor
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -55,10 +61,8 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
         if state.encoded[0] != text:  # the samples of a group come one after the other
             state.encoded = text, encode(state.tokenizer, text)
         return list(state.encoded[1])
-    if state.processor is None:
-        raise ValueError(f"sample {sample.index} has media, but the model of --hf-checkpoint has no processor")
-    media = processor_inputs(sample.multimodal_inputs)
-    made = dict(state.processor(text=[text], return_tensors="pt", **media))
+    processor, media = _processor(state, sample), processor_inputs(sample.multimodal_inputs)
+    made = dict(processor(text=[text], return_tensors="pt", **media))
     ids = made.pop("input_ids")[0].tolist()
     made.pop("attention_mask", None)
     sample.multimodal_train_inputs = made or None

@@ -404,7 +404,7 @@ def run_as_nobody(package):
         "    except OSError: print(n); break\\n    n += 1'\n"
         "    bomb = bomb.replace('os.pause()', '__import__(\"signal\").pause()')\n"
         "    print((await box.run(bomb)).stdout.strip())\n"
-        "    print((await box.run('open(\"/usr/lib/x\", \"w\")')).status)\n"
+        '    print((await box.run(\'open("/usr/lib/x", "w")\')).status)\n'
         "asyncio.run(main())"
     )
     done = subprocess.run([SYSTEM_PYTHON, "-c", program], user=65534, group=65534, extra_groups=[], cwd="/",

@@ -54,6 +54,7 @@ ONE_PROBLEM = [
     ("--update-weight-transport disk", "--update-weight-disk-dir"),
     ("--debug-train-only", "--load-debug-rollout-data"),
     ("--eval-prompt-data a b c", "needs pairs NAME PATH"),
+    ('--multimodal-keys {"image":"images"}', "is a text model"),
     ("--eval-prompt-data a none.jsonl", "no such file"),
     ("--load /nowhere", "no such folder"),
     ("--ref-load /nowhere --use-kl-loss --kl-loss-coef 0.1", "the KL needs it"),

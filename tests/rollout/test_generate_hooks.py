@@ -418,6 +418,15 @@ async def test_images_go_to_the_engine_as_data(tokenizer_dir):
     assert fields["audio_data"] == ["data:audio/unknown;base64,YWI="]
 
 
+@pytest.mark.parametrize("prompt", ["What is it?", [{"role": "user", "content": [{"type": "image"}]}]])
+def test_an_image_for_a_text_model_is_told(tokenizer_dir, prompt):
+    from slime.rollout.prompts import prompt_ids
+
+    state = GenerateState(arguments(tokenizer_dir))
+    with pytest.raises(ValueError, match="sample 7 has media, but the model of --hf-checkpoint has no processor"):
+        prompt_ids(state, Sample(index=7, prompt=prompt, multimodal_inputs={"images": ["picture.png"]}))
+
+
 def test_an_image_token_that_the_model_writes_ends_the_response(tmp_path):
     """Nothing could be put in its place when the trainer scores it; one in a tool's answer has its features."""
     (tmp_path / "config.json").write_text('{"image_token_index": 7, "text_config": {"vocab_size": 9}}')
