@@ -33,7 +33,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.output_dir.exists() and any(options.output_dir.iterdir()) and not options.force:
         parser.error(f"--output-dir {options.output_dir} is not empty; --force writes into it all the same")
-    folder = torch_dist.find(options.input_dir)
+    try:
+        folder = torch_dist.find(options.input_dir)
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
     meta = torch_dist.read_meta(folder)
     if meta["role"] != "actor":
         parser.error(f"{folder} holds a critic, which is no language model")

@@ -42,6 +42,5 @@ class CheckpointConfig:
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist"),
-        help="format of snapshots: torch's distributed checkpoint",
-        limits={"torch": ("notice", "snapshots are torch_dist, which both converters back to Hugging Face read")},
+        help="Megatron's snapshots: torch_dist can be read by another layout, torch (a file per rank) by its own alone",
     )

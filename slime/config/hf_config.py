@@ -62,6 +62,7 @@ def megatron_folder(path: str | None) -> Path | None:
     folder = Path(path).expanduser()
     snapshots = sorted(folder.glob("iter_*"), reverse=True) if folder.is_dir() else []
     for candidate in (folder, folder / "actor", *(snapshot / "actor" for snapshot in snapshots)):
-        if (candidate / "trainer.json").is_file() and (candidate / "torch_dist").is_dir():
+        tensors = any((candidate / name).is_dir() for name in ("torch_dist", "torch"))
+        if tensors and (candidate / "trainer.json").is_file():
             return candidate
     return None

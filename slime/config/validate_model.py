@@ -148,6 +148,8 @@ def check_fsdp(args: Args) -> list[str]:
         for name in MEGATRON_HOOKS
         if getattr(args, name)
     ]
+    if args.ckpt_format == "torch":
+        args.notices.append("--ckpt-format torch is Megatron's: snapshots of --train-backend fsdp have one format")
     if args.use_routing_replay:
         problems.append("--use-routing-replay: --train-backend fsdp does not replay routing; leave it out")
     layout = ParallelLayout.from_args(args)

@@ -24,6 +24,8 @@ from slime.weights.maps.family import Entry, Family, Settings
 
 META = "trainer.json"
 TENSORS = "torch_dist"
+RANK_FILES = "torch"
+"""Where ``--ckpt-format torch`` writes; named after the format, as the other."""
 MEGATRON_FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -45,7 +47,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     meta: dict[str, Any] = json.loads(file.read_text())
     if meta.get("format") != "megatron":
         raise ValueError(f"{path} was saved by --train-backend fsdp: load it with that, or export it with --save-hf")
-    return meta
+    return {"ckpt_format": TENSORS, **meta}
 
 
 def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: Any) -> dict[str, Any]:
@@ -132,14 +134,20 @@ def _from_saved(entry: Entry, full: Tensor) -> Tensor:
 
 
 def find(path: str) -> Path:
-    """The folder of Megatron weights that a path names.
+    """The folder of Megatron weights (``torch_dist``) that a path names.
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: they were saved with ``--ckpt-format torch``.
     """
     found = megatron_folder(path)
     if found is None:
         raise FileNotFoundError(f"{path} holds no Megatron weights ({META} and {TENSORS}/), nor do its snapshots")
+    if not (found / TENSORS).is_dir():
+        raise ValueError(
+            f"{found} was saved with --ckpt-format torch, each rank's tensors by themselves: convert it with "
+            "tools/convert_to_hf.py and the flags of the run"
+        )
     return found
 
 
@@ -152,6 +160,7 @@ def join_launched_ranks() -> tuple[int, int]:
 
 __all__ = [
     "META",
+    "RANK_FILES",
     "TENSORS",
     "convert_from_hf",
     "describe",

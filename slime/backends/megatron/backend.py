@@ -46,7 +46,6 @@ from slime.models.loading import load_hf_config
 from slime.weights.hf_folder import HfFolder, copy_companions, write_tensors
 from slime.weights.maps.family import moe_layers
 from slime.weights.maps.registry import family_of
-from slime.weights.torch_dist import TENSORS, read_meta
 
 
 class MegatronBackend(StepAccounting):
@@ -137,8 +136,7 @@ class MegatronBackend(StepAccounting):
         if folder is None:
             self.weights.load(HfFolder(path))
         else:
-            read_meta(folder)
-            load_weights(self.chunks, folder / TENSORS)
+            load_weights(self.chunks, self.layout, folder)
 
     # --- forward only ---------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 A folder holds ``trainer.json`` (layout, shape, flags: what converters need), the sharded tensors of model and
 optimizer, one folder per further copy of the weights, and each rank's random state. Layers are stored one by one
-under their index in the whole model, so neither pipeline nor interleaving shows in the names.
+under their index in the whole model, so neither pipeline nor interleaving shows in the names. With ``--ckpt-format
+torch`` each rank's own tensors stand in files of their own instead (:mod:`~slime.backends.megatron.rank_files`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
 from slime.backends.saving import BackgroundSave
-from slime.weights.torch_dist import META, TENSORS, describe, read_meta
+from slime.config.layout import ParallelLayout
+from slime.weights.torch_dist import META, RANK_FILES, TENSORS, describe, read_meta
 
 if TYPE_CHECKING:
     from slime.backends.megatron.backend import MegatronBackend
@@ -38,9 +41,21 @@ def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bo
     """Write below ``path``; a collective. A half-written folder is the caller's to hide."""
     copies = sorted(backend.moving_copies)
     if backend.rank == 0:
-        for name in (TENSORS, *(f"copy_{tag}" for tag in copies)):
+        for name in (backend.args.ckpt_format, *(f"copy_{tag}" for tag in copies)):
             (path / name).mkdir(parents=True, exist_ok=True)
     backend.barrier()
+    save = _save_rank_files if backend.args.ckpt_format == "torch" else _save_distributed
+    later = save(backend, path, copies, with_optimizer)
+    if backend.args.async_save:
+        backend.saving = _in_background(later)
+    torch.save(_rng_state(), path / f"rng_{backend.rank}.pt")
+    if backend.rank == 0:
+        (path / META).write_text(json.dumps(_describe(backend, copies, with_optimizer), indent=2) + "\n")
+    backend.barrier()
+
+
+def _save_distributed(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> list[_Write]:
+    """Returns what ``--async-save`` leaves to be written."""
     state = _model_state(backend.chunks)
     if with_optimizer:
         state["optimizer"] = _optimizer_state(backend, state, is_loading=False)
@@ -48,12 +63,21 @@ def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bo
     for tag in copies:
         with backend.bank.using(tag):
             later.append(_write(_model_state(backend.chunks), path / f"copy_{tag}", backend.args.async_save))
+    return [write for write in later if write is not None]
+
+
+def _save_rank_files(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> list[_Write]:
+    """Returns what ``--async-save`` leaves to be written."""
+    files = rank_files.content(_own_states(backend.chunks), path / RANK_FILES)
+    if with_optimizer:
+        files |= rank_files.optimizer_content(backend, path / RANK_FILES)
+    for tag in copies:
+        with backend.bank.using(tag):
+            files |= rank_files.content(_own_states(backend.chunks), path / f"copy_{tag}")
     if backend.args.async_save:
-        backend.saving = _in_background([write for write in later if write is not None])
-    torch.save(_rng_state(), path / f"rng_{backend.rank}.pt")
-    if backend.rank == 0:
-        (path / META).write_text(json.dumps(_describe(backend, copies, with_optimizer), indent=2) + "\n")
-    backend.barrier()
+        return [(partial(rank_files.write, files), [])]
+    rank_files.write(files)
+    return []
 
 
 def load_training_state(backend: MegatronBackend, path: Path) -> None:
@@ -74,10 +98,14 @@ def load_training_state(backend: MegatronBackend, path: Path) -> None:
         backend.bank.copy("actor", tag)  # makes room of the right shape
         backend.moving_copies.add(tag)
         with backend.bank.using(tag):
-            load_weights(backend.chunks, path / f"copy_{tag}")
+            load_weights(backend.chunks, backend.layout, path, f"copy_{tag}")
     if not meta["optimizer"] or args.no_load_optim or args.finetune:
-        load_weights(backend.chunks, path / TENSORS)
+        load_weights(backend.chunks, backend.layout, path)
         backend.optimizer.chained.reload_model_params()
+    elif meta["ckpt_format"] == "torch":
+        load_weights(backend.chunks, backend.layout, path)
+        rank_files.read_optimizer(backend, path / RANK_FILES, _written_by(meta), _grid(backend))
+        backend.optimizer.set_steps(meta["steps"])
     else:
         _load_with_optimizer(backend, path, meta)
     rng = path / f"rng_{backend.rank}.pt"
@@ -85,9 +113,15 @@ def load_training_state(backend: MegatronBackend, path: Path) -> None:
         _set_rng_state(torch.load(rng, weights_only=False))
 
 
-def load_weights(chunks: list[Any], folder: Path) -> None:
-    """The model's weights only, into this rank's parameters."""
-    _put_model(chunks, _read(_model_state(chunks), folder))
+def load_weights(chunks: list[Any], layout: ParallelLayout, path: Path, part: str | None = None) -> None:
+    """The model's weights only, or those of its copy in folder ``part``, into this rank's parameters."""
+    meta = read_meta(path)
+    if meta["ckpt_format"] == "torch":
+        states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], _layout(layout))
+        _put_model(chunks, states)
+    else:
+        loaded = _read(_model_state(chunks), path / (part or TENSORS))
+        _put_model(chunks, [loaded[name] for name in _chunk_names(chunks)])
 
 
 def _load_with_optimizer(backend: MegatronBackend, path: Path, meta: dict[str, Any]) -> None:
@@ -105,12 +139,10 @@ def _load_with_optimizer(backend: MegatronBackend, path: Path, meta: dict[str, A
     state = _model_state(backend.chunks)
     state["optimizer"] = _optimizer_state(backend, state, is_loading=True)
     loaded = _read(state, path / TENSORS)
-    _put_model(backend.chunks, loaded)
+    _put_model(backend.chunks, [loaded[name] for name in _chunk_names(backend.chunks)])
     backend.optimizer.chained.load_state_dict(loaded["optimizer"])
     backend.optimizer.unshare_steps()
-    backend.optimizer.steps = meta["steps"]
-    backend.optimizer.scheduler.num_steps = 0
-    backend.optimizer.scheduler.step(increment=meta["steps"])
+    backend.optimizer.set_steps(meta["steps"])
 
 
 # --- state dicts ---------------------------------------------------------------------------------
@@ -128,11 +160,21 @@ def _metadata() -> dict[str, Any]:
 
 
 def _model_state(chunks: list[Any]) -> dict[str, Any]:
-    states = []
-    for chunk in chunks:
-        state = _unwrapped(chunk).sharded_state_dict(metadata=_metadata())
-        states.append({name: value for name, value in state.items() if not name.endswith("_extra_state")})
-    return {"model": states[0]} if len(states) == 1 else {f"model{i}": state for i, state in enumerate(states)}
+    states = [_unwrapped(chunk).sharded_state_dict(metadata=_metadata()) for chunk in chunks]
+    return dict(zip(_chunk_names(chunks), map(_without_extra, states), strict=True))
+
+
+def _own_states(chunks: list[Any]) -> list[dict[str, Any]]:
+    """What this rank holds, unsharded."""
+    return [_without_extra(_unwrapped(chunk).state_dict()) for chunk in chunks]
+
+
+def _without_extra(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+
+
+def _chunk_names(chunks: list[Any]) -> list[str]:
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
 
 def _unwrapped(chunk: Any) -> Any:
@@ -145,9 +187,9 @@ def _optimizer_state(backend: MegatronBackend, model_state: dict[str, Any], is_l
     return backend.optimizer.chained.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
 
 
-def _put_model(chunks: list[Any], loaded: dict[str, Any]) -> None:
-    for i, chunk in enumerate(chunks):
-        _unwrapped(chunk).load_state_dict(loaded["model" if len(chunks) == 1 else f"model{i}"])
+def _put_model(chunks: list[Any], states: list[dict[str, Any]]) -> None:
+    for chunk, state in zip(chunks, states, strict=True):
+        _unwrapped(chunk).load_state_dict(state)
 
 
 def _write(state: dict[str, Any], folder: Path, later: bool) -> _Write | None:
@@ -224,7 +266,6 @@ def keep_steps_on_load() -> None:
 
 
 def _describe(backend: MegatronBackend, copies: list[str], with_optimizer: bool) -> dict[str, Any]:
-    names = ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")
     return describe(
         backend.family,
         backend.settings,
@@ -234,9 +275,22 @@ def _describe(backend: MegatronBackend, copies: list[str], with_optimizer: bool)
         copies=copies,
         optimizer=with_optimizer,
         distributed_optimizer=_is_distributed(backend),
-        layout={name: getattr(backend.layout, name) for name in names},
+        layout=_layout(backend.layout),
+        ckpt_format=backend.args.ckpt_format,
         train_dtype=backend.args.train_dtype,
     )
+
+
+def _layout(layout: ParallelLayout) -> dict[str, Any]:
+    return {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")}
+
+
+def _written_by(meta: dict[str, Any]) -> dict[str, Any]:
+    return {**meta["layout"], "distributed optimizer": meta["distributed_optimizer"]}
+
+
+def _grid(backend: MegatronBackend) -> dict[str, Any]:
+    return {**_layout(backend.layout), "distributed optimizer": _is_distributed(backend)}
 
 
 def _rng_state() -> dict[str, Any]:

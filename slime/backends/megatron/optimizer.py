@@ -98,6 +98,21 @@ class ScheduledOptimizer:
         inner = [optimizer.optimizer for optimizer in self.chained.chained_optimizers]
         return [optimizer for optimizer in inner if optimizer is not None]
 
+    def kept(self) -> list[dict[str, torch.Tensor]]:
+        """Of every main parameter on this rank, in order: itself, its moments and its count of steps."""
+        groups = [(inner, group) for inner in self._inner() for group in inner.param_groups]
+        return [
+            {"parameter": p.detach(), **{n: x for n, x in inner.state[p].items() if isinstance(x, torch.Tensor)}}
+            for inner, group in groups
+            for p in group["params"]
+        ]
+
+    def set_steps(self, steps: int) -> None:
+        """As many steps were made; the schedule's learning rate is that of the next."""
+        self.steps = steps
+        self.scheduler.num_steps = 0
+        self.scheduler.step(increment=steps)
+
     def states(self) -> list[dict[str, Any]]:
         """The state of every main parameter on this rank."""
         return [state for optimizer in self._inner() for state in optimizer.state.values()]

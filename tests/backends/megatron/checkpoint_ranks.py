@@ -26,6 +26,11 @@ def layout(model: str, **megatron: Any) -> Layout:
     return Layout(model, 2, megatron, FLAGS)
 
 
+def rank_files(model: str, **megatron: Any) -> Layout:
+    """With ``--ckpt-format torch``."""
+    return Layout(model, 2, megatron, {**FLAGS, "ckpt_format": "torch"})
+
+
 CASES = [
     Case(
         layout("qwen3", **{TP: 2, SP: True}),
@@ -48,11 +53,20 @@ CASES = [
         (layout("llama", use_distributed_optimizer=False, **{TP: 2}),),
         async_save=True,
     ),
+    Case(rank_files("qwen3", **{PP: 2, VPP: 2}), (rank_files("qwen3", **{PP: 2, VPP: 2}),)),
+    Case(rank_files("qwen3_moe", **{EP: 2}), (rank_files("qwen3_moe", **{EP: 2}),), async_save=True),
+    Case(
+        rank_files("llama", use_distributed_optimizer=False, **{TP: 2}),
+        (rank_files("llama", use_distributed_optimizer=False, **{TP: 2}),),
+    ),
 ]
-REFUSED = Case(
-    layout("llama", use_distributed_optimizer=False, **{TP: 2}),
-    (layout("llama", **{TP: 2}), layout("llama", **{PP: 2})),
-)
+REFUSED = [
+    Case(
+        layout("llama", use_distributed_optimizer=False, **{TP: 2}),
+        (layout("llama", **{TP: 2}), layout("llama", **{PP: 2})),
+    ),
+    Case(rank_files("qwen3", **{TP: 2}), (layout("qwen3", **{PP: 2}), layout("qwen3", **{TP: 2}))),
+]
 
 MADE: list[Layout] = []
 """Every backend so far: each gets groups, and a port, of its own."""
@@ -63,7 +77,7 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     import torch
 
     results: list[Any] = []
-    for number, case in enumerate([*CASES, REFUSED]):
+    for number, case in enumerate([*CASES, *REFUSED]):
         folder = paths["output"] / f"case{number}"
         backend = make(case.saved, rank, paths, ports)
         train(backend, 0)

@@ -1,4 +1,4 @@
-"""torch_dist checkpoints with their optimizer: bit for bit on the same layout, the same training on another."""
+"""Checkpoints with their optimizer: bit for bit on the same layout; torch_dist goes on the same way on another."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ def test_training_goes_on(number: int, i: int, ranks: list[Any]) -> None:
 
 def test_what_cannot_be_read_is_refused_with_the_reason(ranks: list[Any]) -> None:
     _, read = ranks[0][len(CASES)]
-    assert len(read) == len(REFUSED.readers)
+    assert len(read) == len(REFUSED[0].readers)
     for result in read:
         assert "--no-use-distributed-optimizer" in result["error"] and "--no-load-optim" in result["error"]
+
+
+def test_files_of_ranks_are_for_their_own_layout(ranks: list[Any]) -> None:
+    _, (other, same) = ranks[0][len(CASES) + 1]
+    assert "--ckpt-format torch by another layout: tp 2 (here 1), pp 1 (here 2)" in other["error"]
+    assert "error" not in same  # what a folder holds is in it: the flag says only how to write

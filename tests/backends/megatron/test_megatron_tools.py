@@ -19,11 +19,17 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def run(*words: object, ranks: int = 1) -> str:
+CPU_SITE = Path(__file__).parent / "cpu_site"
+"""On PYTHONPATH it makes megatron-core run on the CPU."""
+
+
+def run(*words: object, ranks: int = 1, path: Path | None = None) -> str:
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    if path is not None:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")]))
     done = subprocess.run([*launcher, *map(str, words)], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -68,3 +74,13 @@ def test_training_reads_it_and_what_it_saves_is_converted(tmp_path: Path) -> Non
     assert_same_tensors(source, tmp_path / "again")
     run(back, "--input-dir", tmp_path / "trained", "--output-dir", tmp_path / "result", "--origin-hf-dir", source)
     assert_same_tensors(tmp_path / "exported", tmp_path / "result")
+
+    # --ckpt-format torch: the trainer itself reads it, under its own layout
+    flags = ["--hf-checkpoint", source, "--train-backend", "megatron", "--tensor-model-parallel-size", 2]
+    run(
+        CHECKOUT / "tools" / "convert_to_hf.py", *flags, "--load", tmp_path / "trained_torch",
+        "--output-dir", tmp_path / "by_trainer", ranks=2, path=CPU_SITE,
+    )  # fmt: skip
+    assert_same_tensors(tmp_path / "exported", tmp_path / "by_trainer")
+    with pytest.raises(AssertionError, match=r"saved with --ckpt-format torch.*tools/convert_to_hf\.py"):
+        run(back, "--input-dir", tmp_path / "trained_torch", "--output-dir", tmp_path / "never")

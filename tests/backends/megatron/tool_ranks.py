@@ -25,6 +25,8 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     backend.save(paths["output"] / "untrained" / "iter_0000000" / "actor")
     train_on_rollout(backend, args, rank_batch(0, 0, 0, 1))
     backend.save(paths["output"] / "trained")
+    backend.args.ckpt_format = "torch"
+    backend.save(paths["output"] / "trained_torch")
     backend.save_hf(paths["output"] / "exported")
 
     from user_hooks import CALLS

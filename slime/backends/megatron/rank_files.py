@@ -1,0 +1,106 @@
+"""Training state as files of single ranks (``--ckpt-format torch``): plain ``torch.save``, for the same layout.
+
+``weights_TP_PP_ETP_EP.pt`` holds the parameters of one place in the model-parallel grid, ``optimizer_RANK.pt`` what a
+rank's optimizer keeps: main parameters, moments and counts of steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from slime.backends.megatron.core import MegatronError
+
+if TYPE_CHECKING:
+    from slime.backends.megatron.backend import MegatronBackend
+
+GRID = ("tp", "pp", "ep", "etp", "vpp")
+Content = dict[Path, Any]
+
+
+def content(states: list[dict[str, Any]], folder: Path) -> Content:
+    """This rank's files of a model's state dicts, copied to the CPU; a collective: of equal places one rank writes."""
+    places: list[str] = [_place()]
+    if dist.is_initialized():
+        places = [""] * dist.get_world_size()
+        dist.all_gather_object(places, _place())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {folder / f"weights_{_place()}.pt": _copied(states)} if places.index(_place()) == rank else {}
+
+
+def optimizer_content(backend: MegatronBackend, folder: Path) -> Content:
+    """The file of this rank's optimizer, copied to the CPU."""
+    backend.optimizer.prime()
+    return {folder / f"optimizer_{backend.rank}.pt": [_copied(kept) for kept in backend.optimizer.kept()]}
+
+
+def write(files: Content) -> None:
+    for path, state in files.items():
+        torch.save(state, path)
+
+
+def read_weights(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> list[dict[str, Any]]:
+    """State dicts of this rank's part of the model.
+
+    Raises:
+        MegatronError: another layout wrote them.
+    """
+    _same(folder, {name: saved[name] for name in GRID}, {name: here[name] for name in GRID})
+    file = folder / f"weights_{_place()}.pt"
+    if not file.is_file():
+        raise MegatronError(
+            f"{folder} has no {file.name}: it was written by another layout; give as many ranks as then"
+        )
+    states: list[dict[str, Any]] = torch.load(file, map_location="cpu", weights_only=True)
+    return states
+
+
+@torch.no_grad()
+def read_optimizer(backend: MegatronBackend, folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Main parameters, moments and steps, each into the tensor that is there.
+
+    Raises:
+        MegatronError: another layout, or other numbers of ranks, wrote them.
+    """
+    _same(folder, saved, here)
+    backend.optimizer.prime()
+    file = folder / f"optimizer_{backend.rank}.pt"
+    for kept, state in zip(
+        backend.optimizer.kept(), torch.load(file, map_location="cpu", weights_only=True), strict=True
+    ):
+        for name, tensor in kept.items():
+            tensor.copy_(state[name])
+
+
+def _same(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    different = [f"{name} {saved[name]} (here {here[name]})" for name in saved if saved[name] != here[name]]
+    if different:
+        raise MegatronError(
+            f"{folder} was saved with --ckpt-format torch by another layout: {', '.join(different)}. Use that one, or "
+            "--no-load-optim where only the number of ranks differs; torch_dist alone moves between layouts"
+        )
+
+
+def _place() -> str:
+    """Where this rank stands in the model-parallel grid."""
+    ranks = (
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_expert_tensor_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+    )
+    return "_".join(map(str, ranks))
+
+
+def _copied(state: Any) -> Any:
+    """On the CPU, each tensor in memory of its own: parameters are views of large buffers."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {name: _copied(value) for name, value in state.items()}
+    return [_copied(value) for value in state]
