@@ -179,12 +179,14 @@ def test_a_picture_of_a_run_without_evaluation(tmp_path: Path) -> None:
 def test_the_evaluations_table_fits_and_counts_missing_verdicts_only_where_there_are_some() -> None:
     row = {"reward": 0.5, **{f"pass@{k}": 0.5 for k in (1, 2, 4, 8)}, "truncated_ratio": 0.3, "response_len/mean": 9.0}
 
-    def lines(**more: float) -> list[str]:
+    def lines(width: int = 80, **more: float) -> list[str]:
         out = io.StringIO()
-        Console(file=out, width=80).print(evaluation_table(12, {"difference": row | more, "sum": row}))
+        Console(file=out, width=width).print(evaluation_table(12, {"difference": row | more, "sum": row}))
         return [line.rstrip() for line in out.getvalue().splitlines()]
 
     whole = lines()
     assert len(whole) == 3 and whole[0].split()[:3] == ["eval", "at", "12"] and whole[0].endswith("length")
     counted = lines(reward_missing_count=2.0)
     assert counted[-2].endswith(" 2") and "answer" in counted[-3]
+    narrow = lines(60, reward_missing_count=2.0)  # headings wrap, but for the first column's
+    assert any(line.startswith("eval at 12 ") for line in narrow) and narrow[-2].startswith("difference ")
