@@ -115,6 +115,7 @@ class Run:
             self.num_rollout = self._resolve_num_rollout()
             self._open_metrics()
         self.display.pop_times()  # a step's own times begin with the step
+        self._step_started = time.perf_counter()
 
     def _engines_started(self, starting: Any, release: bool) -> None:
         self.engine_urls = self.manager_call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -72,7 +73,12 @@ def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) ->
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4  # engine and trainer agree in fp32
     assert [row["eval/step"] for row in result.metrics("eval/step")] == [0, 2, 3]
     folder = result.folder
-    assert json.loads((folder / "summary.json").read_text())["reward_per_rollout"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["reward_per_rollout"]
+    started = re.search(r"^  start +([\d.]+) s$", result.output, re.MULTILINE)
+    assert started, result.output
+    stepping = sum(row["perf/step_time"] for row in steps)
+    assert stepping + float(started[1]) <= summary["seconds_total"] + 0.1, "no step counts the time of the start"
     assert (folder / "config.yaml").is_file()
     assert list((folder / "tensorboard").glob("events*"))
     assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
