@@ -143,7 +143,7 @@ class Runner:
                 continue
         return found
 
-    def wait_gone(self, seconds: float = 20) -> list[str]:
+    def wait_gone(self, seconds: float = 60) -> list[str]:
         """Wait until nothing of the run is alive; returns the command lines of what is left."""
         until = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < until:
