@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -47,10 +48,10 @@ def load_example(file: str) -> ModuleType:
     return module
 
 
-def small_model(folder: Path) -> Path:
-    """What the checks and ``slime fetch-model`` look at; never loaded."""
+def small_model(folder: Path, **more: Any) -> Path:
+    """What the checks and ``slime fetch-model`` look at; never loaded. ``more`` goes to its config.json."""
     folder.mkdir(exist_ok=True)
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, **more}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_text("")
@@ -99,7 +100,9 @@ def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
         "DATA": str(data),
     }
     if script.name == "run_cpu.sh":
-        environment["MODEL"] = str(small_model(work / "model"))
+        vision = "vlm" in script.parent.name
+        model = small_model(work / "vision", image_token_id=5) if vision else small_model(work / "model")
+        environment["MODEL"] = str(model)
     if datasets:
         environment["SLIME_DATASETS"] = str(small_datasets(work / "datasets"))
     done = subprocess.run(
