@@ -465,7 +465,7 @@ def test_requests_of_a_lost_engine_are_done_elsewhere_to_the_same_tokens(real_fl
             os.kill(process.pid, signal.SIGKILL if blow == "killed" else signal.SIGSTOP)
 
     assert run(ask_and_strike(fleet.router.url, strike)) == quiet
-    assert not process.alive(), "also one that is stopped or cut off is ended"
+    wait_until(lambda: not process.alive())  # also one that is stopped or cut off is ended
     wait_until(lambda: bool(fleet.urls("unsynced")))
     assert [worker["url"] for worker in fleet.router.by_model["default"].workers()] == [fleet.engines[1].url]
     (fresh,) = fleet.urls("unsynced")
