@@ -96,6 +96,8 @@ class HealthMonitor:
         """Ask these engines for a token; those that do not give one are lost."""
         enough = 1 if self.fleet.tolerant else PATIENCE
         bad = unhealthy(urls, self.timeout)
+        ended = check_processes(self.fleet) if bad else []  # the better reason, if it is one
+        bad = {url: reason for url, reason in bad.items() if url not in ended}
         self.missed = {url: self.missed.get(url, 0) + 1 for url in bad}
         for url, reason in bad.items():
             logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)

@@ -301,6 +301,21 @@ def test_without_fault_tolerance_one_late_answer_is_forgiven(tmp_path: Path) -> 
     assert started.fleet.fatal is not None
 
 
+def test_a_process_that_ends_just_before_its_engine_is_asked_is_named(tmp_path: Path) -> None:
+    started = Started(tmp_path, tolerant=False, count=2)
+    first, second = started.hosts
+    monitor = HealthMonitor(started.fleet, interval=1.0, timeout=0.2, first_wait=0.0)
+
+    def refused(urls: Any, timeout: float) -> dict[str, str]:
+        first.running = False
+        return {first.url: "cannot be reached"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slime.cluster.health.unhealthy", refused)
+        monitor.check([first.url, second.url])
+    assert "its process 1 ended" in str(started.fleet.fatal) and monitor.missed == {}
+
+
 def test_a_port_that_accepts_and_says_nothing_is_a_hang() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
