@@ -143,7 +143,7 @@ class Runner:
                 continue
         return found
 
-    def wait_gone(self, seconds: float = 60) -> list[str]:
+    def wait_gone(self, seconds: float = 20) -> list[str]:
         """Wait until nothing of the run is alive; returns the command lines of what is left."""
         until = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < until:
@@ -180,3 +180,15 @@ def flags(tiny_model: Path, prompts: Path, reward_file: Path) -> list[object]:
 def desk(runner: Runner, tiny_model: Path, tmp_path: Path) -> Desk:
     """Where the commands of the original specification are typed."""
     return lay_out(runner, tiny_model, tmp_path)
+
+
+@pytest.fixture
+def long_answers(tmp_path: Path) -> str:
+    """A generate function whose answers have their whole length, so that updates meet them on a busy machine too."""
+    file = tmp_path / "long_answers.py"
+    file.write_text(
+        "from slime.rollout.generate import generate as ask\n"
+        "async def generate(args, sample, sampling_params):\n"
+        "    return await ask(args, sample, sampling_params | {'ignore_eos': True})\n"
+    )
+    return f"{file}:generate"

@@ -37,15 +37,6 @@ def slow_step(args, rollout_id, rollout_data):
 """
 
 
-LONG_ANSWERS = """
-from slime.rollout.generate import generate as ask
-
-
-async def generate(args, sample, sampling_params):
-    return await ask(args, sample, sampling_params | {"ignore_eos": True})
-"""
-
-
 @pytest.fixture
 def asynchronous(tmp_path: Path, tiny_model: Path, prompts: Path) -> list[object]:
     """Eight short steps, fully asynchronous, with updates under way and a filter."""
@@ -141,11 +132,9 @@ def test_a_killed_fully_asynchronous_run_goes_on_and_its_replay_repeats_it(runne
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
-def test_a_replay_has_the_same_losses(runner, asynchronous, mode) -> None:
+def test_a_replay_has_the_same_losses(runner, asynchronous, long_answers, mode) -> None:
     flags = [*asynchronous, "--update-weight-pause-mode", mode, "--num-rollout", 6, "--update-weights-interval", 2]
-    long = runner.tmp / "long_answers.py"  # so that updates meet some of them, also on a busy machine
-    long.write_text(LONG_ANSWERS)
-    flags += ["--custom-generate-function-path", f"{long}:generate", "--rollout-max-response-len", 400]
+    flags += ["--custom-generate-function-path", long_answers, "--rollout-max-response-len", 400]
     first = runner.run(*flags, name="first", script=SCRIPT)
     assert_accounted(first, 6)
     schedule = first.folder / "schedule.jsonl"

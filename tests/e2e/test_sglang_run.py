@@ -80,7 +80,9 @@ def test_a_server_that_runs_already_gets_weights_by_disk_and_lives_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["retract", "abort"])
-def test_new_weights_go_through_a_standing_pool(runner, sglang_flags: list[object], tmp_path: Path, mode: str) -> None:
+def test_new_weights_go_through_a_standing_pool(
+    runner, sglang_flags: list[object], long_answers: str, tmp_path: Path, mode: str
+) -> None:
     """Answers of 400 tokens meet the updates; each token's log-prob stays near that of the weights it names."""
     from types import SimpleNamespace
 
@@ -89,15 +91,10 @@ def test_new_weights_go_through_a_standing_pool(runner, sglang_flags: list[objec
     from slime.observability.debug_data import load_rollout
 
     steps, dump = 4, str(tmp_path / "dump" / "{rollout_id}.pt")
-    (tmp_path / "long_answers.py").write_text(
-        "from slime.rollout.generate import generate as ask\n"
-        "async def generate(args, sample, sampling_params):\n"
-        "    return await ask(args, sample, sampling_params | {'ignore_eos': True})\n"
-    )
     result = runner.run(
         *sglang_flags, "--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
         "--async-buffer-size", 2, "--num-rollout", steps, "--rollout-max-response-len", 400, "--lr", "1e-5",
-        "--custom-generate-function-path", f"{tmp_path / 'long_answers.py'}:generate",
+        "--custom-generate-function-path", long_answers,
         "--update-weight-pause-mode", mode, "--save-debug-rollout-data", dump, script="train_async.py", timeout=600,
     )  # fmt: skip
     assert result.code == 0, result.output
