@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # for hooks by name
 
 from simulated_engines import Engines, SimulatedLoop, SpeedCurve
 
-from slime.cluster.rollout_manager import collect_young_garbage_only
+from slime.cluster.garbage import GarbageCollection
 from slime.config.args import Args
 from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSourceWithBuffer
@@ -133,6 +133,7 @@ class Run:
         self.now = asyncio.get_running_loop().time
         self.trained: list[int] = []
         self.staleness: list[int] = []
+        self.garbage = GarbageCollection()
         self.generating = 0.0
 
     @property
@@ -186,7 +187,7 @@ class Run:
                     admission.admit()
                     generating = True
                 output = await generate(step)
-                gc.collect()  # as the rollout manager does
+                self.garbage.collect()  # as the rollout manager does
                 async with changed:
                     generating = False
                     finished.append(output)
@@ -249,7 +250,6 @@ def simulate(setting: Setting, mode: Mode, train_seconds: float = 0.0) -> Result
         return Result(run, loop.time(), cpu)
 
     thresholds = gc.get_threshold()
-    collect_young_garbage_only()
     try:
         return loop.run_until_complete(go())
     finally:
@@ -291,7 +291,7 @@ def mean_gains(setting: Setting, seeds: int, modes: tuple[Mode, ...], ratio: flo
 def scheduling_cost(engines: int, repeats: int, least_groups: int = 4096) -> dict[str, float]:
     """CPU microseconds per group of 2 samples: fully asynchronous, 4 slots and two groups a step for each engine."""
     batch = 2 * engines
-    steps = max(2, least_groups // batch)
+    steps = max(8, least_groups // batch)
     setting = Setting(engines, slots=4, batch=batch, samples=2, steps=steps)
     costs = []
     for _ in range(repeats):

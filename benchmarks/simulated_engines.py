@@ -69,7 +69,7 @@ class _Engine:
         self.steps = 0.0  # done until ``since``
         self.since = 0.0
         self.running: list[tuple[float, int, asyncio.Future[None]]] = []  # a heap by the step that ends each
-        self.timer: asyncio.TimerHandle | None = None
+        self.plan = 0  # its newest in Engines._due
 
 
 class Engines:
@@ -88,6 +88,9 @@ class Engines:
         self.tokens = 0
         self._requests = 0
         self._least = [(0, number) for number in range(count)]  # a heap; entries may be out of date
+        self._due: list[tuple[float, int, _Engine]] = []  # likewise: when, which plan, whose
+        self._plans = 0
+        self._timer: asyncio.TimerHandle | None = None  # one for all: asyncio's cost more the more there are
 
     async def generate(self, tokens: int) -> None:
         """Until ``tokens`` are decoded."""
@@ -133,17 +136,29 @@ class Engines:
         self._plan(engine)
 
     def _plan(self, engine: _Engine) -> None:
-        """Wake when the next of its requests ends."""
-        if engine.timer is not None:
-            engine.timer.cancel()
-            engine.timer = None
+        """Note when the next of its requests ends."""
+        self._plans += 1
+        engine.plan = self._plans
         if engine.running and not self.paused:
             steps = max(engine.running[0][0] - engine.steps, 0.0)
             seconds = steps * self.curve.step_seconds(len(engine.running))
-            engine.timer = self.loop.call_later(seconds, self._end, engine)
+            heapq.heappush(self._due, (self.loop.time() + seconds, engine.plan, engine))
+        self._set_timer()
 
-    def _end(self, engine: _Engine) -> None:
+    def _set_timer(self) -> None:
+        while self._due and self._due[0][1] != self._due[0][2].plan:
+            heapq.heappop(self._due)
+        if self._timer is not None:
+            if self._due and self._due[0][0] == self._timer.when():
+                return
+            self._timer.cancel()
+        self._timer = self.loop.call_at(self._due[0][0], self._end) if self._due else None
+
+    def _end(self) -> None:
+        """End the requests of the engine that is due."""
         started = time.process_time()
+        self._timer = None
+        engine = heapq.heappop(self._due)[2]
         self._catch_up(engine)
         while engine.running and engine.running[0][0] <= engine.steps + 1e-6:
             done = heapq.heappop(engine.running)[2]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.cluster.garbage import GarbageCollection
 from slime.engines.background import run
 
 if TYPE_CHECKING:
@@ -23,18 +23,6 @@ CONTROL_DEADLINE_SECONDS = 600.0
 IDLE_DEADLINE_SECONDS = 60.0
 
 
-def collect_young_garbage_only() -> None:
-    """Have Python's collector look at all objects only when told to, once per rollout, and never at those of now.
-
-    An answer of 1024 tokens is 1024 small lists: looking for cycles every few hundred costs six times as much as
-    decoding them. And by itself Python goes over all samples under way each time their number has grown by a quarter,
-    which was half of the CPU time of scheduling with thousands of groups under way.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 1 << 30)
-
-
 class RolloutManager:
     """One per run. Generation runs on one thread; :meth:`status` answers meanwhile on another."""
 
@@ -45,7 +33,7 @@ class RolloutManager:
 
         self.log_dir = Path(run_dir) / "logs"
         redirect_output(self.log_dir, "rollout-manager")
-        collect_young_garbage_only()
+        self.garbage = GarbageCollection()
         self.args = args
         self.run_dir = Path(run_dir)
         self.layout = layout
@@ -189,7 +177,7 @@ class RolloutManager:
         groups, metrics = self._rollout(rollout_id)
         metrics.update(self._fault_counts())
         rollout = Rollout(groups, metrics, time.perf_counter() - start)
-        gc.collect()
+        self.garbage.collect()
 
         async def complete() -> None:  # on the thread that the pool lives on
             self.state.complete(rollout_id, rollout)

@@ -20,7 +20,7 @@ Group = list[Any]
 """The samples of one prompt. An element is a Sample, or a list of them where one rollout fanned out."""
 
 
-@dataclass
+@dataclass(slots=True)
 class SpecInfo:
     """Counters of speculative decoding, summed over the engine calls of a sample."""
 
@@ -47,7 +47,7 @@ class SpecInfo:
         self.completion_token_num += meta_info.get("completion_tokens", 0)
 
 
-@dataclass
+@dataclass(slots=True)
 class PrefixCacheInfo:
     """How much of the prompts the engine found in its cache, summed over the engine calls of a sample."""
 
