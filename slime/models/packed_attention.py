@@ -70,7 +70,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, wi
         k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
     size = v.shape[-1]
     if _has_varlen_kernel(q) and size <= k.shape[-1]:
-        v = F.pad(v, (0, k.shape[-1] - size))  # one head size for all three (MLA has 192 and 128)
+        if size < k.shape[-1]:
+            v = F.pad(v, (0, k.shape[-1] - size))  # one head size for all three (MLA has 192 and 128)
         return _varlen(q, k, v, pack, scale, window)[..., :size]
     if q.device.type == "cpu" and window < 0 and k.shape[-1] == size and pack.group is None:
         return packed_attention_cpu(q, k, v, pack, scale)

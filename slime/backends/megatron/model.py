@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.modules import PackedRotary, ReplicatedLinear, device_of
+from slime.backends.megatron.modules import LatentRotary, PackedRotary, ReplicatedLinear, device_of
 from slime.backends.megatron.spec import block_spec
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
@@ -173,7 +173,7 @@ def _adapt(model: PolicyModel, config: Any) -> None:
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
     for layer in model.decoder.layers if config.multi_latent_attention else ():
         attention = layer.self_attention
-        attention.rotary_pos_emb = PackedRotary(attention.rotary_pos_emb, mla=True)
+        attention.rotary_pos_emb = LatentRotary(attention.rotary_pos_emb)
         keys = config.kv_lora_rank + config.qk_pos_emb_head_dim
         attention.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, keys)
         if config.q_lora_rank is not None:

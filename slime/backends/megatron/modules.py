@@ -1,8 +1,9 @@
 """Building blocks that megatron-core has only with Transformer Engine: norm, attention over packs, rotary positions,
-experts in one product."""
+experts in one product, and an MLP that keeps no more than a backward pass must have."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
 
 from slime.models.packed_attention import attend
@@ -21,10 +24,12 @@ from slime.models.segments import PackSegments
 @dataclass
 class Pack(PackedSeqParams):
     """A micro-batch's layout, handed down to every layer. ``qkv_format`` stays None: Megatron then leaves the
-    ``[T, 1, ...]`` layout alone, and rotary positions come per token."""
+    ``[T, 1, ...]`` layout alone."""
 
     positions: Tensor | None = None
     """int64 ``[T]``: position of each of this rank's tokens in its own sample."""
+    angles: Tensor | None = None
+    """float32 ``[T, 1, rotary dims]``, by which the heads are turned; made of the positions once for all layers."""
     segments: PackSegments | None = None
 
 
@@ -45,6 +50,16 @@ class RMSNorm(nn.Module):
 def device_of(config: Any) -> torch.device | str | int:
     """Where parameters are made."""
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def plain_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """In the place of Megatron's bias-dropout-add, which keeps a mask of ones where there is no dropout."""
+
+    def add(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        x, bias = x_with_bias
+        return residual + (x if bias is None else x + bias)
+
+    return add
 
 
 class NormedResidual(nn.Module):
@@ -77,6 +92,8 @@ class PackedCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        skipped = config.no_rope_freq
+        self.turns = not config.multi_latent_attention and not (skipped and skipped[layer_number - 1])
 
     def forward(
         self,
@@ -90,9 +107,38 @@ class PackedCoreAttention(MegatronModule):
         """query ``[T, 1, H, d]`` or ``[T, H, d]``, key and value with their own heads → ``[T, 1, H · d_v]``."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, "packs only"
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        if self.turns and packed_seq_params.angles is not None:
+            q, k = (turn_heads(x, packed_seq_params.angles, self.config.rotary_interleaved) for x in (q, k))
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         out = attend(q, k, v, packed_seq_params.segments, scale)
         return out.reshape(out.shape[0], 1, -1)
+
+
+def fused_on_cuda(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """One kernel for all that ``fn`` does to its first argument, where that is on a GPU."""
+    compiled = torch.compile(fn, dynamic=True)
+
+    @functools.wraps(fn)
+    def call(x: Tensor, *args: Any) -> Tensor:
+        return compiled(x, *args) if x.is_cuda else fn(x, *args)
+
+    return call
+
+
+@fused_on_cuda
+def turn_heads(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Rotary positions: ``x [T, H, d]`` by ``angles [T, 1, r]``, of which each appears twice; the last ``d - r``
+    features stay. Pairs are the halves of the first ``r``, or ``interleaved`` neighbours."""
+    size = angles.shape[-1]
+    whole, x = x, x[..., :size]
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    if interleaved:
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        other = torch.cat((-second, first), -1)
+    turned = x * cos + other * sin
+    return turned if size == whole.shape[-1] else torch.cat((turned, whole[..., size:]), -1)
 
 
 class ReplicatedLinear(nn.Module):
@@ -115,14 +161,15 @@ class ReplicatedLinear(nn.Module):
 class PackedRotary(nn.Module):
     """Rotary angles per token of a pack, with the frequencies of one of megatron-core's embeddings.
 
-    Megatron asks first for a length, then for the angles of that length; here the "length" is the positions.
+    Megatron asks first for a length, then for the angles of that length. Here the first call puts the angles into the
+    pack, where the attention finds them, and the second has none for Megatron to turn the heads by.
     """
 
     frequencies: Tensor
 
-    def __init__(self, source: Any, mla: bool = False) -> None:
+    def __init__(self, source: Any) -> None:
         super().__init__()
-        self.interleaved, self.mla = source.rotary_interleaved, mla
+        self.interleaved = source.rotary_interleaved
         self.scale: float | None = None
         frequencies = source.inv_freq
         if hasattr(source, "inv_freq_extra"):  # YaRN: the angles of position 1 are its frequencies
@@ -130,18 +177,79 @@ class PackedRotary(nn.Module):
             frequencies, self.scale = angles[1].flatten()[: angles.shape[-1] // 2], float(scale)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
-    def get_rotary_seq_len(self, context: Any, transformer: Any, x: Any, config: Any, pack: Pack, **_: Any) -> Tensor:
+    def get_rotary_seq_len(self, context: Any, transformer: Any, x: Any, config: Any, pack: Pack, **_: Any) -> Any:
         assert pack.positions is not None
-        return pack.positions
+        pack.angles = self.angles(pack.positions)
 
-    def forward(self, positions: Tensor, **_: Any) -> Any:
-        """float32 ``[T, 1, 1, rotary dims]``; MLA, whose packs have no batch dimension: ``[T, 1, rotary dims]``.
-        With YaRN also its scale."""
+    def forward(self, length: Any, **_: Any) -> Any:
+        return None
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """float32 ``[T, 1, rotary dims]``."""
         self.frequencies = self.frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.frequencies)
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
-        angles = angles.view(len(positions), *(1,) * (1 if self.mla else 2), -1)
+        return angles.unsqueeze(1)
+
+
+class LatentRotary(PackedRotary):
+    """For latent attention, which turns a part of its heads by itself: the "length" is the positions."""
+
+    def get_rotary_seq_len(self, context: Any, transformer: Any, x: Any, config: Any, pack: Pack, **_: Any) -> Any:
+        return pack.positions
+
+    def forward(self, length: Any, **_: Any) -> Any:
+        """float32 ``[T, 1, rotary dims]``; with YaRN also its scale."""
+        angles = self.angles(length)
         return angles if self.scale is None else (angles, self.scale)
+
+
+def without_keeping(linear: Callable[[Tensor], Any], make: Callable[[Tensor], Tensor], source: Tensor) -> Any:
+    """``linear(make(source))``, whose backward pass makes the argument again from ``source`` instead of keeping it."""
+    inner = make(source)
+    place, size = inner.data_ptr(), inner.numel()
+
+    def pack(x: Tensor) -> Tensor | torch.Size:
+        return x.shape if x.data_ptr() == place and x.numel() == size else x
+
+    def unpack(kept: Tensor | torch.Size) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        with torch.no_grad():
+            return make(source).view(kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return linear(inner)
+
+
+class GatedMLP(MLP):
+    """Megatron's, without the product of gate and up among what is kept for the backward pass."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+        """``[T, 1, H]`` -> the same, and the bias that is still to be added."""
+        plain = per_token_scale is None and self.config.activation_func_clamp_value is None
+        if not plain or self.config.glu_linear_offset:
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        gate_up, bias = self.linear_fc1(hidden_states)
+        return without_keeping(self.linear_fc2, swiglu, gate_up if bias is None else gate_up + bias)
+
+
+class GatedSharedExperts(SharedExpertMLP, GatedMLP):
+    """The experts that see every token, likewise."""
+
+
+@fused_on_cuda
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) · up`` of ``[..., 2 f]`` -> ``[..., f]``."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@fused_on_cuda
+def weighted_swiglu(gate_up: Tensor, weights: Tensor) -> Tensor:
+    """The same, each row by its own weight: ``[N, 2 f]``, ``[N]`` -> ``[N, f]``."""
+    gate, up = gate_up.chunk(2, -1)
+    return (F.silu(gate) * up * weights.unsqueeze(-1)).to(gate_up.dtype)
 
 
 class GroupedExperts(MegatronModule):
@@ -169,9 +277,8 @@ class GroupedExperts(MegatronModule):
         """tokens ``[N, H]``, probs ``[N]`` → ``[N, H]``, this rank's share where ETP is over 1."""
         counts = tokens_per_expert.to(tokens.device, torch.int64)
         gate_up = grouped_linear(tokens, self.gate_up.flatten(1, 2), counts)
-        gate, up = gate_up.chunk(2, -1)
-        inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(tokens.dtype)
-        return grouped_linear(inner, self.down, counts), None
+        down = lambda inner: grouped_linear(inner, self.down, counts)  # noqa: E731
+        return without_keeping(down, lambda x: weighted_swiglu(x, probs), gate_up), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None

@@ -1,17 +1,15 @@
-"""The one layer specification: megatron-core's own parallel layers, and slime's norm, attention and experts."""
+"""The one layer specification: megatron-core's own parallel layers, and slime's norm, attention, MLP and experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -21,7 +19,15 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from slime.backends.megatron.modules import GroupedExperts, NormedResidual, PackedCoreAttention, RMSNorm
+from slime.backends.megatron.modules import (
+    GatedMLP,
+    GatedSharedExperts,
+    GroupedExperts,
+    NormedResidual,
+    PackedCoreAttention,
+    RMSNorm,
+    plain_residual,
+)
 from slime.weights.maps.family import Settings, moe_layers
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
@@ -45,10 +51,10 @@ def layer_spec(config: Any, settings: Settings, with_experts: bool) -> ModuleSpe
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
-            self_attn_bda=normed if settings.get("post_self_attn_layernorm") else get_bias_dropout_add,
+            self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain_residual,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_experts() if with_experts else ModuleSpec(module=MLP, submodules=_mlp()),
-            mlp_bda=normed if settings.get("post_mlp_layernorm") else get_bias_dropout_add,
+            mlp=_experts() if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp()),
+            mlp_bda=normed if settings.get("post_mlp_layernorm") else plain_residual,
         ),
     )
 
@@ -91,6 +97,6 @@ def _mlp() -> MLPSubmodules:
 
 
 def _experts() -> ModuleSpec:
-    shared = ModuleSpec(module=SharedExpertMLP, submodules=_mlp())
+    shared = ModuleSpec(module=GatedSharedExperts, submodules=_mlp())
     submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
     return ModuleSpec(module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})

@@ -1,0 +1,63 @@
+"""The building blocks by themselves, in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slime.backends.megatron.core import prepare
+
+pytestmark = pytest.mark.megatron
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size", [8, 16])
+def test_heads_turn_as_megatron_turns_them(interleaved: bool, size: int) -> None:
+    prepare()
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    from slime.backends.megatron.modules import turn_heads
+
+    heads = torch.randn(7, 3, 16)
+    angles = torch.randn(7, 1, size // 2)
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
+    theirs = _apply_rotary_pos_emb_bshd(heads.unsqueeze(1), angles.unsqueeze(1), interleaved).squeeze(1)
+    assert torch.equal(turn_heads(heads, angles, interleaved), theirs)
+
+
+def test_the_middle_of_an_mlp_is_made_again_and_not_kept() -> None:
+    prepare()
+    from slime.backends.megatron.modules import swiglu, without_keeping
+
+    kept: list[int] = []
+
+    def note(x: Tensor) -> Tensor:
+        kept.append(x.data_ptr())
+        return x
+
+    def gradients(remade: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        x, up = torch.randn(5, 4, requires_grad=True), torch.randn(4, 12, requires_grad=True)
+        down = torch.randn(6, 3, requires_grad=True)
+        made: list[int] = []
+
+        def middle(gate_up: Tensor) -> Tensor:
+            inner = swiglu(gate_up)
+            made.append(inner.data_ptr())
+            return inner
+
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            gate_up = x @ up
+            project = lambda inner: inner @ down  # noqa: E731
+            out = without_keeping(project, middle, gate_up) if remade else project(middle(gate_up))
+        before = len(made)
+        (out**2).sum().backward()
+        assert (made[0] in kept) is not remade
+        return [tensor.grad for tensor in (x, up, down) if tensor.grad is not None], len(made) - before
+
+    plain, none = gradients(remade=False)
+    remade, once = gradients(remade=True)
+    assert (none, once) == (0, 1)
+    assert len(plain) == 3 and all(torch.equal(a, b) for a, b in zip(plain, remade, strict=True))
