@@ -2,6 +2,7 @@
 
     python benchmarks/async_run.py                                   # CPU: overlap adds no compute there
     python benchmarks/async_run.py --device cuda --tail 192 --model MODEL --seeds 1  # trainer and engine on a GPU each
+    python benchmarks/async_run.py --device cuda --one-gpu --tail 192 --model MODEL --seeds 1  # both on the same
 
 Every run is a process of its own: the synchronous loop with each of ``--seeds``, then ``train_async.py`` with the
 first seed, once with ``--async-buffer-size 1`` and once with the standing pool of groups, through which updates go.
@@ -55,6 +56,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1,2,3", help="of the synchronous runs (default: 1,2,3)")
     parser.add_argument("--num-rollout", type=int, default=8, help="steps of each run (default: 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--one-gpu", action="store_true", help="Ray counts the one GPU twice: both sides share it")
     parser.add_argument("--deadline", type=float, default=1200, help="seconds of one run (default: 1200)")
     parser.add_argument("--tail", type=int, metavar="MEDIAN", help="answers with a long tail of lengths, in tokens")
     parser.add_argument("--flags", default="", help='more flags for every run: --flags="--train-dtype bfloat16"')
@@ -69,6 +71,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    if args.one_gpu:
+        count_the_gpu_twice()
     rows: list[dict[str, Any]] = []
     for kind, seed in [*((kind, args.seeds[0]) for kind in KINDS), *(("sync", seed) for seed in args.seeds[1:])]:
         folder = args.output_dir / "runs" / f"{kind}-seed{seed}"
@@ -80,9 +84,35 @@ def main() -> int:
         print(f"{folder.name}: {rows[-1]}", flush=True)
     verdict = judge(rows, compare_rewards=args.tail is None)
     print_table(rows)
-    given = {"device": args.device, "steps": args.num_rollout, "tail": args.tail, "model": args.model.name}
+    given = {
+        "device": args.device,
+        "steps": args.num_rollout,
+        "one_gpu": args.one_gpu,
+        "tail": args.tail,
+        "model": args.model.name,
+    }
     print(json.dumps({**given, "runs": rows, **verdict}))
     return 0 if verdict.get("within_spread", True) else 1
+
+
+def count_the_gpu_twice() -> None:
+    """Start the cluster that the runs connect to; it ends with this process."""
+    from slime.cluster.session import QUIET_ENVIRONMENT
+
+    os.environ.update(QUIET_ENVIRONMENT, CUDA_VISIBLE_DEVICES="0,0")
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=2,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=4 * 2**30,
+        log_to_driver=False,
+    )
+    os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def start(args: argparse.Namespace, kind: str, seed: int, name: str) -> str | None:

@@ -43,9 +43,12 @@ class Part:
     show: Callable[[Figures], str]
 
 
-def script(name: str, *words: Any) -> Callable[[argparse.Namespace, Path], list[Any]]:
+def script(name: str, *words: Any, flags: tuple[Any, ...] = ()) -> Callable[[argparse.Namespace, Path], list[Any]]:
+    """One of the scripts; ``flags`` are the trainer's."""
+
     def command(options: argparse.Namespace, folder: Path) -> list[Any]:
-        return [sys.executable, BENCHMARKS / name, *words, "--output", folder, *trial(options)]
+        own = [sys.executable, BENCHMARKS / name, *words, "--output", folder, *trial(options)]
+        return [*own, *(("--", *flags) if flags else ())]
 
     return command
 
@@ -128,6 +131,7 @@ def show_any(f: Figures) -> str:
 
 
 MEGATRON = ("--backend", "megatron")
+EXPERTS = ("--shape", "qwen3-30b-a3b-10-layers", "--tokens", 8192, "--recompute")
 TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer")
 PARTS: dict[str, Part] = {
     "cuda_tests": Part(150, cuda_tests, show_any),
@@ -136,6 +140,9 @@ PARTS: dict[str, Part] = {
     "mfu_not_compiled": Part(200, script("train_mfu.py", "--no-compile", "--recompute", "--steps", 3), show_mfu),
     "mfu_gpus": Part(300, several_gpus(), show_mfu),
     "mfu_megatron": Part(300, script("train_mfu.py", *MEGATRON), show_mfu),
+    "mfu_megatron_experts": Part(
+        300, script("train_mfu.py", *MEGATRON, *EXPERTS, flags=("--grad-reduce-in-bf16",)), show_mfu
+    ),
     "mfu_megatron_gpus": Part(300, several_gpus(*MEGATRON, flags=TP2), show_mfu),
     "rollout": Part(420, script("rollout_throughput.py", "--seconds", 260), show_rollout),
     "colocate": Part(240, script("colocate.py"), show_colocate),

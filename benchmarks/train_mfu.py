@@ -176,7 +176,8 @@ def expected_memory(backend: Any, config: Any, options: argparse.Namespace, rest
     else:  # bf16 weights; float32 masters and moments, over the data-parallel ranks with the distributed optimizer
         own = [p for chunk in backend.chunks for p in chunk.parameters()]
         shared = layout.dp if backend.args.megatron.get("use_distributed_optimizer") else 1
-        bytes_each = {"weights": 2.0, "gradients": 4.0, "optimizer": 12.0 / shared}
+        gradient = 2.0 if backend.args.megatron.get("grad_reduce_in_bf16") else 4.0
+        bytes_each = {"weights": 2.0, "gradients": gradient, "optimizer": 12.0 / shared}
     parameters = sum(p.numel() for p in own)
     model_parallel = 1 if layout is None else layout.tp * layout.pp * layout.cp
     c = config
