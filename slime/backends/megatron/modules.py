@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from slime.models.packed_attention import attend
 from slime.models.segments import PackSegments
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+COMPILED_VARIANTS = 64  # of each function below, over all sizes behind the first; torch's own limit is 8
+
 
 @dataclass
 class Pack(PackedSeqParams):
@@ -28,9 +32,35 @@ class Pack(PackedSeqParams):
 
     positions: Tensor | None = None
     """int64 ``[T]``: position of each of this rank's tokens in its own sample."""
-    angles: Tensor | None = None
-    """float32 ``[T, 1, rotary dims]``, by which the heads are turned; made of the positions once for all layers."""
+    cos_sin: tuple[Tensor, Tensor] | None = None
+    """``[T, 1, rotary dims]`` each, by which the heads are turned; made of the positions once for all layers."""
     segments: PackSegments | None = None
+
+
+def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """One kernel for what ``fn`` does, where its tensors are on a GPU: for any number of rows, and compiled anew for
+    other sizes behind them, since kernels with all sizes open are several times slower."""
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, COMPILED_VARIANTS)
+    compiled = torch.compile(fn)
+
+    @functools.wraps(fn)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        tensors = [x for x in args if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
+        if not tensors[0].is_cuda:
+            return fn(*args, **kwargs)
+        for x in tensors:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            torch._dynamo.mark_static(x, list(range(1, x.dim())))
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+@fused_on_cuda
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension."""
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class RMSNorm(nn.Module):
@@ -39,12 +69,11 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.shape = (hidden_size,)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def device_of(config: Any) -> torch.device | str | int:
@@ -107,38 +136,29 @@ class PackedCoreAttention(MegatronModule):
         """query ``[T, 1, H, d]`` or ``[T, H, d]``, key and value with their own heads → ``[T, 1, H · d_v]``."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, "packs only"
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
-        if self.turns and packed_seq_params.angles is not None:
-            q, k = (turn_heads(x, packed_seq_params.angles, self.config.rotary_interleaved) for x in (q, k))
+        if self.turns and packed_seq_params.cos_sin is not None:
+            q, k = turn_heads(q, k, *packed_seq_params.cos_sin, self.config.rotary_interleaved)
         scale = q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
         out = attend(q, k, v, packed_seq_params.segments, scale)
         return out.reshape(out.shape[0], 1, -1)
 
 
-def fused_on_cuda(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """One kernel for all that ``fn`` does to its first argument, where that is on a GPU."""
-    compiled = torch.compile(fn, dynamic=True)
-
-    @functools.wraps(fn)
-    def call(x: Tensor, *args: Any) -> Tensor:
-        return compiled(x, *args) if x.is_cuda else fn(x, *args)
-
-    return call
-
-
 @fused_on_cuda
-def turn_heads(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Rotary positions: ``x [T, H, d]`` by ``angles [T, 1, r]``, of which each appears twice; the last ``d - r``
-    features stay. Pairs are the halves of the first ``r``, or ``interleaved`` neighbours."""
-    size = angles.shape[-1]
-    whole, x = x, x[..., :size]
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+def turn_heads(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Rotary positions: ``q [T, H, d]``, ``k [T, H_kv, d]`` by ``cos, sin [T, 1, r]``, in which each angle is twice;
+    the last ``d - r`` features stay. Pairs are the halves of the first ``r``, or ``interleaved`` neighbours."""
+    return _turned(q, cos, sin, interleaved), _turned(k, cos, sin, interleaved)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    whole, x = x, x[..., : cos.shape[-1]]
     if interleaved:
         other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
         first, second = x.chunk(2, -1)
         other = torch.cat((-second, first), -1)
     turned = x * cos + other * sin
-    return turned if size == whole.shape[-1] else torch.cat((turned, whole[..., size:]), -1)
+    return turned if x.shape == whole.shape else torch.cat((turned, whole[..., x.shape[-1] :]), -1)
 
 
 class ReplicatedLinear(nn.Module):
@@ -161,8 +181,8 @@ class ReplicatedLinear(nn.Module):
 class PackedRotary(nn.Module):
     """Rotary angles per token of a pack, with the frequencies of one of megatron-core's embeddings.
 
-    Megatron asks first for a length, then for the angles of that length. Here the first call puts the angles into the
-    pack, where the attention finds them, and the second has none for Megatron to turn the heads by.
+    Megatron asks first for a length, then for the angles of that length. Here the first call puts their cosines and
+    sines into the pack, where the attention finds them, and the second has none for Megatron to turn the heads by.
     """
 
     frequencies: Tensor
@@ -179,7 +199,8 @@ class PackedRotary(nn.Module):
 
     def get_rotary_seq_len(self, context: Any, transformer: Any, x: Any, config: Any, pack: Pack, **_: Any) -> Any:
         assert pack.positions is not None
-        pack.angles = self.angles(pack.positions)
+        angles = self.angles(pack.positions)
+        pack.cos_sin = angles.cos().to(config.params_dtype), angles.sin().to(config.params_dtype)
 
     def forward(self, length: Any, **_: Any) -> Any:
         return None

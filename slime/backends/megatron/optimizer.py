@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.lr_schedule import LrSchedule
-from slime.backends.megatron.config import optimizer_config
+from slime.backends.megatron.config import DTYPES, optimizer_config
+from slime.backends.megatron.streamed_gradients import StreamedGradients
 
 
 class ScheduledOptimizer:
@@ -22,6 +24,9 @@ class ScheduledOptimizer:
         if torch.cuda.is_available():
             for group in self.chained.param_groups:  # Megatron's choice would take as much again as the moments
                 group.update(fused=True, foreach=False)
+        in_bf16 = args.megatron.get("grad_reduce_in_bf16") and DTYPES[args.train_dtype] == torch.bfloat16
+        streamed = bool(in_bf16 and args.megatron.get("use_distributed_optimizer", True))
+        self.streamed = [StreamedGradients(one) for one in self.chained.chained_optimizers] if streamed else []
         self.clip_grad = args.clip_grad
         self.steps = 0
         given = args.megatron
@@ -51,6 +56,8 @@ class ScheduledOptimizer:
     @torch.no_grad()
     def grad_norm(self) -> float:
         """Of the gradients of all ranks; after it they are ready for :meth:`step`."""
+        if self.streamed:
+            return math.sqrt(sum(one.squared_norm() for one in self.streamed))
         self.chained.prepare_grads()
         return float(self.chained.get_grad_norm())
 
@@ -58,7 +65,9 @@ class ScheduledOptimizer:
     def step(self, norm: float) -> float:
         """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
         used = self.lr
-        if self.clip_grad > 0:
+        for one in self.streamed:
+            one.step(min(self.clip_grad / (norm + 1e-6), 1.0) if self.clip_grad > 0 else 1.0)
+        if self.clip_grad > 0 and not self.streamed:
             for optimizer in self.chained.chained_optimizers:
                 if parameters := optimizer.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)

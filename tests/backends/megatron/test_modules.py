@@ -19,11 +19,12 @@ def test_heads_turn_as_megatron_turns_them(interleaved: bool, size: int) -> None
 
     from slime.backends.megatron.modules import turn_heads
 
-    heads = torch.randn(7, 3, 16)
+    q, k = torch.randn(7, 4, 16), torch.randn(7, 2, 16)
     angles = torch.randn(7, 1, size // 2)
     angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
-    theirs = _apply_rotary_pos_emb_bshd(heads.unsqueeze(1), angles.unsqueeze(1), interleaved).squeeze(1)
-    assert torch.equal(turn_heads(heads, angles, interleaved), theirs)
+    theirs = [_apply_rotary_pos_emb_bshd(x.unsqueeze(1), angles.unsqueeze(1), interleaved).squeeze(1) for x in (q, k)]
+    ours = turn_heads(q, k, angles.cos(), angles.sin(), interleaved)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_the_middle_of_an_mlp_is_made_again_and_not_kept() -> None:

@@ -1,0 +1,54 @@
+"""What the ranks of ``test_streamed_gradients.py`` run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def compare(rank: int, ports: Any, path: Path, megatron: dict[str, Any]) -> None:
+    """Two optimizer steps with gradients copied in pieces and at once: the same norms and weights."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    from megatron_ranks import leave_groups
+
+    from slime.backends.megatron import streamed_gradients
+
+    streamed_gradients.PIECE_BYTES = 4096
+    found = []
+    for number, clip in enumerate((1e9, 1e9, 1e-3, 1e-3)):
+        found.append(two_steps(rank, ports.get(number), path, megatron, clip, streamed=number % 2 == 0))
+        leave_groups()
+    for in_pieces, at_once in ((found[0], found[1]), (found[2], found[3])):
+        for a, b in zip(in_pieces["norms"], at_once["norms"], strict=True):
+            assert abs(a - b) <= 1e-5 * b, (a, b)
+        for one, other in zip(in_pieces["moments"], at_once["moments"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-3 * float(other.abs().max()))
+    for name, tensor in found[1]["weights"].items():
+        assert torch.equal(found[0]["weights"][name], tensor), name
+    for name, tensor in found[3]["weights"].items():  # clipped by norms that were summed in another order
+        torch.testing.assert_close(found[2]["weights"][name], tensor, rtol=1e-2, atol=1e-5)
+    assert any(not torch.equal(tensor, found[0]["loaded"][name]) for name, tensor in found[0]["weights"].items())
+
+
+def two_steps(rank: int, port: int, path: Path, megatron: dict[str, Any], clip: float, streamed: bool) -> Any:
+    from fsdp_helpers import make_args
+    from megatron_ranks import rank_batch
+
+    from slime.backends.create import create_backend
+    from slime.backends.train_loop import train_on_rollout
+
+    args = make_args(path, train_backend="megatron", world_size=2, train_dtype="bfloat16", clip_grad=clip, lr=1e-3)
+    args.megatron = {"grad_reduce_in_bf16": True, **megatron}
+    backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", port)
+    assert len(backend.optimizer.streamed) == len(backend.optimizer.chained.chained_optimizers)
+    assert sum(len(one.pieces) for one in backend.optimizer.streamed) > 4
+    if not streamed:
+        backend.optimizer.streamed = []
+    loaded = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    batches = [rank_batch(seed, 0, backend.data_parallel_rank, backend.data_parallel_size) for seed in (0, 3)]
+    norms = [train_on_rollout(backend, args, batch)[0]["train/grad_norm"] for batch in batches]
+    moments = [state["exp_avg"].clone() for state in backend.optimizer.states()]
+    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    return {"norms": norms, "moments": moments, "weights": weights, "loaded": loaded}
