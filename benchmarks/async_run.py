@@ -9,7 +9,7 @@ first seed, once with ``--async-buffer-size 1`` and once with the standing pool 
 Compared are, from traces and samples: wall time from the first request to the end of the last step; the share of
 training time in which the engines generated too; staleness; and the reward at equal samples, which is that of the
 weights that as many steps had trained (a rollout that is generated ahead shows the reward of older weights): its mean
-over the later half of the versions that all runs have should lie within the spread of the synchronous seeds.
+over all answers of the later half of the versions that all runs have should lie within the spread of the synchronous seeds.
 
 ``--tail MEDIAN`` measures time instead: 64 groups of 8 answers a step whose lengths are log-normal (sigma 1, cut at
 16 medians), with random rewards, which are not compared.
@@ -163,14 +163,15 @@ def measure(folder: Path) -> dict[str, Any]:
     }
 
 
-def reward_by_version(samples: Path) -> dict[int, float]:
-    """Mean reward of the answers that each version of the weights ended, by the steps that had trained it."""
+def reward_by_version(samples: Path) -> dict[int, tuple[float, int]]:
+    """Of the answers that each version of the weights ended, by the steps that had trained it: their mean reward, and
+    how many they are."""
     rewards: dict[int, list[float]] = {}
     for path in sorted(samples.glob("rollout_*.jsonl")):
         for line in path.read_text().splitlines():
             sample = json.loads(line)
             rewards.setdefault(int(sample["weight_versions"][-1].split(".")[1]), []).append(float(sample["reward"]))
-    return {version: round(statistics.fmean(values), 3) for version, values in sorted(rewards.items())}
+    return {version: (round(statistics.fmean(values), 3), len(values)) for version, values in sorted(rewards.items())}
 
 
 def intervals(traces: Path) -> tuple[list[Interval], list[Interval]]:
@@ -213,8 +214,9 @@ def judge(rows: list[dict[str, Any]], compare_rewards: bool = True) -> dict[str,
     if not compare_rewards:
         return times
     common = sorted(set.intersection(*(set(row["by_version"]) for row in rows)))
-    for row in rows:
-        row["late_reward"] = round(statistics.fmean(row["by_version"][v] for v in common[len(common) // 2 :]), 3)
+    for row in rows:  # the last version that all have may have ended few answers of a run
+        late = [row["by_version"][v] for v in common[len(common) // 2 :]]
+        row["late_reward"] = round(sum(reward * n for reward, n in late) / sum(n for _, n in late), 3)
     sync = [row for row in rows if row["kind"] == "sync"]
     low, high = min(row["late_reward"] for row in sync), max(row["late_reward"] for row in sync)
     margin = (high - low) / 2

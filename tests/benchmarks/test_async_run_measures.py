@@ -43,7 +43,7 @@ def test_overlap_is_the_share_of_training_in_which_engines_generate(bench: Modul
 
 
 def row(kind: str, late: float, seconds: float = 10.0, versions: int = 4) -> dict[str, object]:
-    return {"kind": kind, "by_version": {v: late if v else 0.1 for v in range(versions)}, "seconds": seconds}
+    return {"kind": kind, "by_version": {v: (late if v else 0.1, 8) for v in range(versions)}, "seconds": seconds}
 
 
 def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(bench: ModuleType) -> None:
@@ -56,9 +56,16 @@ def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(benc
     assert not bench.judge([*sync, row("one-step", 0.54), row("fully-async", 0.7)])["within_spread"]
 
 
+def test_a_version_weighs_as_much_as_the_answers_it_ended(bench: ModuleType) -> None:
+    rows = [row("sync", 0.9), row("one-step", 0.9)]
+    rows[1]["by_version"] = {0: (0.1, 8), 1: (0.9, 8), 2: (0.9, 15), 3: (0.0, 1)}
+    assert bench.judge(rows)["within_spread"] is False
+    assert rows[1]["late_reward"] == pytest.approx(0.9 * 15 / 16, abs=1e-3)
+
+
 def test_rewards_belong_to_the_weights_that_made_them(bench: ModuleType, tmp_path: Path) -> None:
     made = [[("0.0", 0.0), ("0.0", 1.0)], [("0.0", 1.0), ("0.1", 1.0)], [("0.1", 0.0)]]
     for number, samples in enumerate(made):
         lines = [json.dumps({"weight_versions": ["0.0", version], "reward": reward}) for version, reward in samples]
         (tmp_path / f"rollout_{number:06d}.jsonl").write_text("\n".join(lines))
-    assert bench.reward_by_version(tmp_path) == {0: 0.667, 1: 0.5}
+    assert bench.reward_by_version(tmp_path) == {0: (0.667, 3), 1: (0.5, 2)}

@@ -23,7 +23,7 @@ from slime.backends.loss import (
     needs_entropy,
     needs_logits,
 )
-from slime.backends.megatron import groups
+from slime.backends.megatron import groups, modules
 from slime.backends.megatron.checkpoint import load_training_state, load_weights, save_training_state
 from slime.backends.megatron.config import ddp_config, transformer_config
 from slime.backends.megatron.core import MegatronError
@@ -69,6 +69,7 @@ class MegatronBackend(StepAccounting):
         self.share_reduce = DataParallelReduce(with_context.size(), device, with_context)
         if args.custom_megatron_init_path:
             load_function(args.custom_megatron_init_path)(args)
+        modules.fuse(bool(args.compile_layers))
         self._build_model()
         self.builder = PackBuilder(
             device=device,

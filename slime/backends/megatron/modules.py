@@ -37,6 +37,15 @@ class Pack(PackedSeqParams):
     segments: PackSegments | None = None
 
 
+_fused = True
+
+
+def fuse(on: bool) -> None:
+    """Whether this process compiles the functions below for its GPU (``--no-compile-layers``: not)."""
+    global _fused
+    _fused = on
+
+
 def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """One kernel for what ``fn`` does, where its tensors are on a GPU: for any number of rows, and compiled anew for
     other sizes behind them, since kernels with all sizes open are several times slower."""
@@ -47,7 +56,7 @@ def fused_on_cuda(fn: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Re
     @functools.wraps(fn)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         tensors = [x for x in args if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)]
-        if not tensors[0].is_cuda:
+        if not (_fused and tensors[0].is_cuda):
             return fn(*args, **kwargs)
         for x in tensors:
             torch._dynamo.maybe_mark_dynamic(x, 0)

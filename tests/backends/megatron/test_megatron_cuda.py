@@ -34,13 +34,13 @@ def one_step(backend: Any) -> tuple[list[torch.Tensor], dict[str, float]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe", "deepseek_v3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gpu_and_cpu_agree(family: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "fused"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path) -> None:
     """float32 goes through padded attention and one product per expert, bfloat16 through varlen attention and
-    ``grouped_mm``."""
+    ``grouped_mm``; ``fused`` compiles norms, rotation and activations."""
     path = save_family(family, tmp_path / family)
     expected, metrics = one_step(make_backend(make_args(path)))
-    backend = on_gpu(path, train_dtype=dtype, compile_layers=False)
+    backend = on_gpu(path, train_dtype=dtype, compile_layers=fused)
     scores, found = one_step(backend)
     # In bfloat16 a token may go to another expert; most must agree all the same.
     gaps = torch.cat([(a - b).abs() for a, b in zip(scores, expected, strict=True)])
