@@ -9,7 +9,8 @@ first seed, once with ``--async-buffer-size 1`` and once with the standing pool 
 Compared are, from traces and samples: wall time from the first request to the end of the last step; the share of
 training time in which the engines generated too; staleness; and the reward at equal samples, which is that of the
 weights that as many steps had trained (a rollout that is generated ahead shows the reward of older weights): its mean
-over all answers of the later half of the versions that all runs have should lie within the spread of the synchronous seeds.
+over all answers of the later half of the versions that all runs have should lie within the spread of the synchronous
+seeds.
 
 ``--tail MEDIAN`` measures time instead: 64 groups of 8 answers a step whose lengths are log-normal (sigma 1, cut at
 16 medians), with random rewards, which are not compared.
