@@ -32,7 +32,8 @@ STEP_NUMBERS = (  # name, label, format; those that a step has are shown
     ("rollout/truncated_ratio", "cut", "{:.0%}"),
     ("perf/tokens_per_gpu_per_sec", "tokens/s", "{:.0f}"),
 )
-STEP_PHASES = ("rollout", "train", "update_weights")
+STEP_PHASES = ("rollout", "train", "update_weights")  # always in the line of a step; others where they take long
+LONG_SHARE = 0.05
 LABELS = {"update_weights": "sync"}
 
 
@@ -143,7 +144,7 @@ class Display:
         return self.timers.pop()
 
     def step_line(self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, Any]) -> None:
-        """One lasting line per step: reward with its course so far, loss, time by phase."""
+        """One lasting line per step: reward with its course so far, loss, its whole time and what took it."""
         reward = next((metrics[key] for key in REWARD_KEYS if metrics.get(key) is not None), None)
         text = Text.assemble((f"step {rollout_id + 1}/{num_rollout or '?'}", "bold"))
         if reward is not None:
@@ -153,11 +154,12 @@ class Display:
         for key, label, form in STEP_NUMBERS:
             if metrics.get(key) is not None:
                 text.append(f"  {label} {form.format(float(metrics[key]))}")
-        times = {name: seconds for name, seconds in self._step_times.items() if name in STEP_PHASES}
-        self._step_times = {}
+        times, self._step_times = self._step_times, {}
         if times:
-            parts = " + ".join(f"{LABELS.get(name, name)} {seconds:.1f}" for name, seconds in times.items())
-            text.append(f"  {sum(times.values()):.1f} s ({parts})", style="dim")
+            total = float(metrics.get("perf/step_time") or sum(times.values()))
+            shown = {name: s for name, s in times.items() if name in STEP_PHASES or s > LONG_SHARE * total}
+            parts = " + ".join(f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}" for name, s in shown.items())
+            text.append(f"  {total:.1f} s ({parts})", style="dim")
         self._print(text)
 
     def eval_line(self, rollout_id: int, metrics: Mapping[str, Any]) -> None:

@@ -90,6 +90,18 @@ def test_a_file_gets_one_plain_line_a_phase_and_a_step(tmp_path: Path) -> None:
     assert display.pop_times() == {} and display.finish() is None
 
 
+def test_a_step_line_tells_its_whole_time_and_every_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("slime.observability.display.time.monotonic", lambda: now)
+    out = io.StringIO()
+    display = Display(SimpleNamespace(), None, Console(file=out, width=200))
+    for name, seconds in (("rollout", 0.0), ("train", 9.0), ("drain", 5.0), ("update_weights", 0.2), ("audit", 0.1)):
+        with display.phase(name):
+            now += seconds
+    display.step_line(0, 2, {"perf/step_time": 14.6})
+    assert out.getvalue().splitlines()[-1].endswith("14.6 s (rollout 0.0 + train 9.0 + drain 5.0 + sync 0.2)")
+
+
 def test_a_terminal_gets_a_live_line_that_goes_away_also_after_an_error() -> None:
     out = io.StringIO()
     display = Display(SimpleNamespace(), None, Console(file=out, width=80, force_terminal=True))
