@@ -29,7 +29,11 @@ class StreamedGradients:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
-        self.pieces = [] if optimizer.is_stub_optimizer else _pieces(optimizer)
+
+    @property
+    def pieces(self) -> list[list[_Pair]]:
+        """Parameters whose gradients are float32 at the same time; made anew, since loading may replace tensors."""
+        return [] if self.optimizer.is_stub_optimizer else _pieces(self.optimizer)
 
     def squared_norm(self) -> float:
         """Of the gradients of all ranks that this optimizer knows of; every rank must ask."""
