@@ -155,6 +155,7 @@ class Display:
             if metrics.get(key) is not None:
                 text.append(f"  {label} {form.format(float(metrics[key]))}")
         times, self._step_times = self._step_times, {}
+        times.pop("start", None)  # not of a step
         if times:
             total = float(metrics.get("perf/step_time") or sum(times.values()))
             shown = {name: s for name, s in times.items() if name in STEP_PHASES or s > LONG_SHARE * total}

@@ -95,7 +95,14 @@ def test_a_step_line_tells_its_whole_time_and_every_long_wait(monkeypatch: pytes
     monkeypatch.setattr("slime.observability.display.time.monotonic", lambda: now)
     out = io.StringIO()
     display = Display(SimpleNamespace(), None, Console(file=out, width=200))
-    for name, seconds in (("rollout", 0.0), ("train", 9.0), ("drain", 5.0), ("update_weights", 0.2), ("audit", 0.1)):
+    for name, seconds in (
+        ("start", 20.0),
+        ("rollout", 0.0),
+        ("train", 9.0),
+        ("drain", 5.0),
+        ("update_weights", 0.2),
+        ("audit", 0.1),
+    ):
         with display.phase(name):
             now += seconds
     display.step_line(0, 2, {"perf/step_time": 14.6})
