@@ -482,5 +482,5 @@ class Run:
         self.pending["perf/wait_time_ratio"] = min(waited / step_seconds, 1.0)
         self._step_started = now
         self.metrics_log.log(self.pending, rollout_id, "rollout/step")
-        self.display.step_line(rollout_id, self.num_rollout, self.pending)
+        self.display.step_line(rollout_id, self.num_rollout, self.pending, times)
         self.pending = {}

@@ -119,7 +119,6 @@ class Display:
         self.rewards: list[float] = []
         self._started = time.time()
         self._open: list[tuple[Phase, Live | None]] = []
-        self._step_times: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -132,7 +131,6 @@ class Display:
                 yield phase
         finally:
             phase.seconds = phase.elapsed
-            self._step_times[name] = self._step_times.get(name, 0.0) + phase.seconds
             self._open.remove((phase, live))
             if live is not None:
                 live.stop()
@@ -143,8 +141,14 @@ class Display:
         """``perf/<phase>_time`` of the phases that ended since the last call."""
         return self.timers.pop()
 
-    def step_line(self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, Any]) -> None:
-        """One lasting line per step: reward with its course so far, loss, its whole time and what took it."""
+    def step_line(
+        self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, Any], times: Mapping[str, float]
+    ) -> None:
+        """One lasting line per step: reward with its course so far, loss, its whole time and what took it.
+
+        Args:
+            times: seconds by phase, from :meth:`pop_times`.
+        """
         reward = next((metrics[key] for key in REWARD_KEYS if metrics.get(key) is not None), None)
         text = Text.assemble((f"step {rollout_id + 1}/{num_rollout or '?'}", "bold"))
         if reward is not None:
@@ -154,11 +158,10 @@ class Display:
         for key, label, form in STEP_NUMBERS:
             if metrics.get(key) is not None:
                 text.append(f"  {label} {form.format(float(metrics[key]))}")
-        times, self._step_times = self._step_times, {}
-        times.pop("start", None)  # not of a step
         if times:
             total = float(metrics.get("perf/step_time") or sum(times.values()))
-            shown = {name: s for name, s in times.items() if name in STEP_PHASES or s > LONG_SHARE * total}
+            phases = {key.removeprefix("perf/").removesuffix("_time"): seconds for key, seconds in times.items()}
+            shown = {name: s for name, s in phases.items() if name in STEP_PHASES or s > LONG_SHARE * total}
             parts = " + ".join(f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}" for name, s in shown.items())
             text.append(f"  {total:.1f} s ({parts})", style="dim")
         self._print(text)
