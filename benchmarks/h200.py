@@ -131,8 +131,9 @@ def show_any(f: Figures) -> str:
 
 
 MEGATRON = ("--backend", "megatron")
-EXPERTS = ("--tokens", 8192, "--recompute")
-EP4 = ("--expert-model-parallel-size", 4, "--use-distributed-optimizer", "--grad-reduce-in-bf16")
+EXPERTS = (*MEGATRON, "--tokens", 8192, "--recompute", "--shape")
+IN_BF16 = ("--grad-reduce-in-bf16",)
+EP4 = ("--expert-model-parallel-size", 4, "--use-distributed-optimizer", *IN_BF16)
 TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel", "--use-distributed-optimizer")
 PARTS: dict[str, Part] = {
     "cuda_tests": Part(150, cuda_tests, show_any),
@@ -142,16 +143,10 @@ PARTS: dict[str, Part] = {
     "mfu_gpus": Part(300, several_gpus(), show_mfu),
     "mfu_megatron": Part(300, script("train_mfu.py", *MEGATRON), show_mfu),
     "mfu_megatron_experts": Part(
-        300,
-        script(
-            "train_mfu.py",
-            *(*MEGATRON, *EXPERTS, "--shape", "qwen3-30b-a3b-10-layers"),
-            flags=("--grad-reduce-in-bf16",),
-        ),
-        show_mfu,
+        300, script("train_mfu.py", *EXPERTS, "qwen3-30b-a3b-10-layers", flags=IN_BF16), show_mfu
     ),
     "mfu_megatron_experts_gpus": Part(
-        500, several_gpus(*MEGATRON, *EXPERTS, "--shape", "qwen3-30b-a3b", "--micro-batches", 4, flags=EP4), show_mfu
+        500, several_gpus(*EXPERTS, "qwen3-30b-a3b", "--micro-batches", 4, flags=EP4), show_mfu
     ),
     "mfu_megatron_gpus": Part(300, several_gpus(*MEGATRON, flags=TP2), show_mfu),
     "rollout": Part(420, script("rollout_throughput.py", "--seconds", 260), show_rollout),
