@@ -2,6 +2,7 @@
 
     python benchmarks/async_run.py                                   # CPU: overlap adds no compute there
     python benchmarks/async_run.py --device cuda --tail 192 --model MODEL --seeds 1  # trainer and engine on a GPU each
+    python benchmarks/async_run.py --device cuda --gpus 0,1 2,3 --tail 192 --model MODEL --seeds 1  # two runs at a time
     python benchmarks/async_run.py --device cuda --one-gpu --tail 192 --model MODEL --seeds 1  # both on the same
 
 Every run is a process of its own: the synchronous loop with each of ``--seeds``, then ``train_async.py`` with the
@@ -13,7 +14,8 @@ over all answers of the later half of the versions that all runs have should lie
 seeds.
 
 ``--tail MEDIAN`` measures time instead: 64 groups of 8 answers a step whose lengths are log-normal (sigma 1, cut at
-16 medians), with random rewards, which are not compared.
+16 medians), with random rewards, which are not compared. The seconds of a step are without the first two
+(starts, compilation) and the last five, for which asynchronous runs have generated early.
 
 A second call skips runs that are there. The last line is JSON.
 """
@@ -28,7 +30,9 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 from slime.observability.metrics import read_metrics
@@ -39,6 +43,10 @@ KINDS = {
     "sync": ("train.py", ""),
     "one-step": ("train_async.py", "--async-buffer-size 1"),
     "fully-async": ("train_async.py", f"--async-buffer-size 2 --rollout-function-path {POOL}"),
+    "fully-async-4-2": (
+        "train_async.py",
+        f"--async-buffer-size 4 --update-weights-interval 2 --rollout-function-path {POOL}",
+    ),
 }
 QUICKSTART = """
     --rm-type last_number --rollout-batch-size 8 --n-samples-per-prompt 8 --rollout-max-response-len 20 --lr 1e-5
@@ -48,6 +56,7 @@ LONG_TAIL = f"""
     --rm-type random --rollout-batch-size 64 --n-samples-per-prompt 8 --lr 1e-6 --max-tokens-per-gpu 16384
     --no-skip-zero-advantage-groups --custom-generate-function-path {CHECKOUT / "benchmarks" / "long_tail.py"}:generate
 """
+FIRST_STEPS, LAST_STEPS = 2, 5
 Interval = tuple[float, float]
 
 
@@ -55,8 +64,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=CHECKOUT / "models" / "SmolLM2-135M-Instruct")
     parser.add_argument("--seeds", default="1,2,3", help="of the synchronous runs (default: 1,2,3)")
+    parser.add_argument(
+        "--kinds", default="sync,one-step,fully-async", help=f"of {', '.join(KINDS)} (default: %(default)s)"
+    )
     parser.add_argument("--num-rollout", type=int, default=8, help="steps of each run (default: 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--gpus", nargs="+", metavar="A,B", help="GPUs of a run; with several such sets as many runs at once"
+    )
     parser.add_argument("--one-gpu", action="store_true", help="Ray counts the one GPU twice: both sides share it")
     parser.add_argument("--deadline", type=float, default=1200, help="seconds of one run (default: 1200)")
     parser.add_argument("--tail", type=int, metavar="MEDIAN", help="answers with a long tail of lengths, in tokens")
@@ -65,6 +80,9 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if not (args.model / "config.json").is_file():
         parser.error(f"no model in {args.model}: run `slime fetch-model smollm2-135m-instruct`, or give --model FOLDER")
+    args.kinds = args.kinds.split(",")
+    if "sync" not in args.kinds or not KINDS.keys() >= set(args.kinds):
+        parser.error(f"--kinds needs sync, and others of {', '.join(KINDS)}")
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
     args.output_dir = args.output_dir.expanduser().resolve()
     return args
@@ -74,19 +92,21 @@ def main() -> int:
     args = parse_args()
     if args.one_gpu:
         count_the_gpu_twice()
-    rows: list[dict[str, Any]] = []
-    for kind, seed in [*((kind, args.seeds[0]) for kind in KINDS), *(("sync", seed) for seed in args.seeds[1:])]:
-        folder = args.output_dir / "runs" / f"{kind}-seed{seed}"
-        problem = None if (folder / "summary.json").is_file() else start(args, kind, seed, folder.name)
-        if problem:
-            print(f"{folder.name}: {problem}", file=sys.stderr)
-            return 1
-        rows.append({"kind": kind, "seed": seed, **measure(folder)})
-        print(f"{folder.name}: {rows[-1]}", flush=True)
+    runs = [*((kind, args.seeds[0]) for kind in args.kinds), *(("sync", seed) for seed in args.seeds[1:])]
+    free: Queue[str | None] = Queue()  # the sets of GPUs that no run has
+    for gpus in args.gpus or [None]:
+        free.put(gpus)
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        problems = list(pool.map(lambda run: finish(args, *run, free), runs))
+    if any(problems):
+        print("\n".join(filter(None, problems)), file=sys.stderr)
+        return 1
+    rows: list[dict[str, Any]] = [{"kind": k, "seed": s, **measure(run_folder(args, k, s))} for k, s in runs]
     verdict = judge(rows, compare_rewards=args.tail is None)
     print_table(rows)
     given = {
         "device": args.device,
+        "gpus": args.gpus,
         "steps": args.num_rollout,
         "one_gpu": args.one_gpu,
         "tail": args.tail,
@@ -116,11 +136,29 @@ def count_the_gpu_twice() -> None:
     del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def start(args: argparse.Namespace, kind: str, seed: int, name: str) -> str | None:
+def run_folder(args: argparse.Namespace, kind: str, seed: int) -> Path:
+    return Path(args.output_dir / "runs" / f"{kind}-seed{seed}")
+
+
+def finish(args: argparse.Namespace, kind: str, seed: int, free: Queue[str | None]) -> str | None:
+    """A run that is not there yet, on the next GPUs that are free; None, or what went wrong."""
+    folder = run_folder(args, kind, seed)
+    if (folder / "summary.json").is_file():
+        return None
+    gpus = free.get()
+    try:
+        problem = start(args, kind, seed, folder.name, gpus)
+    finally:
+        free.put(gpus)
+    print(f"{folder.name}: {problem or 'done'}", flush=True)
+    return problem and f"{folder.name}: {problem}"
+
+
+def start(args: argparse.Namespace, kind: str, seed: int, name: str, gpus: str | None) -> str | None:
     """One run, to its end; None, or what went wrong."""
     from slime.cli.make_data import make_products
 
-    rows, _ = make_products(args.output_dir / f"data-seed{seed}", seed=seed)
+    rows, _ = make_products(args.output_dir / f"data-seed{seed}-{name}", seed=seed)
     script, own = KINDS[kind]
     task = QUICKSTART if args.tail is None else f"{LONG_TAIL} --rollout-max-response-len {16 * args.tail}"
     flags = f"""
@@ -133,10 +171,9 @@ def start(args: argparse.Namespace, kind: str, seed: int, name: str) -> str | No
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(CHECKOUT / script), *shlex.split(f"{flags} {own} {args.flags}")]
     path = os.pathsep.join([str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command, cwd=CHECKOUT, env={**os.environ, "PYTHONPATH": path}, stdout=out, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, cwd=CHECKOUT, env=env, stdout=out, stderr=subprocess.STDOUT)
         try:
             code = process.wait(args.deadline)
         except subprocess.TimeoutExpired:
@@ -154,6 +191,7 @@ def measure(folder: Path) -> dict[str, Any]:
     generating, training = intervals(folder / "traces")
     return {
         "seconds": round(training[-1][1] - generating[0][0], 1),
+        "step_seconds": round(steady_step_seconds(training), 2),
         "generation_seconds": round(sum(end - start for start, end in generating), 1),
         "training_seconds": round(sum(end - start for start, end in training), 1),
         "by_version": reward_by_version(folder / "samples"),
@@ -162,6 +200,13 @@ def measure(folder: Path) -> dict[str, Any]:
         "tis_clipfrac": round(statistics.fmean(row.get("train/tis_clipfrac", 0.0) for row in steps), 4),
         "overlap": round(overlap(training, generating), 3),
     }
+
+
+def steady_step_seconds(training: list[Interval]) -> float:
+    """From the end of a step's training to the next one's, in the mean without the first and the last steps."""
+    ends = [end for _, end in training]
+    ends = ends[FIRST_STEPS - 1 : -LAST_STEPS] if len(ends) > FIRST_STEPS + LAST_STEPS else ends
+    return (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
 
 
 def reward_by_version(samples: Path) -> dict[int, tuple[float, int]]:
@@ -209,9 +254,12 @@ def judge(rows: list[dict[str, Any]], compare_rewards: bool = True) -> dict[str,
     Adds ``late_reward`` to the rows: over the later half of the versions that all have. It may lie below the spread
     of the synchronous seeds by half of that: three seeds show less than the whole of it.
     """
-    wall = next(row["seconds"] for row in rows if row["kind"] == "sync")  # of the seed that the others have
+    base = next(row for row in rows if row["kind"] == "sync")  # of the seed that the others have
     others = [row for row in rows if row["kind"] != "sync"]
-    times = {"wall_time_over_sync": {row["kind"]: round(row["seconds"] / wall, 3) for row in others}}
+    times = {
+        f"{what}_over_sync": {row["kind"]: round(row[name] / base[name], 3) for row in others}
+        for what, name in (("wall_time", "seconds"), ("steady_step", "step_seconds"))
+    }
     if not compare_rewards:
         return times
     common = sorted(set.intersection(*(set(row["by_version"]) for row in rows)))

@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # from the config.json of the public mode
         tie_word_embeddings=True, **{**QWEN3, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 2048},
     ),
 }  # fmt: skip
+SHAPES["tiny-experts"] = {**SHAPES["tiny"], "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 SHAPES["qwen3-30b-a3b-10-layers"] = {**SHAPES["qwen3-30b-a3b"], "num_hidden_layers": 10}  # as much as one GPU trains
 SHARD_BYTES = 4 * 2**30
 CHAT_TEMPLATE = (

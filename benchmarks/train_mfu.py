@@ -49,7 +49,8 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
     rest = own[own.index("--") + 1 :] if "--" in own else []
     options = parser.parse_args(own[: own.index("--")] if "--" in own else own)
     if options.tiny:
-        options.shape, options.tokens, options.sample_tokens, options.prompt_tokens = "tiny", 256, 64, 16
+        options.shape = "tiny-experts" if "a3b" in options.shape else "tiny"
+        options.tokens, options.sample_tokens, options.prompt_tokens = 256, 64, 16
     options.model = options.model or Path("/tmp") / f"random-{options.shape}"
     return options, rest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,15 +37,23 @@ class EngineActor:
     ) -> None:
         from slime.cluster.logs import redirect_output
         from slime.engines.launch import start_engine
+        from slime.engines.sglang.sampler import cuts_off_tokens
 
         self.start_seconds = args.start_timeout
+        answers = args.rollout_backend == "sglang" and spec.worker_type == "regular" and node[0] == 0
+        self.cuts_off_tokens = answers and cuts_off_tokens(args)
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         redirect_output(Path(log_dir), f"engine-actor-{name}")
         self.process = start_engine(args, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
 
     def wait_ready(self) -> str:
         """Block until the server answers; returns its URL. Raises with the server's last log lines."""
+        from slime.engines.sglang.sampler import warm_up
+
+        until = time.monotonic() + self.start_seconds
         self.process.wait_ready(self.start_seconds)
+        if self.cuts_off_tokens:
+            warm_up(self.process.url, max(until - time.monotonic(), 1.0))
         return self.process.url
 
     def describe(self) -> dict[str, object]:

@@ -121,7 +121,8 @@ async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
     """The engine's log-prob of each token but the first, through ``/generate``."""
     request = {
         "input_ids": list(tokens),
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
+        # Not greedy: among requests that are not, SGLang would draw all with top-k, whose kernel it compiles first.
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
     }

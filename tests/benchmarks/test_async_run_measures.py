@@ -42,8 +42,16 @@ def test_overlap_is_the_share_of_training_in_which_engines_generate(bench: Modul
     assert bench.overlap(training, generating) == pytest.approx(7 / 20)
 
 
+def test_a_step_is_timed_without_the_first_two_and_the_last_five(bench: ModuleType) -> None:
+    """The ends that count: 110, 113 and 117."""
+    ends = [100, 110, 113, 117, 118, 119, 120, 121, 122]
+    assert bench.steady_step_seconds([(end - 1, end) for end in ends]) == pytest.approx(3.5)
+    assert bench.steady_step_seconds([(3, 5), (5, 9)]) == 4.0, "of a short run, all"
+
+
 def row(kind: str, late: float, seconds: float = 10.0, versions: int = 4) -> dict[str, object]:
-    return {"kind": kind, "by_version": {v: (late if v else 0.1, 8) for v in range(versions)}, "seconds": seconds}
+    by_version = {v: (late if v else 0.1, 8) for v in range(versions)}
+    return {"kind": kind, "by_version": by_version, "seconds": seconds, "step_seconds": seconds / 4}
 
 
 def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(bench: ModuleType) -> None:
@@ -53,6 +61,7 @@ def test_an_asynchronous_run_is_held_to_the_spread_of_the_synchronous_seeds(benc
     assert [r["late_reward"] for r in rows] == [0.6, 0.7, 0.64, 0.56, 0.75]
     assert verdict["within_spread"] and verdict["sync_reward_spread"] == [0.6, 0.7]
     assert verdict["wall_time_over_sync"] == {"one-step": 0.8, "fully-async": 0.5}
+    assert verdict["steady_step_over_sync"] == {"one-step": 0.8, "fully-async": 0.5}
     assert not bench.judge([*sync, row("one-step", 0.54), row("fully-async", 0.7)])["within_spread"]
 
 

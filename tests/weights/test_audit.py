@@ -31,6 +31,7 @@ class Engine:
 
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         assert request["logprob_start_len"] == 0 and request["return_logprob"]
+        assert request["sampling_params"]["temperature"] == 1.0, "greedy beside sampled requests stops SGLang's sampler"
         first = [[None, request["input_ids"][0], None]]
         rest = [[value, token, None] for value, token in zip(self.log_probs, request["input_ids"][1:], strict=False)]
         return {"meta_info": {"input_token_logprobs": first + rest}}
