@@ -30,7 +30,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # for hooks by name
 
-from simulated_engines import Engines, SimulatedLoop, SpeedCurve
+from simulated_engines import H200_CURVE, Engines, SimulatedLoop, SpeedCurve
 
 from slime.cluster.garbage import GarbageCollection
 from slime.config.args import Args
@@ -60,6 +60,7 @@ class Setting:
     update_seconds: float = 0.1
     drop_share: float = 0.0  # of the groups, by a dynamic filter
     seed: int = 1
+    curve: tuple[tuple[int, float], ...] = H200_CURVE  # (requests that run, output tokens/s) of an engine
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Run:
             rm_type="random",
             phase_timeout=1e7,  # simulated
         )
-        self.args.engines = self.engines = Engines(setting.engines, SpeedCurve())
+        self.args.engines = self.engines = Engines(setting.engines, SpeedCurve(setting.curve))
         self.args.drop_share = setting.drop_share
         self.args.lengths = self.lengths = draw_lengths(setting, mode)
         self.args.held_step = self.args.divided = 0
@@ -301,6 +302,10 @@ def scheduling_cost(engines: int, repeats: int, least_groups: int = 4096) -> dic
     return {"engines": engines, "groups": steps * batch, "under_way": 2 * batch, "microseconds_per_group": min(costs)}
 
 
+def read_curve(text: str) -> tuple[tuple[int, float], ...]:
+    return tuple((int(running), float(rate)) for running, rate in (point.split(":") for point in text.split(",")))
+
+
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     given = Setting()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -313,6 +318,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--median", type=int, default=given.median, help="tokens of a response")
     parser.add_argument("--sigma", type=float, default=given.sigma, help="of the logarithm of the length")
     parser.add_argument("--update-seconds", type=float, default=given.update_seconds, help="pause of a weight update")
+    parser.add_argument(
+        "--curve", type=read_curve, default=given.curve, help="speed of an engine: 1:271,64:9690 (requests:tokens/s)"
+    )
     parser.add_argument("--ratio", type=float, default=2.0, help="generation over training in a synchronous run")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3, help="of each number of engines; the quickest counts")
@@ -323,7 +331,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> None:
     options = parse(words)
-    names = ("engines", "slots", "batch", "samples", "steps", "median", "sigma", "update_seconds")
+    names = ("engines", "slots", "batch", "samples", "steps", "median", "sigma", "update_seconds", "curve")
     setting = Setting(**{name: getattr(options, name) for name in names})
     parts = options.parts.split(",")
     result: dict[str, Any] = {"setting": {**asdict(setting), "ratio": options.ratio, "seeds": options.seeds}}

@@ -172,14 +172,21 @@ def expected_memory(backend: Any, config: Any, options: argparse.Namespace, rest
 
     layout = getattr(backend, "layout", None)  # Megatron's
     if layout is None:
-        own = [p.to_local() if hasattr(p, "to_local") else p for _, p in backend.named_parameters]
-        bytes_each = {"weights": 4.0, "gradients": 4.0, "optimizer": 8.0}
-    else:  # bf16 weights; float32 masters and moments, over the data-parallel ranks with the distributed optimizer
+        parameters = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for _, p in backend.named_parameters)
+        sizes = {"weights": 4.0 * parameters, "gradients": 4.0 * parameters, "optimizer": 8.0 * parameters}
+    else:  # bf16 weights; float32 masters and moments, over the ranks with equal ones with the distributed optimizer
         own = [p for chunk in backend.chunks for p in chunk.parameters()]
-        shared = layout.dp if backend.args.megatron.get("use_distributed_optimizer") else 1
+        experts = sum(p.numel() for p in own if not getattr(p, "allreduce", True))
+        dense = sum(p.numel() for p in own) - experts
+        equal, equal_experts = layout.dp * layout.cp, layout.world_size // (layout.ep * layout.etp * layout.pp)
+        if not backend.args.megatron.get("use_distributed_optimizer"):
+            equal = equal_experts = 1
         gradient = 2.0 if backend.args.megatron.get("grad_reduce_in_bf16") else 4.0
-        bytes_each = {"weights": 2.0, "gradients": gradient, "optimizer": 12.0 / shared}
-    parameters = sum(p.numel() for p in own)
+        sizes = {
+            "weights": 2.0 * (dense + experts),
+            "gradients": gradient * (dense + experts),
+            "optimizer": 12.0 * (dense / equal + experts / equal_experts),
+        }
     model_parallel = 1 if layout is None else layout.tp * layout.pp * layout.cp
     c = config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
@@ -188,7 +195,6 @@ def expected_memory(backend: Any, config: Any, options: argparse.Namespace, rest
     again = c.num_hidden_layers if options.recompute else _recomputed_layers(rest)
     kept -= (per_token - c.hidden_size) * again
     element = 2 if torch.cuda.is_available() else 4
-    sizes = {name: each * parameters for name, each in bytes_each.items()}
     sizes["activations"] = element * kept * options.tokens / model_parallel
     return {name: round(size / GIB, 2) for name, size in sizes.items()} | {"sum": round(sum(sizes.values()) / GIB, 2)}
 
