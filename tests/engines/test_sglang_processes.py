@@ -27,9 +27,11 @@ from pathlib import Path
 from engine_parts import engine_args
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
+from slime.engines.sglang.sampler import warm_up
 model = Path({model!r})
 engine = start_engine(engine_args(model, **{flags!r}), EngineSpec(0, str(model)), log_path={log!r})
 engine.wait_ready(500)
+warm_up(engine.url, 60.0)
 print(engine.pid, flush=True)
 time.sleep(300)
 """
