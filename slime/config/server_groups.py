@@ -53,10 +53,6 @@ class ServedModel:
     update_weights: bool
     groups: tuple[ServerGroup, ...]
 
-    @property
-    def disaggregated(self) -> bool:
-        return any(group.worker_type == "prefill" for group in self.groups)
-
 
 def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) -> list[ServedModel]:
     """The models of a ``--sglang-config`` file, in its order.

@@ -34,7 +34,6 @@ class Capabilities:
     deterministic: bool = False  # a request's result does not depend on the rest of the batch
     version_spans: bool = False  # meta_info.weight_versions, per token
     release_while_busy: bool = False
-    adapter_updates: bool = False
     retract: bool = False
     update_brackets: bool = False  # tensor updates stand between begin and end
     named_checksums: bool = False  # checksums under Hugging Face names
@@ -43,10 +42,6 @@ class Capabilities:
 
 class EngineError(RuntimeError):
     """An engine answered with an error or not at all; the message names engine, call and answer."""
-
-
-class WrongBaseVersion(EngineError):
-    """A delta update was made against a version that the engine does not hold."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from slime.backends.collectives import local
@@ -126,10 +125,3 @@ class ScheduledAdamW:
         """The state by ``<entry>/<parameter name>``: what a checkpoint holds."""
         state = self.adam.state
         return {f"{entry}/{name}": x for name, p in self.named if p in state for entry, x in state[p].items()}
-
-
-def reduce_sum(x: Tensor, world_size: int) -> Tensor:
-    """In-place sum over all ranks."""
-    if world_size > 1:
-        dist.all_reduce(x)
-    return x
