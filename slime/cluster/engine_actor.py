@@ -25,6 +25,7 @@ class EngineActor:
     Args:
         gpu_ids: GPUs of this node that the server sees; None: those that Ray gave this actor.
         node: rank, number of nodes and rendezvous of a server that spans nodes.
+        warms_sampler: SGLang draws with top-p and top-k once before it counts as ready.
     """
 
     def __init__(
@@ -34,26 +35,28 @@ class EngineActor:
         log_dir: str,
         gpu_ids: Sequence[int] | None = None,
         node: tuple[int, int, str | None] = (0, 1, None),
+        warms_sampler: bool = False,
     ) -> None:
         from slime.cluster.logs import redirect_output
         from slime.engines.launch import start_engine
-        from slime.engines.sglang.sampler import cuts_off_tokens
 
-        self.start_seconds = args.start_timeout
-        answers = args.rollout_backend == "sglang" and spec.worker_type == "regular" and node[0] == 0
-        self.cuts_off_tokens = answers and cuts_off_tokens(args)
+        self.start_seconds, self.warms_sampler = args.start_timeout, warms_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         redirect_output(Path(log_dir), f"engine-actor-{name}")
         self.process = start_engine(args, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
 
     def wait_ready(self) -> str:
         """Block until the server answers; returns its URL. Raises with the server's last log lines."""
+        from slime.engines.process import ServerFailed
         from slime.engines.sglang.sampler import warm_up
 
         until = time.monotonic() + self.start_seconds
         self.process.wait_ready(self.start_seconds)
-        if self.cuts_off_tokens:
-            warm_up(self.process.url, max(until - time.monotonic(), 1.0))
+        if self.warms_sampler:
+            try:
+                warm_up(self.process.url, max(until - time.monotonic(), 1.0))
+            except ServerFailed as error:
+                raise ServerFailed(f"{error}\n{self.process.log_tail()}") from error
         return self.process.url
 
     def describe(self) -> dict[str, object]:
@@ -120,15 +123,18 @@ def launcher(
     """Starts the engine of one number in actors on its places."""
     import ray
 
+    from slime.engines.sglang.sampler import needs_warm_up
+
     def launch(index: int) -> EngineHost:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
+        warms = needs_warm_up(args, spec)
         # Not known to be free on that node; a clash ends this start with SGLang's words, the next takes another.
         meeting = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
         actors = [
             ray.remote(EngineActor)
             .options(**placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3)
-            .remote(args, spec, str(log_dir), gpus, (rank, len(nodes), meeting))
+            .remote(args, spec, str(log_dir), gpus, (rank, len(nodes), meeting), warms and rank == 0)
             for rank, (slot, _, gpus) in enumerate(nodes)
         ]
         return RayEngineHost(actors, args.start_timeout)
