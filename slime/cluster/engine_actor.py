@@ -123,12 +123,10 @@ def launcher(
     """Starts the engine of one number in actors on its places."""
     import ray
 
-    from slime.engines.sglang.sampler import needs_warm_up
-
     def launch(index: int) -> EngineHost:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
-        warms = needs_warm_up(args, spec)
+        warms = draws_from_a_part(args, spec)
         # Not known to be free on that node; a clash ends this start with SGLang's words, the next takes another.
         meeting = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
         actors = [
@@ -140,6 +138,22 @@ def launcher(
         return RayEngineHost(actors, args.start_timeout)
 
     return launch
+
+
+def draws_from_a_part(args: Args, spec: EngineSpec) -> bool:
+    """Whether SGLang is to draw with top-p and top-k before it joins.
+
+    Rollouts and evaluations go to the model that learns. They need it when they draw from a part of the vocabulary;
+    greedy requests do so too, beside others. Of servers that only prefill or decode none answers a plain request.
+    """
+    from slime.data.eval_config import resolve_eval_datasets
+
+    if args.rollout_backend != "sglang" or not spec.updates or spec.worker_type != "regular":
+        return False
+    settings: list[tuple[float | None, float | None, int | None]]
+    settings = [(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)]
+    settings += [(config.temperature, config.top_p, config.top_k) for config in resolve_eval_datasets(args)]
+    return any(temperature == 0 or (top_p or 1) < 1 or (top_k or -1) > 0 for temperature, top_p, top_k in settings)
 
 
 def _host() -> str:

@@ -48,3 +48,35 @@ def test_a_failure_comes_with_the_servers_last_words(server: SimpleNamespace, tm
     server.fails = True
     with pytest.raises(ServerFailed, match="it did not answer\nno nvcc"):
         actor(tmp_path, True).wait_ready()
+
+
+def args(**changes: Any) -> Any:
+    settings = {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_backend": "sglang"}
+    return SimpleNamespace(**{**settings, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),
+        ({"rollout_top_p": 0.9}, True),
+        ({"rollout_top_k": 20}, True),
+        ({"eval_prompt_data": ["aime", "/x"], "eval_temperature": 0.0}, True),  # greedy ones beside the pool's
+        ({"eval_prompt_data": ["aime", "/x"], "eval_top_p": 0.7}, True),
+        ({"eval_top_p": 0.7}, False),  # of no evaluation
+        ({"rollout_top_p": 0.9, "rollout_backend": "embedded"}, False),
+    ],
+)
+def test_what_cuts_off_tokens(changes: dict[str, Any], expected: bool) -> None:
+    assert module.draws_from_a_part(args(**changes), EngineSpec(0, "/m")) is expected
+
+
+@pytest.mark.parametrize("other", [{"updates": False}, {"worker_type": "prefill"}, {"worker_type": "decode"}])
+def test_of_the_model_that_learns_whole_servers_are_asked(other: dict[str, Any]) -> None:
+    assert not module.draws_from_a_part(args(rollout_top_p=0.9), EngineSpec(0, "/m", **other))
+
+
+def test_a_data_set_may_have_its_own_top_p(tmp_path: Path) -> None:
+    config = tmp_path / "eval.yaml"
+    config.write_text("eval: {datasets: [{name: a, path: /x}, {name: b, path: /y, top_p: 0.8}]}")
+    assert module.draws_from_a_part(args(eval_config=str(config)), EngineSpec(0, "/m"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,7 @@ class SmallEngine:
         self.headers: list[dict[str, str]] = []
         self.aborts = 0
         self.running = 0
+        self.parts_streamed = 0
         self.most_running = 0
         self.workers: list[str] | None = None
         self._abort = asyncio.Event()
@@ -211,6 +213,7 @@ class SmallEngine:
         for end in range(1, len(text) + 1):
             meta = self.meta(text[:end], finish if end == len(text) else None, random.Random(0))
             await response.write(b"data: " + orjson.dumps({"text": text[:end], "meta_info": meta}) + b"\n\n")
+            self.parts_streamed += 1
             if self.drops and end == 3:
                 self.drops -= 1
                 assert request.transport is not None
@@ -226,6 +229,13 @@ class SmallEngine:
             "finish_reason": finish, "weight_version": self.version, "prompt_tokens": 10, "cached_tokens": 4,
             "completion_tokens": len(text),
         }  # fmt: skip
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    """A busy machine may take its time."""
+    async with asyncio.timeout(60):
+        while not reached():
+            await asyncio.sleep(0.005)
 
 
 def _byte_table() -> tuple[dict[int, int], dict[int, int]]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from rollout_parts import Prompts, SmallEngine, arguments, source_of
+from rollout_parts import Prompts, SmallEngine, arguments, source_of, until
 
 from slime.data.sample import Sample, flatten
 from slime.observability.debug_data import save_rollout
@@ -176,7 +176,7 @@ async def test_streaming_keeps_what_has_arrived_at_an_abort(tokenizer_dir):
         state = GenerateState(engine.serve(args))
         sample = Sample(prompt="p", index=0, group_index=0)
         task = asyncio.create_task(generate_streaming(args, sample, {**state.sampling_params, "sampling_seed": 1}))
-        await asyncio.sleep(0.3)
+        await until(lambda: engine.parts_streamed > 50)
         state.aborted = True
         await asyncio.wait_for(task, 10)
     assert sample.status is Sample.Status.ABORTED

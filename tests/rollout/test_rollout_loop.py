@@ -7,7 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from rollout_parts import Prompts, SmallEngine, arguments, source_of
+from rollout_parts import Prompts, SmallEngine, arguments, source_of, until
 
 from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSource
@@ -271,8 +271,7 @@ async def test_a_group_that_its_engine_aborts_unasked_goes_on(tokenizer_dir):
     async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
         engine.serve(args)
         rollout = asyncio.create_task(roll(args, source))
-        while engine.running < 4 or len(engine.requests) < 8:
-            await asyncio.sleep(0.005)
+        await until(lambda: engine.running >= 4 and len(engine.requests) >= 8)
         await asyncio.sleep(0.05)
         engine.slow = lambda prompt: False
         engine._abort.set()  # as a restart or a weight update in abort mode does
@@ -310,8 +309,7 @@ async def test_tokens_of_this_rollout_are_trained_though_an_engine_cut_them(toke
     args = arguments(tokenizer_dir, partial_rollout=True, mask_offpolicy_in_partial_rollout=True)
     async with SmallEngine(slow=stuck, jitter=0.0, length=lambda p, s: 8) as engine:
         rollout = asyncio.create_task(roll(engine.serve(args), source_of(args)))
-        while engine.running < 4 or len(engine.requests) < 8:
-            await asyncio.sleep(0.005)
+        await until(lambda: engine.running >= 4 and len(engine.requests) >= 8)
         await asyncio.sleep(0.05)
         engine.slow = lambda prompt: False
         engine._abort.set()

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 import pytest
-from rollout_parts import SmallEngine, arguments, source_of
+from rollout_parts import SmallEngine, arguments, source_of, until
 
 from slime.data.sample import Sample, flatten
 from slime.data.staleness import sample_staleness, token_staleness
@@ -86,14 +86,14 @@ async def test_after_an_update_every_group_goes_on_at_once_not_when_its_turn_com
     async with SmallEngine(slow=lambda prompt: True, jitter=0.0, length=lambda p, s: 12) as engine:
         pool = StandingPool(engine.serve(args), source_of(args))
         taking = asyncio.create_task(pool.take(0))
-        await asyncio.sleep(0.3)
-        assert len(engine.requests) == 16 and not taking.done()
+        await until(lambda: len(engine.requests) == 16)
+        assert not taking.done()
         engine.slow = lambda prompt: prompt.startswith("prompt 0:")  # the head of the line stays slow
         engine._abort.set()
         engine._abort = asyncio.Event()
-        await asyncio.sleep(0.5)
-        assert not taking.done() and len(engine.requests) == 32
-        assert [ticket.done for ticket in pool.tickets.values()] == [False] + [True] * 7
+        await until(lambda: [ticket.done for ticket in pool.tickets.values()] == [False] + [True] * 7)
+        await until(lambda: len(engine.requests) == 32)
+        assert not taking.done()
         engine.slow = lambda prompt: False
         engine._abort.set()
         output = await asyncio.wait_for(taking, 60)
@@ -106,7 +106,7 @@ async def test_with_the_mask_only_tokens_of_a_samples_newest_weights_are_trained
     async with SmallEngine(slow=lambda p: True, jitter=0.0, length=lambda p, s: 12, version="0.0") as engine:
         pool = StandingPool(engine.serve(args), source_of(args))
         taking = asyncio.create_task(pool.take(0))
-        await asyncio.sleep(0.2)
+        await until(lambda: engine.running == 4)
         await update(engine, "0.1")
         engine.slow = lambda prompt: False
         await update(engine, "0.1")

@@ -7,23 +7,9 @@ from __future__ import annotations
 
 import http.client
 import json
-from typing import Any
 from urllib.parse import urlsplit
 
-from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
-
-
-def needs_warm_up(args: Any, spec: EngineSpec) -> bool:
-    """Whether rollouts or evaluations, which go to the model that learns, draw from a part of the vocabulary; greedy
-    requests do, beside others. Of servers that only prefill or decode none answers a plain request."""
-    from slime.data.eval_config import resolve_eval_datasets
-
-    if args.rollout_backend != "sglang" or not spec.updates or spec.worker_type != "regular":
-        return False
-    settings = [(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)]
-    settings += [(config.temperature, config.top_p, config.top_k) for config in resolve_eval_datasets(args)]
-    return any(temperature == 0 or (top_p or 1) < 1 or (top_k or -1) > 0 for temperature, top_p, top_k in settings)
 
 
 def warm_up(url: str, seconds: float) -> None:

@@ -162,7 +162,8 @@ class DistributedTransport:
         """The trainer's half and the engines' halves of something that needs all of them.
 
         On the first error, or at the deadline, ``give_up`` ends the trainer's half; that frees engines that
-        are well. To blame is who then does not answer, or is still stuck; if nobody is, who refused.
+        are well. To blame is who then does not answer, or is still stuck; if nobody is, who refused. Stuck is
+        also who had received a part of a tensor over gloo: it does not tell a receiver of the closed connection.
         """
         theirs: dict[str, asyncio.Future[None]] = {url: asyncio.ensure_future(call) for url, call in calls.items()}
         everything = [ours, *theirs.values()]
