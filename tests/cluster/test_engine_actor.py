@@ -80,3 +80,18 @@ def test_a_data_set_may_have_its_own_top_p(tmp_path: Path) -> None:
     config = tmp_path / "eval.yaml"
     config.write_text("eval: {datasets: [{name: a, path: /x}, {name: b, path: /y, top_p: 0.8}]}")
     assert module.draws_from_a_part(args(eval_config=str(config)), EngineSpec(0, "/m"))
+
+
+@pytest.mark.parametrize(("top_p", "expected"), [(0.9, [True, False]), (1.0, [False, False])])
+def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
+    server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, top_p: float, expected: list[bool]
+) -> None:
+    started: list[module.EngineActor] = []
+    here = SimpleNamespace(remote=lambda *settings: started.append(module.EngineActor(*settings)))
+    monkeypatch.setattr("ray.remote", lambda _: SimpleNamespace(options=lambda **_: here))
+    placement: Any = SimpleNamespace(
+        engine_nodes=lambda *_: [(0, "10.0.0.1", [0]), (1, "10.0.0.2", [0])], engine_options=lambda _: {}
+    )
+    specs = [EngineSpec(0, "/m", num_gpus=2)]
+    module.launcher(args(rollout_top_p=top_p, start_timeout=50.0), specs, placement, tmp_path, {})(0)
+    assert [actor.warms_sampler for actor in started] == expected
