@@ -97,7 +97,7 @@ def main() -> int:
     for gpus in args.gpus or [None]:
         free.put(gpus)
     with ThreadPoolExecutor(free.qsize()) as pool:
-        problems = list(pool.map(lambda run: finish(args, *run, free), runs))
+        problems = list(pool.map(lambda run: finish(args, run[0], run[1], free), runs))
     if any(problems):
         print("\n".join(filter(None, problems)), file=sys.stderr)
         return 1

@@ -111,7 +111,7 @@ class Run:
 
     def __init__(self, setting: Setting, mode: Mode, train_seconds: float = 0.0) -> None:
         self.setting, self.mode, self.train_seconds = setting, mode, train_seconds
-        self.args = Args(
+        settings: dict[str, Any] = dict(
             rollout_batch_size=setting.batch,
             n_samples_per_prompt=setting.samples,
             rollout_num_gpus=setting.engines,
@@ -126,11 +126,14 @@ class Run:
             rm_type="random",
             phase_timeout=1e7,  # simulated
         )
+        run_args: Any = Args(**settings)  # takes also what the generate function reads
+        self.args = run_args
         self.args.engines = self.engines = Engines(setting.engines, SpeedCurve(setting.curve))
         self.args.drop_share = setting.drop_share
         self.args.lengths = self.lengths = draw_lengths(setting, mode)
         self.args.held_step = self.args.divided = 0
-        self.source = RolloutDataSourceWithBuffer(self.args, Prompts())
+        prompts: Any = Prompts()
+        self.source = RolloutDataSourceWithBuffer(self.args, prompts)
         self.now = asyncio.get_running_loop().time
         self.trained: list[int] = []
         self.staleness: list[int] = []
@@ -165,8 +168,8 @@ class Run:
 
     async def _train(self, step: int, groups: list[Any]) -> None:
         samples = flatten(groups)
-        self.trained += [sample.index for sample in samples]
-        self.staleness.append(max(sample_staleness(sample, step) for sample in samples))
+        self.trained += [sample.index for sample in samples if sample.index is not None]
+        self.staleness.append(max(sample_staleness(sample, step) or 0 for sample in samples))
         await asyncio.sleep(self.train_seconds * sum(sample.response_length for sample in samples))
 
     async def _update(self, step: int) -> None:
@@ -289,17 +292,20 @@ def mean_gains(setting: Setting, seeds: int, modes: tuple[Mode, ...], ratio: flo
     return rows
 
 
-def scheduling_cost(engines: int, repeats: int, least_groups: int = 4096) -> dict[str, float]:
+def scheduling_cost(engines: int, least_groups: int = 4096) -> dict[str, float]:
     """CPU microseconds per group of 2 samples: fully asynchronous, 4 slots and two groups a step for each engine."""
     batch = 2 * engines
     steps = max(8, least_groups // batch)
     setting = Setting(engines, slots=4, batch=batch, samples=2, steps=steps)
-    costs = []
-    for _ in range(repeats):
-        gc.collect()
-        result = simulate(setting, Mode("scale", buffer=1, interval=1), 1e-7)
-        costs.append(1e6 * result.cpu / (steps * batch))
-    return {"engines": engines, "groups": steps * batch, "under_way": 2 * batch, "microseconds_per_group": min(costs)}
+    gc.collect()
+    cost = 1e6 * simulate(setting, Mode("scale", buffer=1, interval=1), 1e-7).cpu / (steps * batch)
+    return {"engines": engines, "groups": steps * batch, "under_way": 2 * batch, "microseconds_per_group": cost}
+
+
+def scheduling_costs(scales: list[int], repeats: int) -> list[dict[str, float]]:
+    """By size the least of several runs; the sizes take turns, as a machine's speed changes from minute to minute."""
+    rounds = [[scheduling_cost(engines) for engines in scales] for _ in range(repeats)]
+    return [min(of_size, key=lambda row: row["microseconds_per_group"]) for of_size in zip(*rounds, strict=True)]
 
 
 def read_curve(text: str) -> tuple[tuple[int, float], ...]:
@@ -356,14 +362,11 @@ def main(words: list[str] | None = None) -> None:
             print(f"  {sigma:.2f}  " + "  ".join(f"{row['over_synchronous']:.3f}" for row in rows.values()), flush=True)
     if "scale" in parts:
         print("CPU of the scheduling code per group of 2 samples")
-        result["scale"] = []
-        for engines in map(int, options.scales.split(",")):
-            row = scheduling_cost(engines, options.repeats)
-            result["scale"].append(row)
+        result["scale"] = scheduling_costs([int(engines) for engines in options.scales.split(",")], options.repeats)
+        for row in result["scale"]:
             print(
-                f"  {engines:5} engines, {row['under_way']:6.0f} groups under way: "
-                f"{row['microseconds_per_group']:.0f} microseconds",
-                flush=True,
+                f"  {row['engines']:5} engines, {row['under_way']:6.0f} groups under way: "
+                f"{row['microseconds_per_group']:.0f} microseconds"
             )
     print(json.dumps(result))
 

@@ -63,7 +63,7 @@ def serve(options: argparse.Namespace) -> None:
 
     draw = random.Random(0)
     scored = [[-3 * draw.random(), draw.randrange(4, 60), None] for _ in range(options.new)]
-    meta = {"output_token_logprobs": scored, "finish_reason": {"type": "length", "length": options.new}}
+    meta: dict[str, Any] = {"output_token_logprobs": scored, "finish_reason": {"type": "length", "length": options.new}}
     meta |= {"weight_version": "0.1", "prompt_tokens": options.prompt, "cached_tokens": 0}
     meta |= {"completion_tokens": options.new, "id": "0" * 32, "e2e_latency": options.delay}
     text = " ".join(f"w{token}" for _, token, _ in scored)
@@ -140,7 +140,7 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-    from slime.cluster.rollout_manager import collect_young_garbage_only
+    from slime.cluster.garbage import GarbageCollection
     from slime.config.parser import load_args
     from slime.data.source import RolloutDataSourceWithBuffer
     from slime.engines.http import init_http_client
@@ -160,7 +160,7 @@ def prepare(options: argparse.Namespace, url: str, folder: Path) -> tuple[Any, A
     args.sglang_router_ip, port = url.removeprefix("http://").split(":")
     args.sglang_router_port = int(port)
     init_http_client(args)
-    collect_young_garbage_only()
+    GarbageCollection()
     return args, RolloutDataSourceWithBuffer(args)
 
 

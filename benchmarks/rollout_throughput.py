@@ -80,13 +80,13 @@ class Ours:
     """The rollout loop with a data source of its own."""
 
     def __init__(self, args: Any) -> None:
-        from slime.cluster.rollout_manager import collect_young_garbage_only
+        from slime.cluster.garbage import GarbageCollection
         from slime.config.hooks import load_function
         from slime.engines.http import init_http_client
         from slime.rollout.state import GenerateState
 
         init_http_client(args)
-        collect_young_garbage_only()
+        GarbageCollection()
         self.args = args
         self.source = load_function(args.data_source_path)(args)
         self.function = load_function(args.rollout_function_path)

@@ -85,6 +85,9 @@ class TrainBackend(Protocol):
         """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``. With ``--async-save`` only
         copies are made at once; :attr:`saving` is what is still to be written."""
 
+    def save_hf(self, path: Path) -> None:
+        """Write the weights below ``path`` in Hugging Face's format; a collective."""
+
     def load(self, path: Path) -> None:
         """Read what :meth:`save` wrote, also by another number of ranks."""
 

@@ -5,7 +5,8 @@ attempt}``. An event is a plain dict, so traces survive pickling, the buffer and
 
     {"type": "span_start" | "span_end" | "event", "name", "ts", "span_id", "parent_id", "attempt", "attrs"}
 
-``ts`` is wall time in seconds (``time.time()``): spans of several processes share one axis.
+``ts`` is wall time in seconds (``time.time()``): spans of several processes share one axis. Samples of a group may hold
+the same event: do not change it.
 
 Nothing in here raises into the code that it watches: a fault is logged once per place and dropped.
 """
@@ -20,8 +21,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -45,15 +45,32 @@ _META_FIELDS = (
 
 
 class Span:
-    """An open span; :meth:`set` adds attributes that are only known at its end."""
+    """Times a block on samples; :meth:`set` adds attributes that are only known at its end.
 
-    def __init__(self, name: str, span_id: str) -> None:
-        self.name = name
-        self.span_id = span_id
+    Thousands are open at once in an asynchronous run, so it has slots and is no generator.
+    """
+
+    __slots__ = ("_given", "_parent_id", "_target", "_targets", "_tokens", "attrs", "name", "span_id")
+
+    def __init__(self, target: Any, name: str, attrs: Attrs | None = None) -> None:
+        self.name, self.span_id = name, _span_id()
         self.attrs: Attrs = {}
+        self._target, self._given = target, attrs
 
     def set(self, **attrs: Any) -> None:
         self.attrs.update(attrs)
+
+    def __enter__(self) -> Span:
+        self._targets, self._parent_id = _targets(self._target), _parent.get()
+        _record(self._targets, "span_start", self.name, self.span_id, self._parent_id, self._given)
+        self._tokens = (_bound.set(self._targets), _parent.set(self.span_id))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        if kind is not None:
+            self.set(error=kind.__name__)
+        _reset(self._tokens)
+        _record(self._targets, "span_end", self.name, self.span_id, self._parent_id, self.attrs)
 
 
 def bind_trace(target: Any) -> dict[str, Any] | None:
@@ -76,8 +93,7 @@ def bind_trace(target: Any) -> dict[str, Any] | None:
         return None
 
 
-@contextmanager
-def trace_span(target: Any, name: str, attrs: Attrs | None = None) -> Iterator[Span]:
+def trace_span(target: Any, name: str, attrs: Attrs | None = None) -> Span:
     """Time a block on a sample, on each sample of a (nested) list, or (None) on the enclosing span's samples.
 
     >>> with trace_span(sample, "sglang_generate", {"turn": 0}) as span:
@@ -85,19 +101,7 @@ def trace_span(target: Any, name: str, attrs: Attrs | None = None) -> Iterator[S
 
     An exception in the block ends the span with ``attrs["error"]`` and goes on.
     """
-    targets = _targets(target)
-    span = Span(name, _span_id())
-    parent = _parent.get()
-    _record(targets, "span_start", name, span.span_id, parent, attrs)
-    tokens = (_bound.set(targets), _parent.set(span.span_id))
-    try:
-        yield span
-    except BaseException as error:
-        span.set(error=type(error).__name__)
-        raise
-    finally:
-        _reset(tokens)
-        _record(targets, "span_end", name, span.span_id, parent, span.attrs)
+    return Span(target, name, attrs)
 
 
 def trace_event(target: Any, name: str, attrs: Attrs | None = None) -> None:
@@ -205,15 +209,18 @@ def _record(
     targets: Iterable[Any], kind: str, name: str, span_id: str, parent: str | None, attrs: Attrs | None
 ) -> None:
     try:
-        now = time.time()
+        now, event = time.time(), None
         for sample in targets:
             trace = bind_trace(sample)
             if trace is None:
                 continue
-            event: dict[str, Any] = {"type": kind, "name": name, "ts": now, "span_id": span_id, "parent_id": parent}
-            event["attempt"] = trace.get("attempt", 0)
-            if attrs:
-                event["attrs"] = dict(attrs)
+            attempt = trace.get("attempt", 0)
+            if event is None or event["attempt"] != attempt:  # else the samples of a group share it
+                event = {
+                    "type": kind, "name": name, "ts": now, "span_id": span_id, "parent_id": parent, "attempt": attempt,
+                }  # fmt: skip
+                if attrs:
+                    event["attrs"] = dict(attrs)
             trace["events"].append(event)
     except Exception as error:
         _drop(f"{kind} {name!r}", error)

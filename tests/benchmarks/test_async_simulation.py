@@ -121,5 +121,5 @@ def test_all_parts_end_with_json(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["setting"]["batch"] == 4
     assert set(result["gain"]) == {mode.name for mode in MODES}
-    cost = simulation.scheduling_cost(8, repeats=1, least_groups=64)
+    cost = simulation.scheduling_cost(8, least_groups=64)
     assert cost["groups"] == 128 and cost["microseconds_per_group"] > 0

@@ -61,6 +61,15 @@ def test_a_span_on_a_group_reaches_every_sample_and_inner_spans_without_target_t
         assert inner["parent_id"] == outer["span_id"]
 
 
+def test_samples_of_a_group_share_an_event_as_long_as_they_are_at_the_same_attempt() -> None:
+    group = [make(0), make(1), make(2)]
+    trace_next_attempt(group[2])
+    trace_event(group, "given_back")
+    first, second, third = (sample.trace["events"][0] for sample in group)
+    assert first is second and first["attempt"] == 0
+    assert third == {**first, "attempt": 1}
+
+
 def test_an_exception_ends_the_span_and_goes_on() -> None:
     sample = make()
     with pytest.raises(ValueError, match="broken"), trace_span(sample, "reward_model"):
