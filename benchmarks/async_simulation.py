@@ -93,6 +93,9 @@ class Prompts:
     def __len__(self) -> int:
         return 1 << 40
 
+    def shuffle(self, epoch_id: int) -> None:
+        """They are all the same."""
+
     def __getitem__(self, place: int) -> Sample:
         return Sample(prompt="", label="")
 
@@ -132,8 +135,7 @@ class Run:
         self.args.drop_share = setting.drop_share
         self.args.lengths = self.lengths = draw_lengths(setting, mode)
         self.args.held_step = self.args.divided = 0
-        prompts: Any = Prompts()
-        self.source = RolloutDataSourceWithBuffer(self.args, prompts)
+        self.source = RolloutDataSourceWithBuffer(self.args, Prompts())
         self.now = asyncio.get_running_loop().time
         self.trained: list[int] = []
         self.staleness: list[int] = []
@@ -167,9 +169,10 @@ class Run:
             await self._update(step)
 
     async def _train(self, step: int, groups: list[Any]) -> None:
-        samples = flatten(groups)
-        self.trained += [sample.index for sample in samples if sample.index is not None]
-        self.staleness.append(max(sample_staleness(sample, step) or 0 for sample in samples))
+        samples: list[Any] = flatten(groups)
+        ages: list[Any] = [sample_staleness(sample, step) for sample in samples]
+        self.trained += [sample.index for sample in samples]
+        self.staleness.append(max(ages))
         await asyncio.sleep(self.train_seconds * sum(sample.response_length for sample in samples))
 
     async def _update(self, step: int) -> None:
@@ -361,7 +364,9 @@ def main(words: list[str] | None = None) -> None:
             result["tails"][str(sigma)] = {name: row["over_synchronous"] for name, row in rows.items()}
             print(f"  {sigma:.2f}  " + "  ".join(f"{row['over_synchronous']:.3f}" for row in rows.values()), flush=True)
     if "scale" in parts:
-        print("CPU of the scheduling code per group of 2 samples")
+        print(
+            f"CPU of the scheduling code per group of 2 samples, least of {options.repeats}: a minute each", flush=True
+        )
         result["scale"] = scheduling_costs([int(engines) for engines in options.scales.split(",")], options.repeats)
         for row in result["scale"]:
             print(

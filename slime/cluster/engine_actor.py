@@ -143,17 +143,18 @@ def launcher(
 def draws_from_a_part(args: Args, spec: EngineSpec) -> bool:
     """Whether SGLang is to draw with top-p and top-k before it joins.
 
-    Rollouts and evaluations go to the model that learns. They need it when they draw from a part of the vocabulary;
-    greedy requests do so too, beside others. Of servers that only prefill or decode none answers a plain request.
+    So it is where rollouts or evaluations, which go to the model that learns, draw from a part of the vocabulary;
+    greedy requests do so beside others. Of servers that only prefill or decode none answers a plain request.
     """
     from slime.data.eval_config import resolve_eval_datasets
+    from slime.rollout.sampling_params import cuts_off_tokens
 
     if args.rollout_backend != "sglang" or not spec.updates or spec.worker_type != "regular":
         return False
     settings: list[tuple[float | None, float | None, int | None]]
     settings = [(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)]
     settings += [(config.temperature, config.top_p, config.top_k) for config in resolve_eval_datasets(args)]
-    return any(temperature == 0 or (top_p or 1) < 1 or (top_k or -1) > 0 for temperature, top_p, top_k in settings)
+    return any(temperature == 0 or cuts_off_tokens(top_p, top_k) for temperature, top_p, top_k in settings)
 
 
 def _host() -> str:

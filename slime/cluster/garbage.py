@@ -22,7 +22,6 @@ class GarbageCollection:
         gc.collect()
         gc.freeze()
         gc.set_threshold(_YOUNG, 20, 1 << 30)
-        self._live = 0
         self._took = 0.0
         self._ended = time.process_time()
 
@@ -31,9 +30,6 @@ class GarbageCollection:
         started = time.process_time()
         if self._took <= _SHARE * (started - self._ended):
             gc.collect()
-            self._live = len(gc.get_objects())
             self._ended = time.process_time()
             self._took = self._ended - started
-        young, looked_at, _ = gc.get_count()
-        live = self._live + young + looked_at * gc.get_threshold()[0]
-        gc.set_threshold(max(_YOUNG, 2 * live), 20, 1 << 30)
+        gc.set_threshold(max(_YOUNG, 2 * len(gc.get_objects())), 20, 1 << 30)

@@ -9,6 +9,7 @@ from typing import Any
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.prompts import media_fields, prompt_ids, prompt_text
+from slime.rollout.sampling_params import cuts_off_tokens
 from slime.rollout.schedule import SCHEDULE
 from slime.rollout.state import GenerateState
 
@@ -61,8 +62,8 @@ def request(args: Any, state: GenerateState, sample: Sample, params: dict[str, A
         body["input_ids"] = sample.tokens
     if getattr(args, "use_rollout_routing_replay", False):
         body["return_routed_experts"] = True
-    cut = (params.get("top_p") or 1.0) < 1 or (params.get("top_k") or -1) > 0
-    if cut and getattr(args, "rollout_backend", None) == "embedded":
+    cuts = cuts_off_tokens(params.get("top_p"), params.get("top_k"))
+    if cuts and getattr(args, "rollout_backend", None) == "embedded":
         body["return_top_p_token_ids"] = True  # training scores each token over these alone; SGLang has no such list
     return body
 

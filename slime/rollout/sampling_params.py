@@ -25,6 +25,11 @@ def sampling_params(args: Any) -> dict[str, Any]:
     }
 
 
+def cuts_off_tokens(top_p: float | None, top_k: int | None) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary; None and a ``top_k`` below 1 leave it whole."""
+    return (top_p or 1.0) < 1 or (top_k or -1) > 0
+
+
 def seeded(
     args: Any, params: dict[str, Any], sample: Sample, position: int, purpose: str = "sampling"
 ) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class DistributedTransport:
 
         On the first error, or at the deadline, ``give_up`` ends the trainer's half; that frees engines that
         are well. To blame is who then does not answer, or is still stuck; if nobody is, who refused. Stuck is
-        also who had received a part of a tensor over gloo: it does not tell a receiver of the closed connection.
+        also who had received a part of a tensor: gloo does not wake a receiver whose connection closes there.
         """
         theirs: dict[str, asyncio.Future[None]] = {url: asyncio.ensure_future(call) for url, call in calls.items()}
         everything = [ours, *theirs.values()]
