@@ -2,15 +2,21 @@
 
 torch removes a shared memory file with its last user, and its ``torch_shm_manager`` removes what a killed
 process leaves. But that manager is a child of the trainer, and Ray kills the children of a worker together
-with it. So each process also keeps a list of its files, locked for as long as it lives; whoever can lock such
-a list removes the files in it.
+with it. So each process also keeps a list of its files, locked for as long as it lives; a later process of the
+same user that can lock such a list removes the files in it.
+
+Every user of the machine can create files in the shared memory folder. Therefore only regular files that belong to
+this process's effective user, have one link and carry a name of the exact form are read or removed, symbolic links
+are never followed, and a file that cannot be opened or removed is left alone.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
+import stat
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = "/dev/shm"
 _LISTS = "slime-weights-"
+_LIST_NAME = re.compile(rf"{_LISTS}(?P<pid>[0-9]+)-[0-9a-f]{{8}}", re.ASCII)
+_FILE_NAME = re.compile(r"torch_(?P<pid>[0-9]+)_[0-9]+_[0-9]+", re.ASCII)
 
 
 @dataclass
@@ -49,7 +57,7 @@ class Leftover:
         if not self._storage.expired():
             return False
         if self.path is not None:
-            Path(self.path).unlink(missing_ok=True)
+            _remove_own(os.path.basename(self.path))
         return True
 
 
@@ -75,7 +83,7 @@ class FileList:
 
 
 def _remove_list(path: Path, fd: int) -> None:
-    path.unlink(missing_ok=True)
+    _remove_own(path.name)
     os.close(fd)
 
 
@@ -101,25 +109,54 @@ def allocate(size: int, files: FileList) -> Buffer:
 
 
 def sweep_shared_memory() -> list[str]:
-    """Remove the files of processes that are gone; returns their names. Cheap, and safe at any time."""
+    """Remove the files that dead processes of this user left behind; returns their names.
+
+    Cheap, and safe at any time: see the module for what is never read or removed.
+    """
     removed = []
-    for path in Path(SHARED_MEMORY).glob(f"{_LISTS}*"):
-        try:
-            fd = os.open(path, os.O_RDWR)
-        except (FileNotFoundError, PermissionError):  # gone meanwhile, or another user's
+    for name in os.listdir(SHARED_MEMORY):
+        listed = _LIST_NAME.fullmatch(name)
+        if listed is None:
             continue
         try:
-            if not _lock(fd):
-                continue
-            for name in path.read_text().split():
-                file = Path(SHARED_MEMORY) / name
-                if file.exists():
-                    file.unlink(missing_ok=True)
-                    removed.append(name)
-            path.unlink(missing_ok=True)
+            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+            fd = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:  # removed meanwhile, another user's, or a symbolic link
+            continue
+        try:
+            if _is_own_file(os.fstat(fd)) and _lock(fd):
+                removed += _remove_listed(fd, listed["pid"])
+                _remove_own(name)
         finally:
             os.close(fd)
     return removed
+
+
+def _remove_listed(fd: int, pid: str) -> list[str]:
+    """Remove the files of process ``pid`` that an open list names; returns the names of those that were there."""
+    with open(fd, encoding="ascii", errors="replace", closefd=False) as file:
+        entries = file.read().split()
+    ours = [entry for entry in entries if (form := _FILE_NAME.fullmatch(entry)) and form["pid"] == pid]
+    return [entry for entry in ours if _remove_own(entry)]
+
+
+def _remove_own(name: str) -> bool:
+    """Remove a file of the shared memory folder by its base name, if it is a regular file of this user with one link.
+
+    Whoever may replace it between the check and the removal is this user: the folder is sticky.
+    """
+    path = os.path.join(SHARED_MEMORY, name)
+    try:
+        if not _is_own_file(os.lstat(path)):
+            return False
+        os.unlink(path)
+    except OSError:  # removed meanwhile, or not ours to remove
+        return False
+    return True
+
+
+def _is_own_file(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
 
 
 def _lock(fd: int) -> bool:
