@@ -39,6 +39,8 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-.*")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
 _DATA_STATE = "rollout/global_dataset_state_dict_*.pt"
+_OF_OTHERS = ("common.pt", ".metadata", "metadata.json", "*.distcp", "mp_rank_*")
+"""What Megatron-LM and programs built on it write inside a checkpoint."""
 
 
 class SnapshotError(RuntimeError):
@@ -65,8 +67,13 @@ def folder_name(rollout_id: int) -> str:
 
 
 def begin(save_dir: Path, rollout_id: int) -> Path:
-    """A hidden, empty folder for all ranks to write into. Removes what an interrupted save left behind."""
+    """A hidden, empty folder for all ranks to write into. Removes what an interrupted save left behind.
+
+    Raises:
+        SnapshotError: ``save_dir`` holds checkpoints of another program (:func:`foreign`).
+    """
     save_dir.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(save_dir)
     clean_up(save_dir)
     temp = save_dir / f".{folder_name(rollout_id)}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     temp.mkdir()
@@ -125,12 +132,25 @@ def _rename_over(temp: Path, final: Path) -> None:
     """Rename ``temp`` to ``final``. A folder that stands there steps aside first, where :func:`snapshots`
     still finds it, so that at each moment one of the two is complete and visible."""
     aside = final.with_name(f".{final.name}.replaced")
-    if final.exists():
+    if final.is_dir() and not (final / MANIFEST).is_file():
+        raise SnapshotError(
+            f"{final} was not written by slime (it has no {MANIFEST}) and is not replaced: give another --save. "
+            f"The new snapshot is complete in {temp}"
+        )
+    if final.exists() or final.is_symlink():
         os.replace(final, aside)
     os.replace(temp, final)
     sync_directory(final.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    if aside.exists() or aside.is_symlink():
+        _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder. Where it is a symbolic link, delete the link and leave its target alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _publish(source: Path, target: Path) -> None:
@@ -141,12 +161,12 @@ def clean_up(save_dir: Path) -> None:
     """Remove half-written snapshots; put back one whose replacement was never finished."""
     for path in list(save_dir.iterdir()):
         if _TEMPORARY.fullmatch(path.name):
-            shutil.rmtree(path)
+            _remove(path)
         elif replaced := _REPLACED.fullmatch(path.name):
             final = save_dir / f"iter_{replaced[1]}"
-            if final.exists():
-                shutil.rmtree(path)
-            elif (path / MANIFEST).is_file():
+            if (final / MANIFEST).is_file():
+                _remove(path)
+            elif not final.exists() and (path / MANIFEST).is_file():
                 os.replace(path, final)
                 sync_directory(save_dir)
 
@@ -165,12 +185,44 @@ def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
         # The manifest goes first: from then on the folder counts as half-written.
         hidden = save_dir / f".{snapshot.path.name}.tmp-pruned-{secrets.token_hex(4)}"
         os.replace(snapshot.path, hidden)
-        shutil.rmtree(hidden)
+        _remove(hidden)
         (save_dir / "rollout" / f"global_dataset_state_dict_{snapshot.iteration}.pt").unlink(missing_ok=True)
     return [snapshot.path for snapshot in doomed]
 
 
 # --- reading -------------------------------------------------------------------------------------
+
+
+def foreign(path: Path) -> list[str]:
+    """Names in ``path`` that show checkpoints of another program; empty for a folder that slime can use.
+
+    These are ``iter_*`` folders without a manifest, a ``release`` folder, a tracker file without any snapshot,
+    and the files of one Megatron checkpoint.
+    """
+    if not path.is_dir() or (path / MANIFEST).is_file():
+        return []
+    iterations = [entry for entry in path.iterdir() if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
+    found = sorted(f"{entry.name}/" for entry in iterations if not (entry / MANIFEST).is_file())
+    found += ["release/"] if (path / "release").is_dir() else []
+    if (path / TRACKER).is_file() and (found or not snapshots(path)):
+        found.append(TRACKER)
+    if _number(path) is not None or path.name == "release":
+        found += sorted(entry.name for pattern in _OF_OTHERS for entry in path.glob(pattern))
+    return found
+
+
+def refuse_foreign(path: Path, option: str = "--save") -> None:
+    """Raise :class:`SnapshotError` where ``path`` holds checkpoints of another program (:func:`foreign`)."""
+    if found := foreign(path):
+        shown = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+        use = (
+            "slime would write among them and replace their tracker file: give another folder"
+            if option == "--save"
+            else "convert them to a Hugging Face folder with the converter of the program that wrote them, for "
+            "example its convert_torch_dist_to_hf.py, and pass that folder as --load or --hf-checkpoint "
+            "(for Megatron weights, convert it again with tools/convert_hf_to_torch_dist.py)"
+        )
+        raise SnapshotError(f"{option} {path} holds checkpoints that slime did not write ({shown}): {use}")
 
 
 def kind(path: Path) -> Literal["snapshots", "iteration", "hf", "empty"]:
@@ -208,9 +260,12 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
         Face model (:func:`kind`).
 
     Raises:
-        SnapshotError: ``step`` is not there, or a file of the snapshot is missing or damaged.
+        SnapshotError: ``step`` is not there, a file of the snapshot is missing or damaged, or the folder holds only
+            checkpoints of another program.
     """
     what = kind(load_dir)
+    if what == "empty":
+        refuse_foreign(load_dir, "--load")
     if what == "iteration":
         found = _read(load_dir)
         if step is not None and step != found.iteration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,13 +15,32 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     from slime.config.parser import parse_args
 
     words = list(argv) if argv is not None else None
-    return parse_args(words, asynchronous=asynchronous, extra_checks=(_check_data, _check_server_options))
+    checks = (_check_data, _check_snapshots, _check_server_options)
+    return parse_args(words, asynchronous=asynchronous, extra_checks=checks)
 
 
 def _check_data(args: Args) -> list[str]:
     from slime.data.validate import check_data
 
     return check_data(args)
+
+
+def _check_snapshots(args: Args) -> list[str]:
+    """``--load`` and ``--save`` name no checkpoints of another program."""
+    from slime.checkpoint.snapshot import SnapshotError, latest, refuse_foreign
+
+    problems = []
+    try:
+        if args.save:
+            refuse_foreign(Path(args.save).expanduser())
+    except SnapshotError as error:
+        problems.append(str(error))
+    try:
+        if args.load:
+            latest(Path(args.load).expanduser(), args.ckpt_step, digests=False)
+    except SnapshotError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _check_server_options(args: Args) -> list[str]:

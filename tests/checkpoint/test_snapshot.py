@@ -168,6 +168,70 @@ def test_changed_settings_are_named(values: dict[str, object]) -> None:
     assert manifest.changes(then, {}) == []
 
 
+def megatron_checkpoint(folder: Path, *names: str, tracker: str | None = None) -> None:
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "common.pt").write_bytes(b"theirs")
+    if tracker is not None:
+        (folder / snapshot.TRACKER).write_text(tracker)
+
+
+@pytest.mark.parametrize(
+    ("names", "tracker", "load"),
+    [
+        (("iter_0000001", "iter_0000100"), "100", "."),
+        (("release",), "release", "."),
+        ((), "100", "."),
+        (("iter_0000100",), None, "."),
+        (("iter_0000100",), "100", "iter_0000100"),
+        (("release",), "release", "release"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_refused(
+    tmp_path: Path, names: tuple[str, ...], tracker: str | None, load: str
+) -> None:
+    megatron_checkpoint(tmp_path, *names, tracker=tracker)
+    with pytest.raises(SnapshotError, match=r"slime did not write .*convert_torch_dist_to_hf"):
+        snapshot.latest(tmp_path / load)
+    if load == ".":
+        with pytest.raises(SnapshotError, match=r"--save .*give another folder"):
+            snapshot.begin(tmp_path, 1)
+    assert all((tmp_path / name / "common.pt").read_bytes() == b"theirs" for name in names)
+    assert tracker is None or (tmp_path / snapshot.TRACKER).read_text() == tracker
+
+
+def test_a_folder_that_is_not_ours_is_never_replaced_or_deleted(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    temp = snapshot.begin(tmp_path, 2)
+    (temp / "a").write_bytes(b"ours")
+    megatron_checkpoint(tmp_path, "iter_0000002")  # while the run went on
+    with pytest.raises(SnapshotError, match="iter_0000002 was not written by slime"):
+        snapshot.commit(temp, {"rollout_id": 2})
+    snapshot.prune(tmp_path, keep=1)
+    snapshot.clean_up(tmp_path)
+    assert (tmp_path / "iter_0000002/common.pt").read_bytes() == b"theirs"
+    assert snapshot.latest(tmp_path).iteration == 1  # type: ignore[union-attr]
+
+
+def test_a_snapshot_moved_behind_a_symbolic_link_stays_usable(tmp_path: Path) -> None:
+    """Saving again and pruning delete the link and leave alone what it points to."""
+    folder, elsewhere = tmp_path / "save", tmp_path / "other disk"
+    elsewhere.mkdir()
+    for rollout_id in (1, 2, 3):
+        path = save(folder, rollout_id)
+        os.replace(path, elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+    assert snapshot.latest(folder).iteration == 3  # type: ignore[union-attr]
+    assert save(folder, 3, {"a": b"new"}).is_dir() and not (folder / "iter_0000003").is_symlink()
+    assert [path.name for path in snapshot.prune(folder, keep=2)] == ["iter_0000001"]
+    os.replace(folder / "iter_0000002", folder / ".iter_0000002.tmp-pruned-x")  # died before the link was deleted
+    save(folder, 4)
+    assert [s.iteration for s in snapshot.snapshots(folder)] == [3, 4]
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    (folder / "iter_0000005").symlink_to(elsewhere / "gone")  # the other disk is not mounted
+    assert save(folder, 5).is_dir()
+
+
 WRITER = """
 import os, sys
 from pathlib import Path
