@@ -2,7 +2,8 @@
 
     python server.py [--port 8889]
 
-It knows nothing of slime and runs where it likes, on another machine or in an agent's own environment.
+It knows nothing of slime and runs wherever you start it, for example in an agent's own environment. Its port has no
+password: whoever reaches it can write samples. Keep it on the loopback address or on a private network.
 
     POST /start_rollout     {"task_type", "engine_url", "groups": [{"group_index", "prompt", "input_ids", "label",
                             "metadata", "sampling_params": [of each sample]}]}: hands them to the type's generator
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
+import socket
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +30,8 @@ from typing import Any
 from aiohttp import web
 
 NEEDED = ("tokens", "response", "response_length", "rollout_log_probs", "loss_mask", "reward", "status")
+MAX_BODY_BYTES = 64 << 20
+OWN_NAMES = {"localhost", "[::1]", socket.gethostname()}
 Row = dict[str, Any]
 
 
@@ -102,6 +106,18 @@ def find_generators(folder: Path) -> dict[str, ModuleType]:
     return found
 
 
+@web.middleware
+async def refuse_web_pages(request: web.Request, handler: Any) -> web.StreamResponse:
+    """403 for requests from a page in a browser, also by a rebound DNS name; 415 for bodies that are not plain JSON."""
+    name = request.headers.get("Host", "").rpartition(":")[0] or request.headers.get("Host", "")
+    fetched = request.headers.get("Sec-Fetch-Site", "none") != "none"
+    if "Origin" in request.headers or fetched or not (name in OWN_NAMES or name.strip("[]").replace(".", "").isdigit()):
+        return web.json_response({"error": "requests from web pages and to foreign host names are refused"}, status=403)
+    if request.body_exists and (request.content_type != "application/json" or "Content-Encoding" in request.headers):
+        return web.json_response({"error": "send plain JSON with Content-Type: application/json"}, status=415)
+    return await handler(request)
+
+
 def make_app(generators: dict[str, ModuleType], url: str) -> web.Application:
     """The HTTP server; ``url`` is where generators reach it."""
     buffers = {name: TaskBuffer(module) for name, module in generators.items()}
@@ -134,7 +150,7 @@ def make_app(generators: dict[str, ModuleType], url: str) -> web.Application:
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"task_types": list(buffers)})
 
-    app = web.Application(client_max_size=1 << 30)
+    app = web.Application(middlewares=[refuse_web_pages], client_max_size=MAX_BODY_BYTES)
     app.add_routes([post("/start_rollout", start_rollout), post("/buffer/write", write)])
     app.add_routes([post("/get_rollout_data", get_rollout_data), web.get("/health", health)])
     return app
@@ -145,9 +161,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8889)
     options = parser.parse_args()
+    OWN_NAMES.add(options.host)
     generators = find_generators(Path(__file__).parent / "generators")
     app = make_app(generators, f"http://{options.host}:{options.port}")
-    web.run_app(app, host=options.host, port=options.port, print=None)
+    web.run_app(app, host=options.host, port=options.port, print=None, auto_decompress=False)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from slime.agent.messages import ApiError, Ask
 from slime.agent.openai_api import Chat, Responses
 from slime.agent.session import Place, Session
 from slime.agent.trajectory import Turn
+from slime.engines.request_guard import request_guard
 
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
@@ -38,13 +39,15 @@ class AgentServer:
     def __init__(self, host: str) -> None:
         self.host, self.port = host, 0
         self.sessions: dict[str, Session] = {}
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        app = web.Application(middlewares=[request_guard(host)], client_max_size=_MAX_BODY_BYTES)
         for prefix in ("", "/s/{session}"):
             for path, dialect in _DIALECTS.items():
                 app.router.add_post(f"{prefix}/v1/{path}", self._handler(dialect, self._answer))
             app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._handler(Messages, self._count))
             app.router.add_get(f"{prefix}/v1/models", self._handler(Chat, self._models))
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+        )
 
     async def start(self) -> AgentServer:
         """Listen on a free port."""

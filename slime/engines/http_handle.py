@@ -111,10 +111,11 @@ class HttpEngineHandle:
             await self._post("/begin_weight_update")
 
     async def push(self, bucket: Bucket, weight_version: str) -> None:
-        from slime.engines.tensor_payload import payload
+        from slime.engines.tensor_payload import handles, payload
 
-        await self.connect()
-        body = {**payload(bucket, self._ranks), "flush_cache": False, "weight_version": weight_version}
+        embedded = (await self.connect()).kind == "embedded"
+        tensors = handles(bucket) if embedded else payload(bucket, self._ranks)
+        body = {**tensors, "flush_cache": False, "weight_version": weight_version}
         await self._post("/update_weights_from_tensor", body, self.update_seconds)
 
     async def end_update(self, weight_version: str) -> None:
@@ -167,9 +168,12 @@ class HttpEngineHandle:
 
         import torch
 
-        await self.connect()
-        entry = base64.b64encode(pickle.dumps([(request, torch.empty(0))])).decode()
-        body = {"serialized_named_tensors": [entry] * self._ranks, "load_format": loader, "flush_cache": False}
+        body: dict[str, Any] = {"load_format": loader, "flush_cache": False}
+        if (await self.connect()).kind == "embedded":
+            body["loader_request"] = request
+        else:
+            entry = base64.b64encode(pickle.dumps([(request, torch.empty(0))])).decode()
+            body["serialized_named_tensors"] = [entry] * self._ranks
         await self._post("/update_weights_from_tensor", body, self.update_seconds)
 
     async def checksum(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """A bucket of tensors as the body of ``/update_weights_from_tensor``.
 
-The body holds handles, not values: shared memory on the CPU, CUDA IPC on the GPU. The sender keeps the
-bucket alive until the engine has answered. The form is SGLang's flattened bucket: one buffer, and where in
-it each tensor lies.
+The body holds handles, not values: shared memory on the CPU, CUDA IPC on the GPU. The sender keeps the bucket alive
+until the engine has answered. There is one buffer, and the place of each tensor in it. :func:`payload` writes this in
+SGLang's form, a pickle; :func:`handles` in the embedded engine's form, plain JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +19,65 @@ if TYPE_CHECKING:
     from slime.weights.update import Bucket
 
 _DEVICE_INDEX = 6  # of the device in what torch's reduce_tensor returns for a CUDA tensor
+HANDLES = "handles"
+"""``load_format`` of the embedded engine's form."""
+
+
+def handles(bucket: Bucket) -> dict[str, Any]:
+    """``load_format``, ``buffer`` and ``tensors`` for one embedded engine, which opens the buffer once."""
+    import torch.multiprocessing
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    buffer, tensors = _in_one_buffer(bucket)
+    entries = [
+        {
+            "name": name,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "offset": tensor.storage_offset() * tensor.element_size() - buffer.storage_offset(),
+            "nbytes": tensor.numel() * tensor.element_size(),
+        }
+        for name, tensor in tensors
+    ]
+    described = _cuda_handle(buffer) if buffer.is_cuda else _shared_memory_handle(buffer)
+    place = {"offset": buffer.storage_offset(), "nbytes": buffer.numel()}
+    return {"load_format": HANDLES, "buffer": {**described, **place}, "tensors": entries}
+
+
+def _shared_memory_handle(buffer: torch.Tensor) -> dict[str, Any]:
+    """Moves the storage into shared memory if it does not lie there yet."""
+    storage = buffer.untyped_storage()
+    manager, name, size = storage._share_filename_cpu_()
+    return {"kind": "shared_memory", "manager": manager.decode(), "name": name.decode(), "storage_nbytes": size}
+
+
+def _cuda_handle(buffer: torch.Tensor) -> dict[str, Any]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, values = reduce_tensor(buffer)
+    device, handle, size, offset, _, counter, counter_offset, event, wait = values[_DEVICE_INDEX:]
+    return {
+        "kind": "cuda_ipc",
+        "device": _device_uuid(device),
+        "handle": _base64(handle),
+        "storage_nbytes": size,
+        "storage_offset": offset,
+        "ref_counter_handle": _base64(counter),
+        "ref_counter_offset": counter_offset,
+        "event_handle": _base64(event),
+        "event_sync_required": wait,
+    }
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _device_uuid(device: int | str) -> str:
+    """A device's UUID: its index may be another one in the process that opens the handle."""
+    import torch
+
+    return device if isinstance(device, str) else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def payload(bucket: Bucket, ranks: int = 1) -> dict[str, Any]:
@@ -63,7 +122,7 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
 
 
 class _Pickler(ForkingPickler):
-    """CUDA handles with the UUID of their device: its index may be another one in the process that opens them.
+    """CUDA handles with the UUID of their device (see :func:`_device_uuid`).
 
     SGLang replaces ``rebuild_cuda_tensor`` in its own processes by a function that takes UUIDs.
     """
@@ -75,9 +134,7 @@ class _Pickler(ForkingPickler):
         if not isinstance(value, torch.Tensor) or not value.is_cuda:
             return NotImplemented
         rebuild, values = reductions.reduce_tensor(value)
-        device = values[_DEVICE_INDEX]
-        if isinstance(device, int):
-            device = str(torch.cuda.get_device_properties(device).uuid)
+        device = _device_uuid(values[_DEVICE_INDEX])
         return rebuild, (*values[:_DEVICE_INDEX], device, *values[_DEVICE_INDEX + 1 :])
 
 

@@ -342,12 +342,18 @@ def test_updates_need_brackets(handle: HttpEngineHandle, contract_engine: Contra
 
 
 def test_stock_tensor_payload(handle: HttpEngineHandle, contract_engine: ContractEngine, restore: None) -> None:
-    """A list of (name, tensor) pickled as SGLang's clients do it."""
+    """A list of (name, tensor) pickled as SGLang's clients do it; the embedded engine takes no pickles."""
     from slime.engines.tensor_payload import pickled
 
     body = {"serialized_named_tensors": [pickled(list(tensors(contract_engine.other_model).items()))]}
     before = greedy_ids(handle.url)
     run(handle.begin_update())
+    if contract_engine.kind == "embedded":
+        with pytest.raises(http.HttpError, match="takes no pickles"):
+            post(handle.url, body, "/update_weights_from_tensor")
+        run(handle.end_update("default"))
+        assert greedy_ids(handle.url) == before
+        return
     post(handle.url, body, "/update_weights_from_tensor")
     run(handle.end_update("by-list"))
     assert greedy_ids(handle.url) != before

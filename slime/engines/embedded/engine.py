@@ -79,7 +79,7 @@ class Engine:
         def run() -> None:
             try:
                 result = function(*arguments)
-            except Exception as error:
+            except BaseException as error:  # nothing that a command raises may end the model's thread
                 self._post(_settle, future, None, error)
             else:
                 self._post(_settle, future, result, None)
@@ -256,10 +256,14 @@ class Engine:
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.cancelled():
         return
-    if error is not None:
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
+    elif error is not None:  # SystemExit and its like would end the event loop
+        failed = RuntimeError(f"{type(error).__name__}: {error}")
+        failed.__cause__ = error
+        future.set_exception(failed)
     else:
         future.set_result(result)

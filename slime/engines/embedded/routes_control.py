@@ -15,7 +15,7 @@ from slime.config.hooks import load_function
 from slime.engines.embedded.memory import TAGS
 from slime.engines.embedded.process_group import join_group
 from slime.engines.embedded.protocol import API_VERSION, BadRequest
-from slime.engines.embedded.tensor_wire import read_named_tensors
+from slime.engines.embedded.tensor_wire import read_tensors
 from slime.engines.embedded.web import LOADED, body_of, field, json_answer, outcome
 from slime.engines.embedded.weights import WeightError, overall_checksum
 from slime.engines.handle import DELTA_LOADER
@@ -77,19 +77,18 @@ async def _abort_if_asked(request: web.Request, body: dict[str, Any]) -> None:
 
 
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
-    """One entry per tensor-parallel rank; this engine is one rank and reads the first."""
+    """Handles to tensors (see :mod:`slime.engines.tensor_payload`), or a request to load a published delta."""
     body = await body_of(request)
-    entries = field(body, "serialized_named_tensors", list)
+    delta = field(body, "loader_request", str) if body.get("load_format") == DELTA_LOADER else None
     _require_open(request)
     await _abort_if_asked(request, body)
     engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
 
     def write() -> None:
-        if body.get("load_format") == DELTA_LOADER:
-            ((text, place),) = read_named_tensors(entries[0], None)
-            load_function(DELTA_LOADER)(weights, [(text, place.to(engine.runner.device))])
+        if delta is not None:
+            load_function(DELTA_LOADER)(weights, [(delta, torch.empty(0, device=engine.runner.device))])
         else:
-            weights.load(read_named_tensors(entries[0], body.get("load_format")))
+            weights.load(read_tensors(body))
 
     await engine.call(engine.change_weights, write, body.get("weight_version"))
     return outcome(True, "Success")

@@ -7,12 +7,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from slime.engines.embedded.lifetime import die_with_parent
 from slime.models.cpu_memory import HUGE_PAGES
-
-MAX_BODY_BYTES = 512 * 1024 * 1024
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,9 +57,8 @@ def _serve(options: argparse.Namespace, started: float) -> None:
     import torch
     from aiohttp import web
 
-    from slime.engines.embedded import routes_control, routes_generate, routes_openai
+    from slime.engines.embedded.app import make_app
     from slime.engines.embedded.loading import EngineOptions, load_engine
-    from slime.engines.embedded.web import LOADED, errors_as_json
 
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -81,21 +78,12 @@ def _serve(options: argparse.Namespace, started: float) -> None:
             random_seed=options.random_seed,
         )
     )
-    app = web.Application(middlewares=[errors_as_json], client_max_size=MAX_BODY_BYTES)
-    app[LOADED] = loaded
-    app[routes_control.GROUPS] = {}
-    for module in (routes_generate, routes_control, routes_openai):
-        app.add_routes(module.routes())
+    app = make_app(loaded, options.host)
 
-    async def model_thread(app: web.Application) -> AsyncIterator[None]:
-        import asyncio
-
-        loaded.engine.start(asyncio.get_running_loop())
+    async def announce(app: web.Application) -> None:
         logging.getLogger(__name__).info("ready after %.1f s", time.perf_counter() - started)
-        yield
-        loaded.engine.stop()
 
-    app.cleanup_ctx.append(model_thread)
+    app.on_startup.append(announce)
     web.run_app(
         app,
         host=options.host,
@@ -105,6 +93,7 @@ def _serve(options: argparse.Namespace, started: float) -> None:
         shutdown_timeout=0.2,
         handler_cancellation=True,
         keepalive_timeout=3600.0,
+        auto_decompress=False,
     )
 
 

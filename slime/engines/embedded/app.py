@@ -1,0 +1,36 @@
+"""The HTTP application of one engine, without the process around it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from slime.engines.embedded import routes_control, routes_generate, routes_openai
+from slime.engines.embedded.loading import Loaded
+from slime.engines.embedded.web import LOADED, errors_as_json
+from slime.engines.request_guard import request_guard
+
+MAX_BODY_BYTES = 512 * 1024 * 1024
+
+
+def make_app(loaded: Loaded, host: str = "127.0.0.1") -> web.Application:
+    """All routes of an engine. Its model thread runs from the application's startup to its cleanup.
+
+    Args:
+        host: the name or address under which clients reach the server.
+    """
+    app = web.Application(middlewares=[request_guard(host), errors_as_json], client_max_size=MAX_BODY_BYTES)
+    app[LOADED] = loaded
+    app[routes_control.GROUPS] = {}
+    for module in (routes_generate, routes_control, routes_openai):
+        app.add_routes(module.routes())
+
+    async def model_thread(app: web.Application) -> AsyncIterator[None]:
+        loaded.engine.start(asyncio.get_running_loop())
+        yield
+        loaded.engine.stop()
+
+    app.cleanup_ctx.append(model_thread)
+    return app

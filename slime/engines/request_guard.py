@@ -1,0 +1,72 @@
+"""What the HTTP servers of slime refuse before they read a request.
+
+The servers have no users other than the programs of a run, none of which is a web browser. A page in a browser on
+the same machine can nevertheless send requests to a loopback port, either across origins or by DNS rebinding.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+_FROM_A_PAGE = ("cross-site", "same-site", "same-origin")  # values of Sec-Fetch-Site that a page's requests carry
+
+
+def request_guard(*names: str) -> Middleware:
+    """A middleware that answers with an error, before the body is read, when a request
+
+    - comes from a web page (403): it has an ``Origin`` header, or a ``Sec-Fetch-Site`` that says so;
+    - was sent to a foreign host name (403): ``Host`` is neither an IP address, nor ``localhost``, nor this machine's
+      name, nor one of ``names``. A rebound DNS name is always a name;
+    - has a compressed body (415), which can be a thousand times as large as it looks;
+    - has a body that is not declared to be ``application/json`` (415), as a page can send without asking first.
+
+    Servers should also be started with ``auto_decompress=False``.
+    """
+    own = {"localhost", *(name.lower() for name in (*names, socket.gethostname()))}
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        refusal = _refusal(request, own)
+        if refusal is None:
+            return await handler(request)
+        status, message = refusal
+        body = {"error": {"message": message}, "success": False, "message": message}
+        answer = web.Response(text=json.dumps(body), status=status, content_type="application/json")
+        answer.force_close()  # the body, which may be long, is not waited for
+        return answer
+
+    return guard
+
+
+def _refusal(request: web.Request, own: set[str]) -> tuple[int, str] | None:
+    headers = request.headers
+    if "Origin" in headers or headers.get("Sec-Fetch-Site") in _FROM_A_PAGE:
+        return 403, "requests from web pages are refused (the request has an Origin or Sec-Fetch-Site header)"
+    host = headers.get("Host", "")
+    if not _is_own(host, own):
+        return 403, f"the Host header names {host!r}, which is not this server; use its IP address or localhost"
+    if headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+        return 415, "compressed bodies (Content-Encoding) are refused; send the body as it is"
+    if request.body_exists and request.content_type != "application/json":
+        return 415, f"the body must be sent with Content-Type: application/json, not {request.content_type!r}"
+    return None
+
+
+def _is_own(host: str, own: set[str]) -> bool:
+    """Whether a Host header (``name``, ``name:port`` or ``[IPv6]:port``) names this server."""
+    if host.startswith("["):
+        name = host[1:].partition("]")[0]
+    else:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and ":" in host else host
+    if name.lower().rstrip(".") in own:
+        return True
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""Requests that a web page can send are refused by every HTTP server of slime."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from served_engine import Served, served
+
+from slime.agent.server import AgentServer
+from slime.engines.http import session
+from slime.utils.async_utils import run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from example_scripts import load_example
+
+FROM_A_PAGE: dict[str, dict[str, str]] = {
+    "origin": {"Origin": "https://evil.example"},
+    "null origin": {"Origin": "null"},
+    "image tag": {"Sec-Fetch-Site": "cross-site"},
+    "rebound name": {"Host": "evil.example"},
+    "rebound name and port": {"Host": "evil.example:30000"},
+    "looks like an address": {"Host": "127.0.0.1.evil.example"},
+}
+NOT_JSON: dict[str, dict[str, str]] = {
+    "form": {"Content-Type": "application/x-www-form-urlencoded"},
+    "text": {"Content-Type": "text/plain"},
+    "none": {"Content-Type": ""},
+    "gzip": {"Content-Encoding": "gzip"},
+    "deflate": {"Content-Encoding": "deflate"},
+}
+
+
+class Other:
+    """An application that is not the engine, under its own runner."""
+
+    def __init__(self, app: web.Application) -> None:
+        self.runner = web.AppRunner(app, auto_decompress=False)
+        self.url = run(self._start())
+
+    async def _start(self) -> str:
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[Served]:
+    with served(tiny_llama) as one:
+        yield one
+
+
+@pytest.fixture(scope="module", params=["engine", "agent", "buffer"])
+def server(request: pytest.FixtureRequest, engine: Served) -> Iterator[tuple[str, str, str]]:
+    """URL, a path that takes GET and one that takes POST."""
+    if request.param == "engine":
+        yield engine.url, "/flush_cache", "/pause_generation"
+    elif request.param == "agent":
+        agent = run(AgentServer("127.0.0.1").start())
+        yield f"http://127.0.0.1:{agent.port}", "/v1/models", "/v1/chat/completions"
+        run(agent.stop())
+    else:
+        other = Other(load_example("rollout_buffer/server.py").make_app({}, "http://127.0.0.1:1"))
+        yield other.url, "/health", "/get_rollout_data"
+        run(other.runner.cleanup())
+
+
+def send(url: str, headers: dict[str, str], data: bytes | None) -> tuple[int, str]:
+    async def ask() -> tuple[int, str]:
+        method = "GET" if data is None else "POST"
+        async with session().request(method, url, data=data, headers=headers) as answer:
+            return answer.status, await answer.text()
+
+    return run(ask())
+
+
+@pytest.mark.parametrize("what", FROM_A_PAGE)
+def test_pages_are_refused(server: tuple[str, str, str], what: str) -> None:
+    url, get, post = server
+    assert send(url + get, FROM_A_PAGE[what], None)[0] == 403
+    status, text = send(url + post, {"Content-Type": "application/json", **FROM_A_PAGE[what]}, b"{}")
+    assert status == 403 and ("refused" in text or "Host" in text)
+
+
+@pytest.mark.parametrize("what", NOT_JSON)
+def test_bodies_that_a_page_can_send_are_refused(server: tuple[str, str, str], what: str) -> None:
+    url, _, post = server
+    data = gzip.compress(b" " * 2_000_000) if what in ("gzip", "deflate") else json.dumps({"mode": "abort"}).encode()
+    status, text = send(url + post, {"Content-Type": "application/json", **NOT_JSON[what]}, data)
+    assert status == 415, text
+
+
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:5", "10.1.2.3", "[::1]:80", "[::1]"])
+def test_own_names_and_addresses_are_served(engine: Served, host: str) -> None:
+    assert engine.ask("/health", method="GET", Host=host)[0] == 200
+
+
+def test_the_scheduler_was_not_paused(engine: Served) -> None:
+    answer: Any = engine.ask("/server_info", method="GET")[1]
+    assert answer["internal_states"][0]["paused"] is False
