@@ -25,23 +25,54 @@ LONGEST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
 RETRIES = 60  # some five minutes; with --use-fault-tolerance as long as an engine may take to come back
 PATIENT_RETRIES = 360
+ASKS_FOR_RETRY = (408, 429)  # a router whose queue is full answers with these
+LONGEST_RETRY_AFTER_SECONDS = 60.0
 _request_seconds = 14400.0
 _retries = RETRIES
+_on_fault: Callable[[], None] | None = None
 _retried = 0  # requests that were sent again, since take_retries()
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 
 
 class HttpError(RuntimeError):
-    """A server answered with an error status, or did not answer; ``status`` is None in the second case."""
+    """A server answered with an error status, or did not answer.
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    Attributes:
+        status: None where no answer came.
+        retry_after: seconds after which the server asks for another try, from its ``Retry-After`` header.
+        disconnected: the server closed the connection before the first byte of an answer, as it does with an idle
+            connection of the pool.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int | None = None,
+        retry_after: float | None = None,
+        disconnected: bool = False,
+    ) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.retry_after, self.disconnected = status, retry_after, disconnected
 
     @property
     def retryable(self) -> bool:
-        """Connection loss and 5xx; a 4xx is the caller's mistake."""
+        """Connection loss, 5xx, and the statuses that ask for a retry (408, 429); any other 4xx is the caller's
+        mistake."""
+        return self.status is None or self.status >= 500 or self.status in ASKS_FOR_RETRY
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the server, and not the request or the load, is the likely cause."""
         return self.status is None or self.status >= 500
+
+
+def watch_faults(callback: Callable[[], None]) -> None:
+    """Call ``callback`` whenever a retried request of this process meets a connection loss or a 5xx status.
+
+    It is called on the event loop of the request, so it must return at once.
+    """
+    global _on_fault
+    _on_fault = callback
 
 
 def init_http_client(args: Args) -> None:
@@ -103,9 +134,9 @@ def take_retries() -> int:
 async def post(url: str, payload: Any, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
     """POST JSON and return the decoded answer (JSON, else text).
 
-    Connection loss and 5xx are tried again up to ``max_retries`` times (default: :data:`RETRIES`), after 0.1 s,
-    0.2 s, … 5 s (each with jitter, so that many clients do not come back at once). A 4xx is the caller's mistake
-    and raises at once.
+    Connection loss, 5xx, 408 and 429 are tried again up to ``max_retries`` times (default: :data:`RETRIES`), after
+    0.1 s, 0.2 s, … 5 s (each with jitter, so that many clients do not come back at once), or later where the server
+    says so (``Retry-After``). Any other 4xx is the caller's mistake and raises at once.
 
     Raises:
         HttpError: with the server's words, or nothing in ``--sglang-router-request-timeout-secs``, all tries together.
@@ -143,9 +174,12 @@ async def retrying(
         try:
             return await call()
         except HttpError as error:
+            if error.is_fault and _on_fault is not None:
+                _on_fault()
             if not error.retryable or attempt == limit or give_up():
                 raise
-            delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS) * random.uniform(0.75, 1.25)
+            delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS)
+            delay = max(delay, error.retry_after or 0.0) * random.uniform(0.75, 1.25)
             log = logger.warning if attempt >= 3 and attempt & (attempt + 1) == 0 else logger.debug  # tries 4, 8, 16, …
             log("try %d of %d again in %.1f s: %s", attempt + 1, limit, delay, error)
             _retried += 1
@@ -167,15 +201,25 @@ async def request(method: str, url: str, payload: Any, timeout: float, headers: 
     try:
         async with asyncio.timeout(timeout), session().request(method, url, data=body, headers=sent) as answer:
             raw = await answer.read()
-            status = answer.status
+            status, retry_after = answer.status, answer.headers.get("Retry-After")
     except (aiohttp.ClientError, OSError) as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
             reason = f"no answer within {timeout:.0f} s"
-        raise HttpError(f"{method} {url}: {reason}") from error
+        gone = isinstance(error, aiohttp.ServerDisconnectedError | ConnectionResetError)
+        raise HttpError(f"{method} {url}: {reason}", disconnected=gone) from error
     if status >= 400:
-        raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status)
+        raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status, _seconds(retry_after))
     return _decode(raw)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """A ``Retry-After`` header in seconds, bounded; None where there is none, or where it is a date."""
+    try:
+        seconds = float(retry_after or "")
+    except ValueError:
+        return None
+    return min(seconds, LONGEST_RETRY_AFTER_SECONDS) if seconds >= 0.0 else None
 
 
 def _decode(raw: bytes) -> Any:

@@ -48,10 +48,15 @@ class HttpEngineHandle:
         return self._surface
 
     async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
-        try:
-            return await request(method, self.url + path, body, seconds or self.control_seconds)
-        except HttpError as error:
-            raise EngineError(str(error)) from error
+        """One request. It is sent a second time where the server closed a pooled connection before it answered: the
+        server may have closed an idle connection just when it was used again."""
+        for again in (True, False):
+            try:
+                return await request(method, self.url + path, body, seconds or self.control_seconds)
+            except HttpError as error:
+                if not (again and error.disconnected):
+                    raise EngineError(str(error)) from error
+        raise AssertionError("unreachable")
 
     async def _get(self, path: str) -> Any:
         return await self._call("GET", path)

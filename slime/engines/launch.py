@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.engines.process import EngineProcess, free_port, start_embedded_engine
+from slime.engines.process import EngineProcess, free_port, start_embedded_engine, without_proxy
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -46,7 +46,7 @@ def start_engine(
     place = ServerPlace(host, port, rank, num_nodes, meeting, bootstrap)
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
     command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(args, spec, place)]
-    env = server_environment(args, spec)
+    env = {**without_proxy(spec.model_path, host), **server_environment(args, spec)}
     env.setdefault("SGLANG_GRPC_PORT", str(free_port(host)))  # its default, port + 10000, may be past the last port
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))

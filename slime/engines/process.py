@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.1
+PROXY_VARIABLES = tuple(
+    name for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
+)
 _PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those of outgoing connections
 _marks: list[socket.socket] = []
 
@@ -155,9 +158,24 @@ def start_embedded_engine(
     if getattr(args, "trust_remote_code", False):
         command.append("--trust-remote-code")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    env |= without_proxy(str(args.hf_checkpoint), host)
     if args.threads_per_process:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(args.threads_per_process)
     return EngineProcess(f"embedded engine {index}", command, f"http://{host}:{port}", log_path, env)
+
+
+def without_proxy(model: str | None = None, host: str = "") -> dict[str, str]:
+    """Environment in which a server reaches other servers of the run directly, whatever ``http_proxy`` says.
+
+    Args:
+        model: what the server loads. Where that is no folder, a proxy may be the way to the model hub: then only
+            ``host`` and the loopback addresses are exempt.
+    """
+    if model is None or os.path.isdir(model):  # the router's client does not know NO_PROXY=*
+        return {**dict.fromkeys(PROXY_VARIABLES, ""), "NO_PROXY": "*", "no_proxy": "*"}
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    exempt = ",".join(filter(None, (given, "localhost", "127.0.0.1", "::1", host)))
+    return {"NO_PROXY": exempt, "no_proxy": exempt}
 
 
 def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:

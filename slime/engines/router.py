@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
@@ -16,11 +18,19 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.config.server_groups import DEFAULT_MODEL, WorkerType
-from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, address_towards, free_port
+from slime.engines.process import (
+    POLL_SECONDS,
+    ServerFailed,
+    ServerProcess,
+    address_towards,
+    free_port,
+    without_proxy,
+)
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # urlopen would obey $http_proxy
 WORKER_SECONDS = 60.0
 READY_SECONDS = 60.0
 DEFAULTS: dict[str, Any] = {
@@ -30,8 +40,12 @@ DEFAULTS: dict[str, Any] = {
     "log_level": "warn",
 }
 """What slime sets unless ``--router-…`` says otherwise (contract, arguments 1.15)."""
-FORCED = ("--disable-circuit-breaker", "--disable-health-check")
-"""slime watches the engines itself; a router that benches one for good would get in its way."""
+FORCED = ("--disable-health-check",)
+"""slime watches the engines itself. The circuit breaker stays on: an engine that fails at once always has the least
+load, so without it ``cache_aware`` would send every request there until the engine is taken out."""
+PING_SECONDS = 10.0
+MOST_MISSED_PINGS = 3  # in a row; then a router that lives but does not answer is started again
+SECONDS_PER_WORKER = 0.5  # more for each worker that is registered together with others
 
 
 @dataclass(frozen=True)
@@ -59,37 +73,50 @@ class Router:
         """What the router knows: ``id``, ``url``, ``is_healthy``, … per worker."""
         return list(_call("GET", f"{self.url}/workers")["workers"])
 
-    def add_worker(self, worker: Worker | str, deadline: float = WORKER_SECONDS) -> None:
-        """Register an engine that is up; returns when the router routes to it (the call itself is asynchronous).
+    def add_workers(self, workers: Sequence[Worker], deadline: float = WORKER_SECONDS) -> None:
+        """Register engines that are up; returns when the router routes to all of them.
+
+        The router registers in the background, so all are announced before the first is waited for.
+
+        Args:
+            deadline: seconds; :data:`SECONDS_PER_WORKER` more for each worker.
 
         Raises:
-            ServerFailed: it did not within ``deadline`` seconds.
+            ServerFailed: it does not route to some of them by then; the message names them.
         """
-        worker = Worker(worker) if isinstance(worker, str) else worker
-        body: dict[str, Any] = {"url": worker.url}
-        if worker.worker_type != "regular":
-            body["worker_type"] = worker.worker_type
-        if worker.bootstrap_port is not None:
-            body["bootstrap_port"] = worker.bootstrap_port
-        _call("POST", f"{self.url}/workers", body)
-        self._wait(
-            lambda: any(w["url"] == worker.url and w.get("is_healthy", True) for w in self.workers()),
-            f"take {worker.url}",
-            deadline,
-        )
+        for worker in workers:
+            body: dict[str, Any] = {"url": worker.url}
+            if worker.worker_type != "regular":
+                body["worker_type"] = worker.worker_type
+            if worker.bootstrap_port is not None:
+                body["bootstrap_port"] = worker.bootstrap_port
+            _call("POST", f"{self.url}/workers", body)
+        missing = [worker.url for worker in workers]
+
+        def taken() -> bool:
+            known = {engine_url(w["url"]) for w in self.workers() if w.get("is_healthy", True)}
+            missing[:] = [url for url in missing if url not in known]
+            return not missing
+
+        self._wait(taken, lambda: f"take {', '.join(missing)}", deadline + SECONDS_PER_WORKER * len(workers))
+
+    def add_worker(self, worker: Worker | str, deadline: float = WORKER_SECONDS) -> None:
+        """:meth:`add_workers` for one engine."""
+        self.add_workers([Worker(worker) if isinstance(worker, str) else worker], deadline)
 
     def remove_worker(self, url: str, deadline: float = WORKER_SECONDS) -> None:
         """Forget an engine; a no-op when the router does not know it."""
         for worker in self.workers():
-            if worker["url"] == url:
+            if engine_url(worker["url"]) == url:
                 _call("DELETE", f"{self.url}/workers/{worker['id']}")
-        self._wait(lambda: all(worker["url"] != url for worker in self.workers()), f"forget {url}", deadline)
+        known = lambda: {engine_url(worker["url"]) for worker in self.workers()}  # noqa: E731
+        self._wait(lambda: url not in known(), lambda: f"forget {url}", deadline)
 
-    def _wait(self, done: Callable[[], bool], what: str, deadline: float) -> None:
+    def _wait(self, done: Callable[[], bool], what: Callable[[], str], deadline: float) -> None:
         start = time.monotonic()
         while not done():
             if time.monotonic() - start > deadline or not self._lives():
-                raise ServerFailed(f"the router at {self.url} did not {what} within {deadline:.0f} s{self._words()}")
+                raise ServerFailed(f"the router at {self.url} did not {what()} within {deadline:.0f} s{self._words()}")
             time.sleep(POLL_SECONDS)
 
     def _lives(self) -> bool:
@@ -107,6 +134,16 @@ class RouterProcess(ServerProcess, Router):
 
     def _words(self) -> str:
         return f" ({'alive' if self.alive() else 'dead'}):\n{self.log_tail()}"
+
+    def answers(self, timeout: float) -> bool:
+        """Whether it answers ``GET /liveness`` in any way within ``timeout`` seconds."""
+        try:
+            _call("GET", f"{self.url}/liveness", timeout=timeout)
+        except OSError:
+            return False
+        except (ServerFailed, ValueError):
+            return True
+        return True
 
 
 def start_router(
@@ -133,11 +170,10 @@ def start_router(
     command += router_options({**DEFAULTS, **(getattr(args, "router", None) or {})})
     if any(isinstance(worker, Worker) and worker.worker_type != "regular" for worker in workers):
         command.append("--pd-disaggregation")
-    router = RouterProcess("sglang-router", command, f"http://{host}:{port}", log_path, {})
+    router = RouterProcess("sglang-router", command, f"http://{host}:{port}", log_path, without_proxy())
     try:
-        router._wait(lambda: _up(router.url), "come up", READY_SECONDS)
-        for worker in workers:
-            router.add_worker(worker)
+        router._wait(lambda: _up(router.url), lambda: "come up", READY_SECONDS)
+        router.add_workers([Worker(worker) if isinstance(worker, str) else worker for worker in workers])
     except BaseException:
         router.stop()
         raise
@@ -155,6 +191,7 @@ class Routers:
         self.args, self.log_dir = args, log_dir
         self.by_model: dict[str, Router] = {}
         self._added: list[Worker] = []
+        self._missed: dict[str, int] = {}  # pings in a row, by model
 
     def start(self, workers: Sequence[Worker]) -> None:
         """A router on this host for each model of ``workers``; the first model's is ``--sglang-router-ip/port`` where
@@ -163,8 +200,8 @@ class Routers:
             own = [worker for worker in workers if worker.model == model]
             if self.args.sglang_router_ip and not self.by_model:
                 self.by_model[model] = Router(f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}")
-                for worker in own:
-                    self.add_worker(worker)
+                self.by_model[model].add_workers(own)
+                self._added += own
             else:
                 self.by_model[model] = self._start(model, own, address_towards([worker.url for worker in own]))
         self.args.sglang_model_routers = {
@@ -187,18 +224,34 @@ class Routers:
             router.remove_worker(url)
 
     def dead(self) -> list[tuple[str, str]]:
-        """Model and last words of our routers that ended."""
-        return [
-            (model, f"the router (pid {router.pid}) ended with {router.child.returncode}:\n{router.log_tail()}")
-            for model, router in self.by_model.items()
-            if isinstance(router, RouterProcess) and not router.alive()
-        ]
+        """Model and last words of our routers that ended, or that live and have not answered the last
+        :data:`MOST_MISSED_PINGS` calls."""
+        found = []
+        for model, router in self.by_model.items():
+            if not isinstance(router, RouterProcess):
+                continue
+            if not router.alive():
+                what = f"ended with {router.child.returncode}"
+            elif router.answers(PING_SECONDS):
+                self._missed[model] = 0
+                continue
+            else:
+                self._missed[model] = self._missed.get(model, 0) + 1
+                if self._missed[model] < MOST_MISSED_PINGS:
+                    continue
+                what = f"did not answer {MOST_MISSED_PINGS} times within {PING_SECONDS:.0f} s"
+            found.append((model, f"the router (pid {router.pid}) {what}:\n{router.log_tail()}"))
+        return found
 
     def restart(self, model: str, workers: Sequence[Worker]) -> None:
-        """Start a router that ended again, at its address."""
-        address = urlsplit(self.by_model[model].url)
+        """Start a router that ended or hangs again, at its address."""
+        old = self.by_model[model]
+        if isinstance(old, RouterProcess) and old.alive():
+            old.kill()  # it may be stopped; its clients' connections are reset, and they ask again
+        address = urlsplit(old.url)
         own = [worker for worker in workers if worker.model == model]
         self.by_model[model] = self._start(model, own, address.hostname or "", address.port)
+        self._missed[model] = 0
 
     def stop(self) -> None:
         """End our routers; take our engines out of one that is not ours."""
@@ -228,6 +281,12 @@ def router_options(options: dict[str, Any]) -> list[str]:
     return words
 
 
+def engine_url(worker_url: str) -> str:
+    """The engine's own address. With ``--router-dp-aware`` the router lists each data-parallel rank of an engine as a
+    worker of its own, ``http://host:port@rank``."""
+    return re.sub(r"@\d+$", "", worker_url)
+
+
 def _up(url: str) -> bool:
     try:
         _call("GET", f"{url}/workers")
@@ -240,8 +299,10 @@ def _call(method: str, url: str, body: Any = None, timeout: float = 10.0) -> Any
     data = None if body is None else json.dumps(body).encode()
     message = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.urlopen(message, timeout=timeout) as answer:
+        with _OPENER.open(message, timeout=timeout) as answer:
             raw = answer.read()
     except urllib.error.HTTPError as error:
         raise ServerFailed(f"{method} {url} answered {error.code}: {error.read().decode(errors='replace')}") from error
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{method} {url}: {error or type(error).__name__}") from error
     return json.loads(raw) if raw else None

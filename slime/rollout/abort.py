@@ -21,6 +21,7 @@ _LONGEST_REST_SECONDS = 5.0
 async def worker_urls(args: Any) -> list[str]:
     """Addresses of the engines: those the router lists, or the only engine, which has no ``/workers``."""
     from slime.engines.http import HttpError, request, retrying
+    from slime.engines.router import engine_url
 
     base = get_model_url(args, path="").rstrip("/")
     try:
@@ -29,7 +30,8 @@ async def worker_urls(args: Any) -> list[str]:
         if error.status in (404, 405):
             return [base]
         raise
-    return [worker["url"] if isinstance(worker, dict) else worker for worker in listed.get("workers", [])] or [base]
+    urls = [worker["url"] if isinstance(worker, dict) else worker for worker in listed.get("workers", [])]
+    return list(dict.fromkeys(map(engine_url, urls))) or [base]
 
 
 async def abort(args: Any) -> None:

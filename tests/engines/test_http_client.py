@@ -25,6 +25,7 @@ class Flaky:
     def __init__(self) -> None:
         self.script: list[Any] = []
         self.calls = 0
+        self.retry_after = ""
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.calls += 1
@@ -34,7 +35,8 @@ class Flaky:
             request.transport.close()
             await asyncio.sleep(0.1)
         if isinstance(told, int) and told != 200:
-            return web.json_response({"error": {"message": f"told to say {told}"}}, status=told)
+            headers = {"Retry-After": self.retry_after} if self.retry_after else None
+            return web.json_response({"error": {"message": f"told to say {told}"}}, status=told, headers=headers)
         return web.json_response({"got": await request.json() if request.can_read_body else None})
 
 
@@ -68,6 +70,52 @@ async def test_4xx_is_not(flaky: Any) -> None:
     with pytest.raises(http.HttpError, match="answered 400: told to say 400") as failure:
         await http_utils.post(flaky.url, 1)
     assert flaky.calls == 1 and failure.value.status == 400
+
+
+@pytest.mark.parametrize("status", [408, 429])
+async def test_a_full_queue_is_tried_again(flaky: Any, status: int) -> None:
+    flaky.script = [status] * 3
+    assert await http_utils.post(flaky.url, 1) == {"got": 1}
+    assert flaky.calls == 4
+
+
+@pytest.mark.parametrize(
+    ("header", "least"), [("7", 7.0), ("100000", http.LONGEST_RETRY_AFTER_SECONDS), ("tomorrow", 0.0), ("-3", 0.0)]
+)
+async def test_the_server_says_when_to_come_back(
+    flaky: Any, monkeypatch: pytest.MonkeyPatch, header: str, least: float
+) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    flaky.script, flaky.retry_after = [429], header
+    monkeypatch.setattr(http.asyncio, "sleep", sleep)
+    assert await http_utils.post(flaky.url, 1) == {"got": 1}
+    (delay,) = slept
+    assert 0.75 * least <= delay <= 1.25 * max(least, http.FIRST_DELAY_SECONDS)
+
+
+async def test_faults_of_a_server_are_reported_and_nothing_else(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[int] = []
+    monkeypatch.setattr(http, "_on_fault", None)
+    http.watch_faults(lambda: reports.append(flaky.calls))
+    flaky.script = [429, 500, "drop"]
+    await http_utils.post(flaky.url, 1)
+    assert reports == [2, 3]
+
+
+async def test_a_control_call_survives_one_connection_that_is_closed_on_it(flaky: Any) -> None:
+    handle = HttpEngineHandle(flaky.url.removesuffix("/x"))
+    flaky.script = ["drop"]
+    assert await handle._call("POST", "/x", 1) == {"got": 1} and flaky.calls == 2
+    flaky.script = ["drop", "drop"]
+    with pytest.raises(EngineError):
+        await handle._call("POST", "/x", 1)
+    flaky.script = [500]
+    with pytest.raises(EngineError, match="told to say 500"):
+        await handle._call("POST", "/x", 1)
 
 
 async def test_there_is_a_limit(flaky: Any) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 from aiohttp import web
 from engine_parts import engine_args
 
+from slime.cluster.health import answers
+from slime.engines.http import take_retries
 from slime.engines.http_handle import HttpEngineHandle
-from slime.engines.process import EngineProcess
+from slime.engines.process import EngineProcess, ServerFailed, wait_gone, without_proxy
 from slime.engines.router import Router, Routers, Worker, router_options, start_router
+from slime.rollout.abort import worker_urls
 from slime.rollout.generate import get_model_url
 from slime.utils.async_utils import run
 from slime.utils.http_utils import get, post
@@ -91,6 +96,7 @@ class Listener:
 
     def __init__(self, name: str) -> None:
         self.name, self.url = name, ""
+        self.calls, self.seconds, self.status = 0, 0.0, 200
 
     async def start(self) -> None:
         app = web.Application()
@@ -103,7 +109,9 @@ class Listener:
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def generate(self, request: web.Request) -> web.Response:
-        return web.json_response({"text": self.name, "meta_info": {}})
+        self.calls += 1
+        await asyncio.sleep(self.seconds)
+        return web.json_response({"text": self.name, "meta_info": {}}, status=self.status)
 
 
 @pytest.fixture
@@ -168,6 +176,159 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
     finally:
         routers.stop()
         foreign.stop()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("fault", ["refuses", "answers 500"])
+def test_one_bad_engine_does_not_draw_the_traffic(listeners: list[Listener], tmp_path: Path, fault: str) -> None:
+    """An engine that fails at once always has the least load. The default policy must not send it everything."""
+    *good, bad = listeners
+    router = start_router(engine_args(tmp_path), [each.url for each in listeners], log_path=tmp_path / "log")
+
+    async def load() -> None:
+        for listener in good:
+            listener.seconds = 0.02
+        if fault == "refuses":
+            await bad.runner.cleanup()
+        bad.status = 500
+        limit = asyncio.Semaphore(16)
+
+        async def one(i: int) -> None:
+            async with limit:
+                body = {"input_ids": [1000 + i] * 30, "sampling_params": {}}
+                await post(f"{router.url}/generate", body, max_retries=5)
+
+        await asyncio.gather(*(one(i) for i in range(150)))
+
+    try:
+        take_retries()
+        run(load())
+        assert take_retries() <= 50 and bad.calls <= 100
+    finally:
+        router.stop()
+
+
+@pytest.mark.real
+def test_a_router_that_hangs_is_found_and_started_again(
+    listeners: list[Listener], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slime.engines.router.PING_SECONDS", 0.5)
+    routers = Routers(engine_args(tmp_path, sglang_router_ip=None), tmp_path)
+    try:
+        routers.start([Worker(listeners[0].url)])
+        url = routers.url
+        (child,) = psutil.Process(routers.by_model["default"].pid).children()  # type: ignore[attr-defined]
+        child.suspend()
+        assert routers.dead() == routers.dead() == [], "a few missed calls are forgiven"
+        ((model, words),) = routers.dead()
+        assert "did not answer 3 times" in words
+        routers.restart(model, [Worker(listeners[0].url)])
+        assert routers.url == url and run(ask(url)) == "a" and routers.dead() == []
+        assert wait_gone([child], 5.0) == []
+    finally:
+        routers.stop()
+
+
+class SlowRouter:
+    """A router's own interface, which takes each engine in at the third look; counts what it is asked.
+
+    Args:
+        ranks: data-parallel ranks of each engine, as a router with ``--dp-aware`` lists them; 0: without.
+    """
+
+    def __init__(self, ranks: int = 0) -> None:
+        self.ranks, self.posts, self.looks = ranks, [], 0  # type: tuple[int, list[str], int]
+        self.workers: dict[str, str] = {}
+        self.deleted: list[str] = []
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/workers", self.add)
+        app.router.add_get("/workers", self.list)
+        app.router.add_delete("/workers/{id}", self.delete)
+        self.runner = web.AppRunner(app)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def add(self, request: web.Request) -> web.Response:
+        self.posts.append((await request.json())["url"])
+        return web.json_response({}, status=202)
+
+    async def list(self, request: web.Request) -> web.Response:
+        self.looks += 1
+        if self.looks == 3:
+            for url in self.posts:
+                names = [f"{url}@{rank}" for rank in range(self.ranks)] or [url]
+                self.workers |= {f"id{len(self.workers) + i}": name for i, name in enumerate(names)}
+        return web.json_response({"workers": [{"id": key, "url": url} for key, url in self.workers.items()]})
+
+    async def delete(self, request: web.Request) -> web.Response:
+        self.deleted.append(self.workers.pop(request.match_info["id"]))
+        return web.json_response({}, status=202)
+
+
+@pytest.fixture
+def slow_router() -> Iterator[SlowRouter]:
+    router = SlowRouter()
+    run(router.start())
+    yield router
+    run(router.runner.cleanup())
+
+
+def test_many_engines_are_announced_before_the_first_is_waited_for(slow_router: SlowRouter) -> None:
+    workers = [Worker(f"http://10.0.0.{i}:1") for i in range(40)]
+    Router(slow_router.url).add_workers(workers)
+    assert len(slow_router.posts) == 40 and slow_router.looks == 3
+
+
+def test_a_router_that_takes_too_few_is_an_error_with_their_names(slow_router: SlowRouter) -> None:
+    slow_router.looks = 3
+    with pytest.raises(ServerFailed, match=r"did not take http://10\.0\.0\.1:1, http://10\.0\.0\.2:1 within"):
+        Router(slow_router.url).add_workers([Worker("http://10.0.0.1:1"), Worker("http://10.0.0.2:1")], deadline=-1.0)
+
+
+def test_ranks_of_an_engine_are_that_engine(slow_router: SlowRouter) -> None:
+    """``--router-dp-aware``: one engine is listed once for each data-parallel rank."""
+    slow_router.ranks = 2
+    router = Router(slow_router.url)
+    router.add_workers([Worker("http://10.0.0.1:1"), Worker("http://10.0.0.2:1")])
+    address = urlsplit(router.url)
+    args = engine_args(Path("."), sglang_router_ip=address.hostname, sglang_router_port=address.port)
+    assert run(worker_urls(args)) == ["http://10.0.0.1:1", "http://10.0.0.2:1"]
+    router.remove_worker("http://10.0.0.1:1")
+    assert slow_router.deleted == ["http://10.0.0.1:1@0", "http://10.0.0.1:1@1"]
+
+
+@pytest.mark.real
+def test_a_proxy_of_the_environment_is_not_used(
+    start_engine: Callable[..., EngineProcess], tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by us nor by the router, and an engine that only reaches the run's own servers uses none either."""
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))
+        proxy = f"http://127.0.0.1:{dead.getsockname()[1]}"
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        engines = [start_engine(tiny_llama, wait=False) for _ in range(2)]
+        for engine in engines:
+            engine.wait_ready(120)
+        router = start_router(engine_args(tiny_llama), [engine.url for engine in engines], log_path=tmp_path / "log")
+        try:
+            assert run(post(f"{router.url}/generate", request(1, 3), max_retries=1))["output_ids"]
+            assert all(answers(engine.url, 30.0) is None for engine in engines)
+        finally:
+            router.stop()
+        for engine in engines:
+            assert not psutil.Process(engine.pid).environ()["http_proxy"]
+
+
+def test_a_proxy_stays_the_way_to_the_model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "intranet")
+    assert without_proxy(str(tmp_path))["NO_PROXY"] == without_proxy()["no_proxy"] == "*"
+    assert without_proxy("Qwen/Qwen3-4B", "10.0.0.1")["no_proxy"] == "intranet,localhost,127.0.0.1,::1,10.0.0.1"
 
 
 @pytest.mark.real
