@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.config.args import Args
@@ -51,6 +58,19 @@ def save_tiny_qwen3_moe(path: Path, seed: int = 0) -> Path:
         initializer_range=0.2,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def save_tiny_qwen2_5_vl(path: Path, seed: int = 0) -> Path:
+    """A vision-language model whose names on disk are not those in memory."""
+    torch.manual_seed(seed)
+    text = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    text |= dict(num_key_value_heads=2, rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]})
+    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=4, out_hidden_size=32, patch_size=4)
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, image_token_id=58, video_token_id=59, vision_start_token_id=57
+    )
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(path)
     return path
 
 

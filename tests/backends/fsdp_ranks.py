@@ -117,6 +117,11 @@ def hf_export(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
     return dict(metrics=metrics, weights=weights_of(backend))
 
 
+def names(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Of every tensor that would go to the engines."""
+    return {model: [name for name, _ in make(model).named_weights()] for model in ("qwen3_moe", "qwen2_5_vl")}
+
+
 def nan_on_the_last_rank(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     backend = make("llama")
     batch = rank_batch(make_samples(), backend.rank, world_size)
@@ -141,6 +146,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (2, qwen3),
     (2, critic),
     (2, bfloat16),
+    (2, names),
     (2, resume),
     (1, two_steps),
     (1, context_parallel),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from fsdp_helpers import save_tiny_llama, save_tiny_qwen3, save_tiny_qwen3_moe
+from fsdp_helpers import save_tiny_llama, save_tiny_qwen2_5_vl, save_tiny_qwen3, save_tiny_qwen3_moe
 from fsdp_ranks import worker
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -30,6 +30,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "reference": save_tiny_llama(root / "reference", seed=5),
         "qwen3": save_tiny_qwen3(root / "qwen3"),
         "qwen3_moe": save_tiny_qwen3_moe(root / "qwen3_moe"),
+        "qwen2_5_vl": save_tiny_qwen2_5_vl(root / "qwen2_5_vl"),
         "output": root / "output",
     }
 
@@ -178,3 +179,12 @@ def test_experts_are_exported_one_by_one(results: Results, paths: dict[str, Path
         )
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen2_5_vl"])
+def test_every_rank_names_its_weights_as_the_checkpoint_does(
+    ranks: list[Results], paths: dict[str, Path], model: str
+) -> None:
+    on_disk = sorted(load_file(paths[model] / "model.safetensors"))
+    for rank in range(2):
+        assert sorted(ranks[rank]["names", 2][model]) == on_disk, f"rank {rank}"

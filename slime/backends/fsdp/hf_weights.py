@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from slime.models.loading import ModelError
 from slime.weights.hf_folder import copy_companions, write_tensors
 
 _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
@@ -28,14 +31,47 @@ def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tupl
     Args:
         dtype: of floating-point parameters; buffers keep theirs.
     """
+    yield from _named_as_on_disk(model, _full_tensors(model, dtype))
+
+
+def share_weight_conversions(model: PreTrainedModel) -> None:
+    """Give every rank the conversions that rank 0 used when it loaded the checkpoint; a collective.
+
+    Only ``from_pretrained`` finds out which of transformers' conversions a checkpoint needs. A model that is built
+    without weights has none, and would give its tensors transformers' in-memory names.
+    """
+    conversions = [getattr(model, "_weight_conversions", None)]
+    dist.broadcast_object_list(conversions, src=0, device=torch.device("cpu"))
+    model._weight_conversions = conversions[0]
+
+
+def require_same_names(model: PreTrainedModel) -> None:
+    """Check that :func:`iter_hf_weights` yields the same names in the same order on every rank; a collective.
+
+    Raises:
+        ModelError: it does not. Engines would get tensors that they do not know.
+    """
+    names = [name for name, _ in _named_as_on_disk(model, _empty_tensors(model))]
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    everyones: list[tuple[str, int, list[str]]] = [("", 0, [])] * dist.get_world_size()
+    dist.all_gather_object(everyones, (digest, len(names), names[:2]))
+    for rank, (theirs, count, first) in enumerate(everyones):
+        if theirs != everyones[0][0]:
+            raise ModelError(
+                f"rank {rank} names its {count} weights {first}…, rank 0 its {everyones[0][1]} {everyones[0][2]}…: "
+                f"the conversion of {type(model).__name__} to the checkpoint's names differs between ranks"
+            )
+
+
+def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     conversions = getattr(model, "_weight_conversions", None)
     if not conversions:
-        yield from _full_tensors(model, dtype)
+        yield from tensors
         return
     by_layer = any(isinstance(c, WeightConverter) for c in conversions)
     pending: dict[str, Tensor] = {}
     prefix: str | None = None
-    for name, tensor in _full_tensors(model, dtype):
+    for name, tensor in tensors:
         match = _FIRST_INDEX.match(name)
         here = match.group(1) if match and by_layer else name
         if pending and here != prefix:
@@ -46,6 +82,19 @@ def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tupl
 
 
 def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    for name, value, is_parameter in _tensors(model):
+        here = value.to(dtype) if is_parameter else value  # before the gather: half the bytes
+        yield name, here.full_tensor() if isinstance(here, DTensor) else here
+
+
+def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole shapes, without memory."""
+    for name, value, _ in _tensors(model):
+        yield name, torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
+    """The state dict in its order, tied parameters once; whether each is a parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     for name, value in model.state_dict().items():
@@ -54,8 +103,7 @@ def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            value = value.detach().to(dtype)  # before the gather: half the bytes
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        yield name, value.detach(), parameter is not None
 
 
 def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, source: str, writer: bool) -> None:

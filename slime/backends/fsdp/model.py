@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
+from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
 from slime.backends.fsdp.optimizer import select_trainable
 from slime.config.seeds import derive_seed
 from slime.models.inputs import InputBuilder
@@ -40,6 +41,8 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
     model = load_full_model(args, initial_weights(args), empty=not reads)
+    if world_size > 1:
+        share_weight_conversions(model)
     if packed:
         check_packable(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
@@ -55,6 +58,8 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
         compile_layers(model)
         policy.fused = True
     shard(scorer, model, device, world_size, DTYPES[args.train_dtype])
+    if world_size > 1:
+        require_same_names(model)
     return scorer, _builder(args, model, device, packed)
 
 
