@@ -15,7 +15,7 @@ from slime.config.args import Args
 
 
 def train(args: Args) -> None:
-    with Run(args) as run:
+    with Run(args, asynchronous=True) as run:
         run.update_weights()
         if run.evaluates_at_start():
             run.evaluate(run.first_rollout)

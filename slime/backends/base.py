@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from slime.backends.saving import BackgroundSave
 
 RankBatch = dict[str, Any]
-ModelTag = Literal["actor", "ref", "teacher", "old_actor"]
+ModelTag = Literal["actor", "ref", "teacher", "old_actor", "rollout_actor"]
 Metrics = dict[str, float]
 
 
@@ -60,6 +60,8 @@ class TrainBackend(Protocol):
     data_parallel_rank: int
     data_parallel_size: int
     saving: BackgroundSave | None
+    moving_copies: set[str]
+    """Copies that change during a run, and so belong in its snapshots."""
 
     def log_probs(
         self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,15 @@ class LrSchedule:
 
     @classmethod
     def from_args(cls, args: Any, role: str = "actor") -> LrSchedule:
-        """From the flags; a critic has ``--critic-lr`` and ``--critic-lr-warmup-iters`` where given."""
+        """From the flags; a critic has ``--critic-lr`` and ``--critic-lr-warmup-iters`` where given.
+
+        Raises:
+            ValueError: the schedule depends on the length of the run and ``num_rollout`` is not known yet, or
+                the warm-up is as long as the decay.
+        """
         critic = role == "critic"
-        decay = args.lr_decay_iters or planned_steps(args)
+        constant = args.lr_decay_style == "constant" and not args.lr_warmup_fraction
+        decay = args.lr_decay_iters or (1 if constant and args.num_rollout is None else planned_steps(args))
         warmup = args.lr_warmup_iters or 0
         if args.lr_warmup_fraction:
             warmup = int(args.lr_warmup_fraction * decay)
@@ -77,9 +84,38 @@ class LrSchedule:
 
 
 def planned_steps(args: Any) -> int:
-    """Optimizer steps of the whole run, as far as the flags tell; at least 1."""
-    samples = (args.num_rollout or 0) * args.rollout_batch_size * args.n_samples_per_prompt
-    return max(samples // args.global_batch_size if args.global_batch_size else args.num_rollout or 1, 1)
+    """Optimizer steps of the whole run, at least 1.
+
+    Raises:
+        ValueError: ``num_rollout`` is not known. The driver sets it from ``--num-epoch`` and the data source before
+            the trainers start.
+    """
+    if args.num_rollout is None:
+        raise ValueError(
+            "the learning rate's decay or warm-up fraction depends on the number of rollouts, which is not known: "
+            "give --num-rollout or --lr-decay-iters"
+        )
+    samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
+    return max(samples // args.global_batch_size if args.global_batch_size else args.num_rollout, 1)
+
+
+def zero_lr_warning(args: Any, metrics: Mapping[str, float], rollout_id: int) -> str | None:
+    """What to tell the user when a step's learning rate was 0, so that it changed no weights; None otherwise.
+
+    The first step of a warm-up from 0 is exempt.
+
+    Args:
+        metrics: of the step, with ``train/lr-pg_0`` and ``train/critic-lr-pg_0`` where they trained.
+    """
+    warms_up = args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters
+    rates = {"actor": "train/lr-pg_0", "critic": "train/critic-lr-pg_0"}
+    idle = [role for role, name in rates.items() if metrics.get(name) == 0.0]
+    if not idle or (rollout_id == 0 and warms_up):
+        return None
+    return (
+        f"warning: the learning rate of the {' and the '.join(idle)} was 0 in step {rollout_id}, so the step changed "
+        "no weights: check --lr, --min-lr, --lr-decay-iters and --num-rollout"
+    )
 
 
 def _wsd(style: str, ratio: float) -> float:

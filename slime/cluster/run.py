@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from slime.backends.lr_schedule import LrSchedule, zero_lr_warning
 from slime.cluster.faults import Faults
 from slime.cluster.restart import goes_on, restart
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
@@ -33,11 +34,13 @@ class Run:
     has the deadline ``--phase-timeout`` and adds its seconds to the metrics of the step.
     """
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: Args, asynchronous: bool = False) -> None:
+        """``asynchronous``: rollouts are made while the one before trains (``train_async.py``)."""
         from slime.observability.display import Display
         from slime.observability.run_dir import RunDir
 
         self.args = args
+        self.asynchronous = asynchronous
         self.snapshot = self._find_snapshot()
         self.resumes = self.snapshot is not None and not args.finetune
         self.dir = RunDir.create(args, resume=self.resumes)
@@ -56,6 +59,8 @@ class Run:
         self.num_rollout = 0
         self.attempt = 0
         self._checked_equal = False
+        self._told_of_zero_lr = False
+        self._old_actor_version = ""  # the version after which the old actor was refreshed
         self.version = ""  # of the weights that the engines hold: <attempt>.<steps that had trained them>
         self.held_step = 0  # the second part of it
         self.updated_after: int | None = None  # what ``trained`` was when they got them
@@ -105,6 +110,7 @@ class Run:
             in_turn = self.args.offload_rollout and self.placement.on_gpu and starting is not None
             if in_turn:  # an engine takes its share of the memory that it finds free
                 self._engines_started(starting, release=slots.train > 0)
+            self.num_rollout = self._resolve_num_rollout()  # the trainers' schedules depend on it
             if slots.train:
                 self._start_training()
             if starting is not None and not in_turn:
@@ -112,7 +118,6 @@ class Run:
             for group in self.groups:
                 group.wait_started()
             self._restore()
-            self.num_rollout = self._resolve_num_rollout()
             self._open_metrics()
         self.display.pop_times()  # a step's own times begin with the step
         self._step_started = time.perf_counter()
@@ -134,6 +139,7 @@ class Run:
     def _start_training(self) -> None:
         from slime.cluster.train_group import TrainGroup
 
+        LrSchedule.from_args(self.args)  # raises here, before any trainer starts, where the flags do not fit
         make = lambda role: TrainGroup(  # noqa: E731 - two calls that differ in one word
             self.args, role, self.placement, self.waiter, self.dir.path / "logs",
             self.snapshot.path / role if self.snapshot else None,
@@ -190,6 +196,7 @@ class Run:
             self.metrics_log.log(self.snapshot.manifest["metrics"], self.trained, "rollout/step")
 
     def _resolve_num_rollout(self) -> int:
+        """``--num-rollout``, or the length of ``--num-epoch`` epochs; ``args.num_rollout`` is set from here on."""
         if self.args.num_rollout is not None:
             return int(self.args.num_rollout)
         per_epoch = self.manager_call([self.manager.num_rollout_per_epoch.remote()], "the data source")
@@ -313,6 +320,9 @@ class Run:
                 self.pending.update({f"perf/{name}_time": s for name, s in result["timings"].items()})
                 if (alarm := gap_alarm(self.args, result["metrics"])) is not None:
                     self.display.note(alarm)
+            if not self._told_of_zero_lr and (warning := zero_lr_warning(self.args, self.pending, rollout_id)):
+                self._told_of_zero_lr = True
+                self.display.note(warning)
             self._refresh_reference(rollout_id)
         self.trained = rollout_id
         self.manager_call([self.manager.trained.remote(rollout_id)], "the rollout manager to close a step's account")
@@ -322,6 +332,17 @@ class Run:
         interval = self.args.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
             self.actor.copy_weights("actor", "ref")
+
+    def _refresh_old_actor(self) -> None:
+        """``--keep-old-actor``: the copy that scores the next rollout is that of the weights which make it.
+
+        Those are the ones that the engines have just got. In the asynchronous loop with an update after every step the
+        next rollout is there already, made with the weights before: the copy stays one version behind.
+        """
+        if not self.args.keep_old_actor or self._old_actor_version == self.version:
+            return
+        self._old_actor_version = self.version
+        self.actor.refresh_old_actor(behind=self.asynchronous and self.args.update_weights_interval == 1)
 
     def update_weights(self) -> None:
         """Bring the actor's weights to every engine.
@@ -338,6 +359,7 @@ class Run:
             report, urls = self.faults.survive(self._send, urls, replace=True)
             assert report is not None
             self.updated_after, self.held_step = self.trained, held
+            self._refresh_old_actor()
         self._log_memory("update_weights")
         if self.args.offload_train:
             with self.display.timers("sleep"):

@@ -79,7 +79,7 @@ class TrainActor:
             metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler)
         if self.args.save_debug_train_data and self.role == "actor":
             save_train_batches(self.args, rollout_id, batch, self.backend)
-        if self.args.offload_train:  # engines on the same accelerator get their weights next
+        if self.args.offload_train or self.args.offload_rollout:  # engines on the same accelerator get memory next
             self.backend.clear_memory()
         values = [ray.put(batch["values"])] if self.role == "critic" else None
         return {"metrics": metrics, "timings": timings, "values": values}
@@ -122,6 +122,8 @@ class TrainActor:
             is_sender=bool(urls),
             check_equal=check_equal,
         )
+        if self.args.offload_rollout:  # the engines take their KV cache back next
+            self.backend.clear_memory()
         return dataclasses.asdict(report) if report is not None else None
 
     def _choose_transport(self, same_host: bool) -> None:
@@ -162,6 +164,20 @@ class TrainActor:
 
     def copy_weights(self, source: str, target: str) -> None:
         self.backend.copy_weights(source, target)
+
+    def refresh_old_actor(self, behind: bool) -> None:
+        """The engines have got the actor's weights: make ``old_actor`` equal to them (``--keep-old-actor``).
+
+        Args:
+            behind: make it equal to what the engines held before instead. Those weights are the copy
+                ``rollout_actor``, which exists from the first call on.
+        """
+        if not behind:
+            self.backend.copy_weights("actor", "old_actor")
+            return
+        if "rollout_actor" in self.backend.moving_copies:
+            self.backend.copy_weights("rollout_actor", "old_actor")
+        self.backend.copy_weights("actor", "rollout_actor")
 
     def save(self, directory: str) -> None:
         self.backend.save(Path(directory))
@@ -281,6 +297,9 @@ class TrainGroup:
 
     def copy_weights(self, source: str, target: str) -> None:
         self._all("copy_weights", source, target)
+
+    def refresh_old_actor(self, behind: bool) -> None:
+        self._all("refresh_old_actor", behind)
 
     def sleep(self) -> None:
         self._all("sleep")

@@ -61,7 +61,11 @@ class ModelConfig:
     )
     only_train_params_name_list: list[str] | None = flag(None, help="regular expressions: train only these")
     freeze_params_name_list: list[str] | None = flag(None, help="regular expressions: freeze these")
-    keep_old_actor: bool = flag(False, help="keep the weights that generated, to compute old log-probs")
+    keep_old_actor: bool = flag(
+        False,
+        help="keep a copy of the weights that the engines generate with, and compute old log-probs with it; "
+        "in train_async.py with an update after every rollout it stays one version behind, as the samples are",
+    )
     fsdp_cpu_offload: bool = flag(
         False,
         help="keep FSDP shards in CPU memory",

@@ -9,7 +9,7 @@ from fsdp_helpers import make_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.backends.lr_schedule import LrSchedule, planned_steps
+from slime.backends.lr_schedule import LrSchedule, planned_steps, zero_lr_warning
 
 STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
 
@@ -73,3 +73,28 @@ def test_warmup_as_long_as_the_decay_is_an_error() -> None:
     args = make_args("x", lr_decay_style="linear", lr_warmup_iters=10, lr_decay_iters=10)
     with pytest.raises(ValueError, match="warm-up of 10 steps leaves nothing"):
         LrSchedule.from_args(args)
+
+
+@pytest.mark.parametrize("flags", [{"lr_decay_style": "cosine"}, {"lr_warmup_fraction": 0.1}])
+def test_a_schedule_that_needs_the_length_of_the_run_raises_when_it_is_unknown(flags: dict[str, object]) -> None:
+    args = make_args("x", num_rollout=None, **flags)
+    with pytest.raises(ValueError, match="number of rollouts, which is not known"):
+        LrSchedule.from_args(args)
+    args.lr_decay_iters = 20
+    assert LrSchedule.from_args(args).decay_steps == 20
+
+
+def test_a_constant_rate_needs_no_length() -> None:
+    args = make_args("x", num_rollout=None, lr_warmup_iters=3)
+    assert LrSchedule.from_args(args).lr(100) == args.lr
+
+
+def test_a_step_with_a_learning_rate_of_zero_is_told() -> None:
+    args = make_args("x")
+    warning = zero_lr_warning(args, {"train/lr-pg_0": 0.0, "train/critic-lr-pg_0": 1e-5}, 3)
+    assert warning is not None and "learning rate of the actor was 0 in step 3" in warning
+    assert zero_lr_warning(args, {"train/lr-pg_0": 1e-6}, 3) is None
+    assert zero_lr_warning(args, {}, 3) is None
+    args.lr_warmup_iters = 5
+    assert zero_lr_warning(args, {"train/lr-pg_0": 0.0}, 0) is None, "a warm-up starts from 0"
+    assert zero_lr_warning(args, {"train/lr-pg_0": 0.0}, 1) is not None

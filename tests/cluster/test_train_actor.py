@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,3 +33,33 @@ def test_the_transport_follows_engines_that_come_back_elsewhere(
     actor._choose_transport(False)
     assert first.closed == follows and (actor.transport is not first) == follows
     assert actor.transport.colocated_host is not follows
+
+
+@pytest.mark.parametrize(
+    ("offload", "after_training", "after_an_update"),
+    [
+        (set(), 0, 0),
+        ({"offload_train"}, 1, 0),
+        ({"offload_rollout"}, 1, 1),
+        ({"offload_train", "offload_rollout"}, 1, 1),
+    ],
+)
+def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator_take_turns(
+    monkeypatch: pytest.MonkeyPatch, offload: set[str], after_training: int, after_an_update: int
+) -> None:
+    """Also with ``--no-offload-train``: the engines take their memory next, and count on it being free."""
+    cleared: list[bool] = []
+    monkeypatch.setattr("slime.backends.train_loop.train_on_rollout", lambda *_: ({}, {}))
+    monkeypatch.setattr("slime.data.wire.to_rank_batch", lambda batch: dict(batch))
+    monkeypatch.setattr("slime.weights.sync.sync_weights", lambda *_, **__: None)
+    monkeypatch.setattr("ray.get", lambda ref: ref)
+    actor: Any = TrainActor.__new__(TrainActor)
+    flags = {name: name in offload for name in ("offload_train", "offload_rollout")}
+    others = dict(save_debug_train_data=None, audit_weights=False, colocate=True, update_weight_transport="ipc")
+    actor.args, actor.role, actor.rank, actor.world_size = SimpleNamespace(**flags, **others), "actor", 0, 1
+    actor.backend = SimpleNamespace(clear_memory=lambda: cleared.append(True), named_weights=lambda: iter(()))
+    actor.profiler, actor.transport = SimpleNamespace(rollout=lambda _: contextlib.nullcontext()), None
+    actor.train(0, [{}])
+    assert len(cleared) == after_training
+    actor.update_weights([], "0.0", True, {})
+    assert len(cleared) == after_training + after_an_update

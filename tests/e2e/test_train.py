@@ -144,6 +144,37 @@ def test_async_loop_trains_in_order_within_its_bound(runner, flags) -> None:
     assert runner.wait_gone() == []
 
 
+@pytest.mark.parametrize("script", ["train.py", "train_async.py"])
+def test_a_decay_lasts_as_many_steps_as_the_epochs_have(runner, flags, script) -> None:
+    """16 prompts in rollouts of 4 are 4 steps an epoch; the trainers must know that when they make their schedule."""
+    at = flags.index("--num-rollout")
+    flags = [*flags[:at], *flags[at + 2 :], "--num-epoch", 2, "--lr-decay-style", "cosine"]
+    result = runner.run(*flags, script=script)
+    assert_good(result)
+    rates = [row["train/lr-pg_0"] for row in result.metrics()]
+    assert rates == pytest.approx([1e-3 * (1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)])
+    assert "learning rate of the" not in result.output
+
+
+def test_the_old_actor_is_that_which_made_the_samples(runner, flags) -> None:
+    """With one optimizer step a rollout the policy that trains is the one that sampled: the ratio stays 1."""
+    result = runner.run(*flags, "--keep-old-actor")
+    assert_good(result)
+    for row in result.metrics():
+        assert abs(row["train/ppo_kl"]) < 1e-6 and row["train/pg_clipfrac"] == 0.0
+        assert row["train/grad_norm"] > 0
+
+
+def test_asynchronous_the_old_actor_is_one_version_behind(runner, flags) -> None:
+    """Each rollout is made while the one before trains, so its samples are of the weights before the last update, and
+    so are the old log-probs: they equal those that the engine gave."""
+    result = runner.run(*flags, "--keep-old-actor", "--num-rollout", 4, script="train_async.py")
+    assert_good(result)
+    for row in result.metrics():
+        assert row["rollout/log_probs"] == pytest.approx(row["rollout/rollout_log_probs"], abs=1e-4)
+    assert max(abs(row["train/ppo_kl"]) for row in result.metrics()[1:]) > 1e-4
+
+
 def test_ppo_trains_a_critic(runner, flags) -> None:
     result = runner.run(*flags, "--advantage-estimator", "ppo", "--num-rollout", 3)
     assert_good(result)
