@@ -42,7 +42,7 @@ def share_weight_conversions(model: PreTrainedModel) -> None:
     """
     conversions = [getattr(model, "_weight_conversions", None)]
     dist.broadcast_object_list(conversions, src=0, device=torch.device("cpu"))
-    model._weight_conversions = conversions[0]
+    model._weight_conversions = conversions[0]  # type: ignore[assignment]  # what from_pretrained sets
 
 
 def require_same_names(model: PreTrainedModel) -> None:
