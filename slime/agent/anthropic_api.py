@@ -5,10 +5,29 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slime.agent.messages import ApiError, Ask, Message, call, objects, text_of, tool, whole_number
-from slime.agent.openai_api import Json, event
+from slime.agent.fields import (
+    CONTENT,
+    FLAG,
+    LIST,
+    OBJECT,
+    TEXT,
+    ApiError,
+    Json,
+    check_fields,
+    note,
+    objects,
+    strings,
+    whole_number,
+)
+from slime.agent.messages import Ask, Message, Tool, call, fold_system, text_of, tool
+from slime.agent.openai_api import event
 from slime.agent.trajectory import Turn
 
+_FIELDS = {
+    **{"messages": LIST, "system": CONTENT, "tools": LIST, "tool_choice": OBJECT, "stop_sequences": LIST},
+    **{"stream": FLAG, "model": TEXT},
+}
+_MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
@@ -25,17 +44,16 @@ class Messages:
     @staticmethod
     def read(body: Json) -> Ask:
         """The request in the common form."""
+        check_fields(body, _FIELDS)
         messages = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
         for raw in objects(body, "messages"):
             messages += _messages(raw)
         choice = (body.get("tool_choice") or {}).get("type")
-        tools = [] if choice == "none" else objects(body, "tools", required=False)
         return Ask(
-            messages=messages,
-            tools=[tool(t.get("name") if "input_schema" in t else None, t.get("description"), t.get("input_schema"))
-                   for t in tools],
+            messages=fold_system(messages),
+            tools=[] if choice == "none" else _tools(body),
             max_tokens=whole_number(body, "max_tokens"),
-            stop=list(body.get("stop_sequences") or []),
+            stop=strings(body, "stop_sequences"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
         )  # fmt: skip
@@ -122,10 +140,24 @@ def _blocks(turn: Turn) -> list[Json]:
     return [*blocks, *({"type": "tool_use", "id": i, "name": f["name"], "input": f["arguments"]} for i, f in functions)]
 
 
+def _tools(body: Json) -> list[Tool]:
+    """The client's own tools. Those of Anthropic's servers, and those that its models know without a schema, are left
+    out: the request is served without them."""
+    tools = []
+    for entry in objects(body, "tools", required=False):
+        if entry.get("type") in (None, "custom"):
+            check_fields(entry, {"input_schema": OBJECT}, "a tool's ")
+            tools.append(tool(entry.get("name"), entry.get("description"), entry.get("input_schema")))
+        else:
+            note(f"tool {entry['type']}", "is left out: tools with an input_schema only")
+    return tools
+
+
 def _messages(raw: Json) -> list[Message]:
     """A message of blocks as common messages: results of tools come first, each as a message of its own."""
+    check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role, content = raw.get("role"), raw.get("content")
-    if role not in ("user", "assistant"):
+    if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"unknown role {role!r}")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(raw, "content")
     results = [
@@ -136,7 +168,7 @@ def _messages(raw: Json) -> list[Message]:
     hidden = ("tool_result", "tool_use", "thinking", "redacted_thinking")
     texts = [block for block in blocks if block.get("type") not in hidden]
     calls = [
-        call(str(block.get("name")), block.get("input") or {}, str(block.get("id") or ""))
+        call(str(block.get("name")), block.get("input"), str(block.get("id") or ""))
         for block in blocks
         if block.get("type") == "tool_use"
     ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
-from slime.agent.messages import ApiError, Message, Tool
+from slime.agent.fields import ApiError
+from slime.agent.messages import Message, Tool, fold_system
 from slime.agent.tool_parsers import HERMES_PREAMBLE
+from slime.data.json_text import clean
 from slime.rollout.prompts import encode
 
 _MARK = "slime.7c2e.turn"  # stands for the model's last words while what follows them is rendered
@@ -58,24 +61,33 @@ class ChatTemplate:
         return ids[1:] if closed else ids
 
     def _render(self, messages: list[Message], tools: list[Tool]) -> str:
-        from jinja2 import TemplateError
+        """The conversation as text; as a last resort with its system messages folded into one.
 
+        Raises:
+            ApiError: the template does not take it, in whatever way it says so: it is given what clients sent.
+        """
         if not self.knows_tools:
             messages = _in_words(messages, tools)
-        prefilled = messages[-1]["role"] == "assistant"
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=tools or None,
-                    tokenize=False,
-                    add_generation_prompt=not prefilled,
-                    continue_final_message=prefilled,
-                    **self.kwargs,
-                )
-            )
-        except (TemplateError, ValueError, TypeError) as error:
+            return self._apply(messages, tools)
+        except Exception as error:
+            folded = fold_system(messages)
+            if folded != messages:
+                with contextlib.suppress(Exception):
+                    return self._apply(folded, tools)
             raise ApiError(400, f"the model's chat template does not take these messages: {error}") from error
+
+    def _apply(self, messages: list[Message], tools: list[Tool]) -> str:
+        prefilled = messages[-1]["role"] == "assistant"
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools or None,
+            tokenize=False,
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            **self.kwargs,
+        )
+        return clean(str(text))
 
 
 def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:

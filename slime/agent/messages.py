@@ -7,24 +7,20 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.agent.fields import CONTENT, OBJECT, TEXT, ApiError, check_fields, note
+from slime.data.json_text import parse_json
+
 Message = dict[str, Any]
 """``role`` (system, user, assistant, tool) and ``content``, a string. An assistant's may have ``tool_calls``
 (``{"id", "type": "function", "function": {"name", "arguments": dict}}``), a tool's has ``tool_call_id``."""
 Tool = dict[str, Any]
 """OpenAI's form: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
-
-
-class ApiError(Exception):
-    """Answered to the client in the form of its API.
-
-    Args:
-        status: of HTTP; below 500 (without 408, 409, 429) client libraries do not try again.
-        code: OpenAI's machine-readable code.
-    """
-
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+RAW_ARGUMENTS = "_raw_arguments"
+"""The key under which arguments that are no JSON object are kept as text."""
+_MEDIA = {
+    **{"image": "image", "image_url": "image", "input_image": "image", "input_audio": "audio", "audio": "audio"},
+    **{"file": "file", "input_file": "file", "document": "document", "video": "video", "video_url": "video"},
+}
 
 
 @dataclass
@@ -54,19 +50,27 @@ class Ask:
 
 
 def call(name: str, arguments: Any, call_id: str = "") -> dict[str, Any]:
-    """An entry of ``tool_calls``; arguments may be JSON text, as OpenAI's clients send them."""
+    """An entry of ``tool_calls``; arguments may be JSON text, as OpenAI's clients send them.
+
+    What is no JSON object is kept as :data:`RAW_ARGUMENTS`: it may be what the model wrote.
+    """
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            parsed = parse_json(arguments or "{}")
         except ValueError:
-            raise ApiError(400, f"the arguments of the call of {name!r} are not JSON: {arguments[:200]}") from None
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else {RAW_ARGUMENTS: arguments}
+    elif not isinstance(arguments, dict):
+        arguments = {} if arguments is None else {RAW_ARGUMENTS: json.dumps(arguments)}
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def tool(name: Any, description: Any, parameters: Any) -> Tool:
     """A function that the model may call."""
-    if not isinstance(name, str) or not name:
-        raise ApiError(400, "only function tools with a name are supported")
+    fields = {"name": name, "description": description, "parameters": parameters}
+    check_fields(fields, {"name": TEXT, "description": TEXT, "parameters": OBJECT}, "a tool's ")
+    if not name:
+        raise ApiError(400, "a function tool must have a name")
     parameters = parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",
@@ -75,18 +79,62 @@ def tool(name: Any, description: Any, parameters: Any) -> Tool:
 
 
 def text_of(content: Any) -> str:
-    """The text of a ``content``: a string, None, or a list of text parts in any of the APIs' forms."""
+    """The text of a ``content``: a string, None, or a list of text parts in any of the APIs' forms.
+
+    Images, audio and files have a placeholder: the model that is trained reads text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list):
-        raise ApiError(400, f"content must be a string or a list of parts, not {type(content).__name__}")
-    texts = []
-    for part in content:
-        text = part if isinstance(part, str) else part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise ApiError(400, f"content parts of type {part.get('type')!r} are not supported: text only")
-        texts.append(text)
-    return "".join(texts)
+    check_fields({"content": content}, {"content": CONTENT})
+    return "".join(map(_part_text, content))
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise ApiError(400, f"content parts must be objects, got {part!r}"[:200])
+    kind, source = part.get("type"), part.get("source")
+    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        part = {"text": source.get("data")}
+    text = part.get("text", part.get("refusal"))
+    if isinstance(text, str):
+        return text
+    if kind not in _MEDIA:
+        raise ApiError(400, f"content parts of type {kind!r} are not supported: text only"[:200])
+    note(str(kind), "is left out: the conversation is text, and a placeholder stands for it")
+    return f"[{_MEDIA[kind]} omitted]"
+
+
+def fold_system(messages: list[Message]) -> list[Message]:
+    """The conversation with one system message, at its beginning: chat templates take no other.
+
+    System messages at the beginning are joined. A later one joins the user's message beside it, the one before
+    first; where there is none it becomes a user's message.
+    """
+    folded: list[Message] = []
+    note: list[str] = []  # texts of system messages that wait for the message after them
+
+    def settle() -> None:
+        if note:
+            folded.append({"role": "user", "content": "\n\n".join(note)})
+            note.clear()
+
+    for message in messages:
+        role, content = message["role"], message["content"]
+        before = folded[-1]["role"] if folded and not note else None
+        if role == "system" and (before in ("system", "user")):
+            folded[-1] = {**folded[-1], "content": f"{folded[-1]['content']}\n\n{content}"}
+        elif role == "system" and (folded or note):
+            note.append(content)
+        elif role == "user" and note:
+            folded.append({"role": "user", "content": "\n\n".join([*note, content])})
+            note.clear()
+        else:
+            settle()
+            folded.append(message)
+    settle()
+    return folded
 
 
 def key_of(message: Message) -> tuple[Any, ...]:
@@ -94,24 +142,3 @@ def key_of(message: Message) -> tuple[Any, ...]:
     left out, and space around the text."""
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
     return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True)
-
-
-def whole_number(body: dict[str, Any], *names: str) -> int | None:
-    """The first of these fields that is given, a number above 0."""
-    for name in names:
-        value = body.get(name)
-        if value is not None:
-            if not isinstance(value, int) or value < 1:
-                raise ApiError(400, f"{name} must be a whole number above 0, got {value!r}")
-            return value
-    return None
-
-
-def objects(body: dict[str, Any], name: str, required: bool = True) -> list[dict[str, Any]]:
-    """A field that must be a list of objects."""
-    value = body.get(name)
-    if value is None and not required:
-        return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value) or (required and not value):
-        raise ApiError(400, f"{name} must be a list of objects" + (", at least one" if required else ""))
-    return value

@@ -6,18 +6,42 @@ import json
 import time
 from typing import Any
 
-import orjson
-
-from slime.agent.messages import ApiError, Ask, Message, Tool, call, objects, text_of, tool, whole_number
+from slime.agent.fields import (
+    CHOICE,
+    CONTENT,
+    FLAG,
+    LIST,
+    OBJECT,
+    STOPS,
+    TEXT,
+    ApiError,
+    Json,
+    check_fields,
+    note,
+    objects,
+    strings,
+    to_json,
+    whole_number,
+)
+from slime.agent.messages import Ask, Message, call, text_of, tool
 from slime.agent.trajectory import Turn
 
-Json = dict[str, Any]
+_MOST_CHOICES = 128
 _ROLES = {"developer": "system", "function": "tool"}
+_CHAT_FIELDS = {
+    **{"messages": LIST, "tools": LIST, "stop": STOPS, "stream": FLAG, "stream_options": OBJECT},
+    **{"tool_choice": CHOICE, "model": TEXT},
+}
+_MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT, "tool_calls": LIST, "tool_call_id": TEXT}
+_RESPONSES_FIELDS = {
+    **{"input": CONTENT, "instructions": CONTENT, "tools": LIST, "tool_choice": CHOICE, "stream": FLAG},
+    **{"previous_response_id": TEXT, "model": TEXT},
+}
 
 
 def event(data: Json, name: str | None = None) -> bytes:
     """One server-sent event."""
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + orjson.dumps(data) + b"\n\n"
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n"
 
 
 def openai_error(error: ApiError) -> Json:
@@ -30,11 +54,6 @@ def _arguments(entry: Json) -> str:
     return json.dumps(entry["function"]["arguments"])
 
 
-def _stops(body: Json, name: str = "stop") -> list[str]:
-    value = body.get(name) or []
-    return [value] if isinstance(value, str) else list(value)
-
-
 class Chat:
     """``POST /v1/chat/completions``."""
 
@@ -43,20 +62,22 @@ class Chat:
     @staticmethod
     def read(body: Json) -> Ask:
         """The request in the common form."""
+        check_fields(body, _CHAT_FIELDS)
         if body.get("logprobs"):
-            raise ApiError(400, "logprobs are not given to the program; they are recorded for training")
+            note("logprobs", "are not given to the program; they are recorded for training")
         if body.get("functions"):
             raise ApiError(400, "functions are not supported any more: give tools")
         choices = whole_number(body, "n") or 1
+        if choices > _MOST_CHOICES:
+            raise ApiError(400, f"n must be at most {_MOST_CHOICES}")
         if choices > 1 and body.get("stream"):
             raise ApiError(400, "n above 1 cannot be streamed")
-        tools = [] if body.get("tool_choice") == "none" else objects(body, "tools", required=False)
-        functions = [entry.get("function") or {} for entry in tools]
+        functions = [entry.get("function") or {} for entry in _functions(body)]
         return Ask(
             messages=[_chat_message(message) for message in objects(body, "messages")],
             tools=[tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions],
             max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
-            stop=_stops(body),
+            stop=strings(body, "stop"),
             stream=bool(body.get("stream")),
             choices=choices,
             model=str(body.get("model") or ""),
@@ -105,18 +126,37 @@ def _head(ask: Ask, created: int, kind: str) -> Json:
     return {"id": f"chatcmpl-{ask.id}", "object": kind, "created": created, "model": ask.model}
 
 
+def _functions(body: Json) -> list[Json]:
+    """The tools of a request that are functions. Others run on the servers of an API, or have a form of input that the
+    model was not told: the request is served without them."""
+    if body.get("tool_choice") == "none":
+        return []
+    kept = []
+    for entry in objects(body, "tools", required=False):
+        if entry.get("type") in (None, "function"):
+            kept.append(entry)
+        else:
+            note(f"tool {entry['type']}", "is left out: functions only")
+    return kept
+
+
 def _chat_message(raw: Json) -> Message:
+    check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role = _ROLES.get(str(raw.get("role")), raw.get("role"))
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(400, f"unknown role {role!r}")
     message: Message = {"role": role, "content": text_of(raw.get("content"))}
     calls = [entry for entry in raw.get("tool_calls") or [] if isinstance(entry, dict)]
     if calls:
-        functions = [(entry.get("function") or {}, str(entry.get("id") or "")) for entry in calls]
-        message["tool_calls"] = [call(str(f.get("name")), f.get("arguments"), i) for f, i in functions]
+        message["tool_calls"] = [_chat_call(entry) for entry in calls]
     if role == "tool":
         message["tool_call_id"] = str(raw.get("tool_call_id") or "")
     return message
+
+
+def _chat_call(entry: Json) -> Json:
+    function = entry.get("function") or {}
+    return call(str(function.get("name")), function.get("arguments"), str(entry.get("id") or ""))
 
 
 def _chat_answer(turn: Turn) -> Json:
@@ -156,6 +196,7 @@ class Responses:
     @staticmethod
     def read(body: Json) -> Ask:
         """The request in the common form."""
+        check_fields(body, _RESPONSES_FIELDS)
         if body.get("background") or body.get("conversation"):
             raise ApiError(400, "background and conversation are not supported; previous_response_id is")
         given = body.get("input")
@@ -163,11 +204,10 @@ class Responses:
         messages = _from_items(items)
         if body.get("instructions"):
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
-        tools = [] if body.get("tool_choice") == "none" else objects(body, "tools", required=False)
         after = body.get("previous_response_id")
         return Ask(
             messages=messages,
-            tools=[_tool(entry) for entry in tools],
+            tools=[tool(f.get("name"), f.get("description"), f.get("parameters")) for f in _functions(body)],
             max_tokens=whole_number(body, "max_output_tokens"),
             stream=bool(body.get("stream")),
             after=str(after).removeprefix("resp_") if after else None,
@@ -241,12 +281,6 @@ class Responses:
     def _event(self, kind: str, **fields: Any) -> bytes:
         self.number += 1
         return event({"type": kind, "sequence_number": self.number - 1, **fields}, kind)
-
-
-def _tool(entry: Json) -> Tool:
-    if entry.get("type") != "function":
-        raise ApiError(400, f"tools of type {entry.get('type')!r} are not supported: functions only")
-    return tool(entry.get("name"), entry.get("description"), entry.get("parameters"))
 
 
 def _response(ask: Ask, created: int, status: str) -> Json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import numbers
 import os
 import shlex
@@ -74,7 +75,7 @@ async def run_program(args: Any, task: Task) -> Reward:
         return reward_of(await _run_command(shlex.split(args.agent_command), task), args.agent_command)
     fn = load_function(args.agent_function_path)
     if is_async(fn):
-        running = asyncio.run_coroutine_threadsafe(fn(task), background_loop("slime-agents"))
+        running = asyncio.run_coroutine_threadsafe(_contained(fn, task), background_loop("slime-agents"))
         result = await asyncio.wrap_future(running)
     else:
         result = await _in_thread(fn, task)
@@ -86,8 +87,18 @@ def reward_of(value: Any, name: str) -> Reward:
     if value is None or isinstance(value, dict):
         return value
     if isinstance(value, numbers.Real):
+        if not math.isfinite(value):
+            raise ValueError(f"agent program {name} returned {value}: a reward must be finite")
         return float(value)
     raise TypeError(f"agent program {name} returned {type(value).__name__}: return a number, a dict or None")
+
+
+async def _contained(fn: Callable[[Task], Any], task: Task) -> Any:
+    """``sys.exit()`` in a program must not end the event loop that all programs share."""
+    try:
+        return await fn(task)
+    except (SystemExit, KeyboardInterrupt) as raised:
+        raise RuntimeError(f"the program ended by {raised!r}") from raised
 
 
 async def _in_thread(fn: Callable[[Task], Any], task: Task) -> Any:
@@ -135,7 +146,7 @@ async def _run_command(words: list[str], task: Task) -> Any:
     last = output.rstrip().rpartition("\n")[2]
     try:
         found = json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found.get("reward") if isinstance(found, dict) else None
 

@@ -34,7 +34,7 @@ async def generate(
     and ``rollout/reward_error_count``. When the rollout is aborted, the sample is ABORTED and begins anew.
 
     Raises:
-        Exception: of an engine; that is not the program's fault.
+        Exception: of an engine. What the model wrote, the program did or a request asked for raises nothing.
     """
     session_id = sample.session_id
     sample.reset_response()
@@ -85,7 +85,7 @@ async def _outcome(args: Any, session: Session, task: Task) -> tuple[Reward, tup
     program = asyncio.ensure_future(run_program(args, task))
     deadline = time.monotonic() + args.agent_timeout
     try:
-        while not program.done() and not session.aborted and session.fault is None:
+        while not program.done() and not session.aborted and session.fault is None and session.error is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None, (
@@ -93,6 +93,8 @@ async def _outcome(args: Any, session: Session, task: Task) -> tuple[Reward, tup
                     f"the agent program was not done in {args.agent_timeout:g} s (--agent-timeout)",
                 )
             await asyncio.wait({program}, timeout=min(_LOOK_SECONDS, left))
+        if session.error is not None:
+            return None, ("error", f"a request failed: {type(session.error).__name__}: {session.error}"[:2000])
         if not program.done():
             return None, None
         error = program.exception()

@@ -17,10 +17,12 @@ import orjson
 from aiohttp import web
 
 from slime.agent.anthropic_api import Messages
-from slime.agent.messages import ApiError, Ask
+from slime.agent.fields import ApiError, Json, guarded, note, to_json
+from slime.agent.messages import Ask
 from slime.agent.openai_api import Chat, Responses
 from slime.agent.session import Place, Session
 from slime.agent.trajectory import Turn
+from slime.data.json_text import too_deep
 from slime.engines.request_guard import request_guard
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,6 @@ _MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _NOT_FORCED = ("response_format", "text", "thinking", "tool_choice")
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = weakref.WeakKeyDictionary()
-_noted: set[str] = set()
 
 
 class AgentServer:
@@ -88,9 +89,9 @@ class AgentServer:
                 return _refusal(dialect, error)
             except ConnectionError:  # the client is gone
                 return web.Response()
-            except Exception as error:
+            except Exception as error:  # the engines' have become the session's fault: see Session.answer
                 if session is not None:
-                    session.fault = session.fault or error
+                    session.broken(error)
                 logger.exception("an agent's request failed")
                 return _refusal(dialect, ApiError(500, f"{type(error).__name__}: {error}"))
             finally:
@@ -108,7 +109,7 @@ class AgentServer:
         return session
 
     async def _answer(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
-        ask = dialect.read(await _body(request))
+        ask = guarded(dialect.read, await _body(request))
         prepared = session.prepare(ask)
         if ask.stream:
             return await _stream(request, dialect(ask), session, ask, prepared)
@@ -129,7 +130,7 @@ class AgentServer:
         return response
 
     async def _count(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
-        ask = dialect.read({"max_tokens": 1, **await _body(request)})
+        ask = guarded(dialect.read, {"max_tokens": 1, **await _body(request)})
         return _json({"input_tokens": len(session.template.prompt(ask.messages, ask.tools))})
 
     async def _models(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
@@ -215,32 +216,31 @@ def _undelivered(session: Session, turns: list[Turn]) -> None:
         session.counts["cancelled"] += 1
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request) -> Json:
     try:
         body = orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is not JSON: {error}") from error
+    except web.HTTPRequestEntityTooLarge as error:
+        raise ApiError(413, f"the body is too large: {error.text}") from error
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
+    if too_deep(body):
+        raise ApiError(400, "the body is nested too deeply")
     for name in _IGNORED:
         if body.get(name) is not None:
-            _note(name, "is ignored: the run's flags decide how turns are sampled")
+            note(name, "is ignored: the run's flags decide how turns are sampled")
     for name in _NOT_FORCED:
         wish = body.get(name)
-        kind = (wish.get("format") or wish).get("type") if isinstance(wish, dict) else wish
-        if kind not in (None, "auto", "none", "text", "disabled"):
-            _note(name, "is not enforced: the model is free in what it writes")
+        wish = wish.get("format") or wish if isinstance(wish, dict) else wish
+        kind = wish.get("type") if isinstance(wish, dict) else wish
+        if kind is not None and kind not in ("auto", "none", "text", "disabled"):
+            note(name, "is not enforced: the model is free in what it writes")
     return body
 
 
-def _note(name: str, words: str) -> None:
-    if name not in _noted:
-        _noted.add(name)
-        logger.warning("the agent program's %r %s (said once)", name, words)
-
-
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(content), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=to_json(content), status=status, headers=headers, content_type="application/json")
 
 
 def _refusal(dialect: Dialect, error: ApiError) -> web.Response:

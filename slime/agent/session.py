@@ -13,7 +13,8 @@ import numpy as np
 import xxhash
 
 from slime.agent.chat import ChatTemplate
-from slime.agent.messages import ApiError, Ask, Message
+from slime.agent.fields import ApiError
+from slime.agent.messages import Ask, Message
 from slime.agent.tool_parsers import NoCalls, ToolParser, shown, tool_parser
 from slime.agent.trajectory import Tree, Turn
 from slime.config.hf_config import read_config
@@ -43,8 +44,10 @@ class Session:
 
     Attributes:
         counts: ``turns``, ``branches`` (turns beside others that go on from the same one), ``cancelled`` (the client
-            was gone before the answer), ``overflows``.
-        fault: an error that is not the program's; whoever waits for the session raises it.
+            was gone before the answer), ``overflows``, ``unreadable`` (the parser of tool calls raised; the answer is
+            text).
+        fault: an error of the engines; whoever waits for the session raises it.
+        error: any other error in the service of a request: the sample is left out, and the run goes on.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Session:
         self.tree = Tree()
         self.counts: Counter[str] = Counter()
         self.fault: Exception | None = None
+        self.error: Exception | None = None
         self.tasks: set[asyncio.Task[Any]] = set()  # requests under way
         self._asked: Counter[int] = Counter()
         self._open = True
@@ -72,6 +76,11 @@ class Session:
         self._open = False
         for task in self.tasks:
             task.cancel()
+
+    def broken(self, error: Exception) -> None:
+        """Keep the first error of a request that is neither the client's nor, as a fault, the engines'."""
+        if error is not self.fault:
+            self.error = self.error or error
 
     def check_open(self) -> None:
         """Raise the error for a request that comes too late."""
@@ -166,6 +175,11 @@ class Session:
         except asyncio.CancelledError:
             self.counts["cancelled"] += 1
             raise
+        except ApiError:
+            raise
+        except Exception as error:
+            self.fault = self.fault or error
+            raise
         answer = self._message(parser, added, outputs, params)
         turn = Turn(
             parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex
@@ -179,7 +193,13 @@ class Session:
     def _message(
         self, parser: ToolParser, added: list[int], outputs: list[dict[str, Any]], params: dict[str, Any]
     ) -> Message:
-        content, calls = parser.parse(self._text(outputs, params))
+        text = self._text(outputs, params)
+        try:
+            content, calls = parser.parse(text)
+        except Exception:  # a parser of the user's, or a text that ours does not foresee
+            logger.exception("the parser of tool calls failed: the answer stays text")
+            self.counts["unreadable"] += 1
+            content, calls = text, []
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
         for number, entry in enumerate(calls):  # some templates show ids, so they are fixed by what was sampled
             entry["id"] = f"{_digest([*added, *ids], number):016x}"[:9]
@@ -227,7 +247,7 @@ class Session:
                 await retrying(stream, give_up=lambda: self.state.aborted)
             return answer.output(aborted=not answer.ended) if answer.meta is not None else None
         except HttpError as error:
-            if error.status != 400:
+            if error.status not in (400, 413, 422):
                 raise
             code = "context_length_exceeded" if "context length" in str(error) else None
             raise ApiError(400, str(error), code) from error

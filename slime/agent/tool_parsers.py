@@ -7,7 +7,11 @@ from typing import Any, ClassVar, Protocol
 
 from slime.agent.messages import call
 from slime.config.hooks import load_function
-from slime.rollout.multi_turn import tool_calls
+from slime.data.json_text import DECODER, clean, parse_json, too_deep
+
+_START, _END = "<tool_call>", "</tool_call>"
+_SPACE = re.compile(r"\s*")
+_MOST_UNREADABLE = 256  # in one text, after which the rest is left as it is: a model that repeats itself
 
 HERMES_PREAMBLE = """\
 # Tools
@@ -42,19 +46,54 @@ class Hermes:
     """
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-    _block = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 
     def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        calls = []
+        calls: list[dict[str, Any]] = []
+        kept, done, start = [], 0, text.find(_START)
+        unreadable = 0
+        while start >= 0 and unreadable < _MOST_UNREADABLE:
+            found = _read_block(text, start)
+            unreadable += found is None
+            if found is not None:
+                end, entries = found
+                calls += entries
+                kept.append(text[done:start])
+                done = end
+            start = text.find(_START, found[0] if found is not None else start + 1)
+        return "".join([*kept, text[done:]]), calls
 
-        def take(match: re.Match[str]) -> str:
-            (found,) = tool_calls(match.group())
-            if found.error:
-                return match.group()
-            calls.append(call(found.name, found.arguments))
-            return ""
 
-        return self._block.sub(take, text), calls
+def _read_block(text: str, start: int) -> tuple[int, list[dict[str, Any]]] | None:
+    """Where the block that begins at ``start`` ends, and its calls; None for one that cannot be read."""
+    begin = _SPACE.match(text, start + len(_START)).end()  # type: ignore[union-attr]
+    try:
+        value, end = DECODER.raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None
+    end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
+    found = read_calls(value)
+    return (end + len(_END), found) if found is not None and text.startswith(_END, end) else None
+
+
+def read_calls(value: Any) -> list[dict[str, Any]] | None:
+    """The calls of a JSON value, an object or a list of them, in the forms that models write; None where it is none.
+
+    The arguments are called ``arguments`` or ``parameters``, and may be JSON text.
+    """
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or too_deep(item):
+            return None
+        arguments = item.get("arguments", item.get("parameters"))
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments)
+            except ValueError:
+                return None
+        if not isinstance(arguments, dict | None):
+            return None
+        calls.append(call(clean(item["name"]), clean(arguments or {})))
+    return calls or None
 
 
 class NoCalls:

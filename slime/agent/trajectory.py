@@ -66,7 +66,12 @@ class Turn:
 
     def path(self) -> list[Turn]:
         """From the first turn to this one."""
-        return [*(self.parent.path() if self.parent else []), self]
+        turns = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
 
     def ids(self) -> list[int]:
         """All ids up to the end of this turn: what the engine has seen and sampled."""
@@ -117,13 +122,16 @@ class Tree:
         return samples
 
 
-def _deepest(turns: Sequence[Turn], keys: list[Key]) -> Turn | None:
+def _deepest(roots: Sequence[Turn], keys: list[Key]) -> Turn | None:
+    """The turn with the longest conversation that begins ``keys`` and ends before they do."""
     best: Turn | None = None
-    for turn in turns:
-        count = len(turn.keys)
-        if len(keys) > count and keys[:count] == turn.keys:  # the request says something more
-            found = _deepest(turn.children, keys[count:]) or turn
-            best = found if best is None or found.depth >= best.depth else best
+    open_turns = [(turn, 0) for turn in reversed(roots)]  # a turn, and how many keys its ancestors take
+    while open_turns:
+        turn, start = open_turns.pop()
+        end = start + len(turn.keys)
+        if len(keys) > end and keys[start:end] == turn.keys:  # the request says something more
+            best = turn if best is None or turn.depth >= best.depth else best
+            open_turns += [(child, end) for child in reversed(turn.children)]
     return best
 
 

@@ -3,12 +3,12 @@ the checks before a start run."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.data.json_text import parse_json
 from slime.data.rows import SHOWN, Problems, RawRow, Row
 from slime.data.sample import MultimodalTypes
 
@@ -263,7 +263,7 @@ def _metadata(value: Any) -> dict[str, Any]:
         if not value.strip():
             return {}
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise RowError(f"metadata is a text that is not valid JSON: {error}") from error
     if value is None:
@@ -278,7 +278,7 @@ def _tools(value: Any) -> list[Any] | None:
         if not value.strip():
             return None
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise RowError(f"tools is a text that is not valid JSON: {error}") from error
     if value is None:

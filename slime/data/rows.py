@@ -15,6 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from slime.data.json_text import MOST_NESTED, clean, too_deep
+
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _BOM = b"\xef\xbb\xbf"
 _MARKS = 1 << 16  # places remembered of a JSONL file, however long it is
@@ -80,7 +82,20 @@ class RawRow(NamedTuple):
             raise ValueError(f"not valid JSON: {_explain(error)}") from error
         if not isinstance(data, dict):
             raise ValueError(f"a row must be a JSON object, this is a {type(data).__name__}")
+        _check_values(data)
         return Row(self.where, data)
+
+
+def _check_values(data: dict[str, Any]) -> None:
+    """Refuse what JSON can hold and a run cannot: whatever copies, renders or writes a row recurses, and UTF-8 has no
+    half characters."""
+    if too_deep(data):
+        raise ValueError(f"it nests more than {MOST_NESTED} objects and lists")
+    if clean(data) != data:
+        raise ValueError(
+            r"its text has half of a surrogate pair (such as \ud83d without \ude00), which is no character: "
+            "write the row anew with whole characters"
+        )
 
 
 class RowFile:
@@ -252,7 +267,7 @@ class _JsonList:
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
         for row in rows:
             content = self.rows[row]
-            if not isinstance(content, dict):
+            if not isinstance(content, dict) or too_deep(content) or clean(content) != content:
                 content = json.dumps(content).encode()  # to be refused with its place
             yield RawRow(f"{self.path}, row {row + 1}", content)
 

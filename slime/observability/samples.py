@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,28 @@ def write_samples(run_dir: Path, rollout_id: int, samples: Iterable[Any], kind: 
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind.replace('/', '-')}_{rollout_id:06d}.jsonl"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    # half a surrogate pair, which UTF-8 does not know, is written as JSON's own escape of it
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for sample in flatten(samples):
-            file.write(json.dumps(sample_record(sample, rollout_id), ensure_ascii=False, default=str) + "\n")
+            file.write(_line(sample_record(sample, rollout_id)) + "\n")
     temporary.replace(path)
     return path
+
+
+def _line(record: dict[str, Any]) -> str:
+    """A record as JSON; what users' functions put into it and JSON cannot hold is written as its ``repr``."""
+    try:
+        return json.dumps(record, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps({name: _plain(value) for name, value in record.items()}, ensure_ascii=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    try:
+        json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return reprlib.repr(value)
+    return value
 
 
 def sample_record(sample: Any, rollout_id: int) -> dict[str, Any]:

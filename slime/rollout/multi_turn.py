@@ -8,13 +8,13 @@ model did not write (tool output, the next user message) is tokenised once, alon
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from slime.config.seeds import derive_seed
+from slime.data.json_text import parse_json
 from slime.data.media import collect_media
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
@@ -256,7 +256,8 @@ class ToolCall:
 
 
 def tool_calls(text: str, start: str = "<tool_call>", end: str = "</tool_call>") -> list[ToolCall]:
-    """All calls in a turn, in their order: ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``.
+    """All calls in a turn, in their order: ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``; some models
+    write ``parameters`` for ``arguments``.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]
@@ -269,12 +270,12 @@ def tool_calls(text: str, start: str = "<tool_call>", end: str = "</tool_call>")
 
 def _read_call(body: str) -> ToolCall:
     try:
-        call = json.loads(body)
+        call = parse_json(body)
     except ValueError as error:
         return ToolCall(error=f"the call is not JSON: {error}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(error='the call is not an object with a "name"')
-    arguments = call.get("arguments", {})
+    arguments = call.get("arguments", call.get("parameters", {}))
     if not isinstance(arguments, dict):
         return ToolCall(call["name"], error='"arguments" is not an object')
     return ToolCall(call["name"], arguments)

@@ -61,6 +61,18 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
     assert found[4].startswith("evaluation set b: data file") and "absent.jsonl does not exist" in found[4]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_rows_that_no_run_could_copy_or_write(tmp_path: Path, suffix: str) -> None:
+    deep = json.loads("[" * 300 + "]" * 300)
+    rows = [{"prompt": "p", "label": "1"}, {"prompt": "\ud83d", "label": "1"}, {"prompt": "p\U0001f600", "label": "1"},
+            {"prompt": "p", "label": "1", "metadata": {"x": deep}}]  # fmt: skip
+    path = str(tmp_path / f"rows{suffix}")
+    Path(path).write_text(json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
+    found = check_data(make_args(prompt_data=path, rm_type="math"))
+    assert len(found) == 2 and "half of a surrogate pair" in found[0] and "nests more than 100" in found[1]
+    assert re.search(r":2: |row 2: ", found[0]) and re.search(r":4: |row 4: ", found[1])
+
+
 def test_a_row_may_ask_for_another_verifier(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "label": "x", "metadata": {"rm_type": "f1"}}]
     found = check_data(make_args(prompt_data=write(tmp_path / "a.jsonl", rows), rm_type="math"), numbers_only)

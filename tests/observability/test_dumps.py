@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +128,13 @@ def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
     (line,) = preview([odd], 1, width=40)
     asked = line.split("│")[1].split("→")[0].strip()
     assert asked == "plain pla…lain plain", "both ends stay"
+
+
+def test_texts_of_samples_are_written_whatever_is_in_them(tmp_path: Path) -> None:
+    """Half of a surrogate pair, keys that JSON has not, and values that hold themselves."""
+    ring: dict[str, Any] = {}
+    ring["self"] = ring
+    odd = [Sample(prompt="p", response="a\ud83db"), Sample(prompt="p", metadata={("a", 1): 2, "kept": 3}),
+           Sample(prompt="p", response="whole", metadata={"ring": ring})]  # fmt: skip
+    lines = [json.loads(line) for line in write_samples(tmp_path, 0, odd).read_text(encoding="utf-8").splitlines()]
+    assert lines[0]["response"] == "a\ud83db" and "kept" in lines[1]["metadata"] and lines[2]["response"] == "whole"

@@ -1,0 +1,116 @@
+"""Checks of what clients send. Every value is checked before it is used: a client's mistake is an answer with status
+400, never an error of the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Json = dict[str, Any]
+_noted: set[str] = set()
+
+
+class ApiError(Exception):
+    """Answered to the client in the form of its API.
+
+    Args:
+        status: of HTTP; below 500 (without 408, 409, 429) client libraries do not try again.
+        code: OpenAI's machine-readable code.
+    """
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code = status, message, code
+
+
+class Kind(NamedTuple):
+    """The JSON types that a field may have."""
+
+    types: tuple[type, ...]
+    words: str
+
+
+TEXT = Kind((str,), "a string")
+FLAG = Kind((bool,), "true or false")
+OBJECT = Kind((dict,), "an object")
+LIST = Kind((list,), "a list")
+CONTENT = Kind((str, list), "a string or a list of parts")
+STOPS = Kind((str, list), "a string or a list of strings")
+CHOICE = Kind((str, dict), "a string or an object")
+
+
+def check_fields(body: Json, table: Mapping[str, Kind], where: str = "") -> None:
+    """Raise the error for the first field of another type than its table says; null is as good as absent."""
+    for name, kind in table.items():
+        value = body.get(name)
+        if value is not None and not isinstance(value, kind.types):
+            raise ApiError(400, f"{where}{name} must be {kind.words}, got {_shown(value)}")
+
+
+def guarded(read: Callable[[Json], T], body: Json) -> T:
+    """``read(body)``, where an unexpected shape of the body is the client's mistake.
+
+    Raises:
+        ApiError: status 400.
+    """
+    try:
+        return read(body)
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
+        logger.debug("a request that cannot be read", exc_info=True)
+        raise ApiError(400, f"the request cannot be read: {type(error).__name__}: {error}"[:500]) from error
+
+
+def to_json(content: Any) -> bytes:
+    """JSON as UTF-8 bytes; whole numbers of any size, which models may write."""
+    try:
+        return orjson.dumps(content)
+    except TypeError:
+        return json.dumps(content).encode()
+
+
+def whole_number(body: Json, *names: str) -> int | None:
+    """The first of these fields that is given, a whole number above 0; ``10.0`` is one."""
+    for name in names:
+        value = body.get(name)
+        if value is not None:
+            number = int(value) if isinstance(value, float) and value.is_integer() else value
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ApiError(400, f"{name} must be a whole number above 0, got {_shown(value)}")
+            return number
+    return None
+
+
+def strings(body: Json, name: str) -> list[str]:
+    """A field that is a string or a list of strings; empty strings are left out."""
+    value = body.get(name) or []
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ApiError(400, f"{name} must be {STOPS.words}, got {_shown(value)}")
+    return [item for item in items if item]
+
+
+def objects(body: Json, name: str, required: bool = True) -> list[Json]:
+    """A field that must be a list of objects."""
+    value = body.get(name)
+    if value is None and not required:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value) or (required and not value):
+        raise ApiError(400, f"{name} must be a list of objects" + (", at least one" if required else ""))
+    return value
+
+
+def note(name: str, words: str) -> None:
+    """Log, once in this process, that something which clients send is not served as they may expect."""
+    if name not in _noted:
+        _noted.add(name)
+        logger.warning("the agent program's %r %s (said once)", name, words)
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:100]

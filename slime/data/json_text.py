@@ -1,0 +1,70 @@
+"""JSON that models and clients write: what of it can be passed on."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+MOST_NESTED = 100
+"""Levels of objects and lists. Chat templates, ``json`` and ``copy.deepcopy`` recurse, and Python's stack ends at some
+1,000 frames."""
+_SURROGATES = {code: "\ufffd" for code in range(0xD800, 0xE000)}
+
+
+def too_deep(value: Any) -> bool:
+    """Whether a JSON value nests more than :data:`MOST_NESTED` levels."""
+    level = [value]
+    for _ in range(MOST_NESTED + 1):
+        level = [
+            inner
+            for item in level
+            if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def clean(value: T) -> T:
+    """A JSON value with U+FFFD for halves of surrogate pairs, which JSON text can hold (``"\\ud83d"``) and UTF-8
+    cannot."""
+    if isinstance(value, str):
+        return value.translate(_SURROGATES) if not value.isascii() else value  # type: ignore[return-value]
+    if isinstance(value, list):
+        return [clean(item) for item in value]  # type: ignore[return-value]
+    if isinstance(value, dict):
+        return {clean(key): clean(item) for key, item in value.items()}  # type: ignore[return-value]
+    return value
+
+
+def parse_json(text: str) -> Any:
+    """A JSON value that can be sent on: of bounded depth, with finite numbers and whole characters.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        value = DECODER.decode(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if too_deep(value):
+        raise ValueError("nested too deeply")
+    return clean(value)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number} is too large for a number")
+    return value
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+"""Reads JSON whose numbers can be written again; of any depth, so callers catch :class:`RecursionError`."""
