@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
     from slime.backends.base import TrainBackend
+
+LOOPBACK = "lo"
 
 
 def create_backend(
@@ -71,11 +77,33 @@ def _init_process_group(args: Any, rank: int, world_size: int, master_addr: str,
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # FSDP's device mesh reads them
     # NCCL reads it once per process; the engines' NCCL, which weights are broadcast to, has the same.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    if ipaddress.ip_address(master_addr).is_loopback and os.path.isdir(f"/sys/class/net/{LOOPBACK}"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else gloo listens on what the host name resolves to
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{master_addr}:{master_port}",
+        store=_store(rank, world_size, master_addr, master_port, timeout),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Store:
+    """The key-value store through which the ranks find each other.
+
+    It has no authentication, so rank 0 listens on ``address`` only (``init_method="tcp://…"`` would listen on all
+    interfaces), and a single rank needs no server at all.
+    """
+    from torch.distributed import HashStore, TCPStore
+
+    if world_size == 1:
+        return HashStore()
+    if rank != 0:
+        return TCPStore(address, port, world_size, False, timeout, wait_for_workers=False)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return TCPStore(
+        address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )

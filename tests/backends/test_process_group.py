@@ -1,0 +1,49 @@
+"""Where the ranks of a trainer listen."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+RANK = """
+import json, sys
+from types import SimpleNamespace
+import psutil, torch
+import torch.distributed as dist
+from slime.backends.create import _init_process_group
+
+rank, world_size, port = map(int, sys.argv[1:])
+args = SimpleNamespace(distributed_timeout_minutes=2)
+_init_process_group(args, rank, world_size, "127.0.0.1", port, torch.device("cpu"))
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+dist.all_reduce(total, group=dist.new_group(list(range(world_size))))
+listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+dist.barrier()
+print(json.dumps([total.item(), listening]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_of_a_private_cluster_listen_on_the_loopback_interface_only(world_size: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(world_size), port], stdout=subprocess.PIPE, text=True)
+        for rank in range(world_size)
+    ]
+    try:
+        said = [json.loads(rank.communicate(timeout=200)[0]) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    addresses = {address for _, listening in said for address in listening}
+    assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert {total for total, _ in said} == {1.0 if world_size == 1 else 6.0}
