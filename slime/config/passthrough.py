@@ -43,6 +43,21 @@ ROUTER_SET_BY_SLIME: dict[str, str] = {
     "worker_urls": "slime registers its engines",
     "request_timeout_secs": "use --sglang-router-request-timeout-secs",
 }
+_NO_KEY = "slime's own requests carry no key, so each would be refused; keep the ports on a private network"
+_NO_TLS = "slime's own requests are plain HTTP; keep the ports on a private network"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("api_key", "admin_api_key"), _NO_KEY),
+    **dict.fromkeys(
+        ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "enable_ssl_refresh"), _NO_TLS
+    ),
+}
+"""Options of SGLang with which no run could work."""
+ROUTER_REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        ("api_key", "control_plane_api_keys", "jwt_issuer", "jwt_audience", "jwt_jwks_uri", "jwt_role_mapping"), _NO_KEY
+    ),
+    **dict.fromkeys(("tls_cert_path", "tls_key_path"), _NO_TLS),
+}
 ROUTER_DEFAULTS: dict[str, Any] = {"balance_abs_threshold": 10, "balance_rel_threshold": 1.2, "log_level": "warn"}
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "loose": Loose, "count": Loose}
@@ -167,7 +182,11 @@ def check(args: Any) -> list[str]:
     for name in args.sglang:
         if name in SET_BY_SLIME:
             problems.append(f"--sglang-{name.replace('_', '-')} is set by slime: {SET_BY_SLIME[name]}")
+        elif name in REFUSED:
+            problems.append(f"--sglang-{name.replace('_', '-')} is not supported: {REFUSED[name]}")
     for name in args.router:
+        if name in ROUTER_REFUSED:
+            problems.append(f"--router-{name.replace('_', '-')} is not supported: {ROUTER_REFUSED[name]}")
         if name in ROUTER_SET_BY_SLIME:
             problems.append(f"--router-{name.replace('_', '-')} is set by slime: {ROUTER_SET_BY_SLIME[name]}")
     if args.sglang and args.rollout_backend == "embedded":

@@ -103,6 +103,9 @@ def _passed() -> str:
     ):
         rows = ((f"`{prefix}{name.replace('_', '-')}`", reason) for name, reason in reasons.items())
         lines += ["", f"{title} that slime sets itself:", "", _table(("flag", "why"), rows)]
+    refused = [("--sglang-", passthrough.REFUSED), ("--router-", passthrough.ROUTER_REFUSED)]
+    rows = ((f"`{prefix}{name.replace('_', '-')}`", why) for prefix, names in refused for name, why in names.items())
+    lines += ["", "Options that are refused:", "", _table(("flag", "why"), rows)]
     return "\n".join(lines)
 
 

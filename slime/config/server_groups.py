@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from slime.config.passthrough import REFUSED
+
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
 WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
 DEFAULT_MODEL = "default"  # the only one, without --sglang-config
@@ -131,6 +133,9 @@ def _group(entry: Any, where: str, per_engine: int) -> ServerGroup:
     if not isinstance(overrides, dict):
         raise ServerGroupError(f"{where}: overrides needs names and values, e.g. {{mem_fraction_static: 0.8}}")
     named = {str(name).replace("-", "_"): value for name, value in overrides.items()}
+    for name in named:
+        if name in REFUSED:
+            raise ServerGroupError(f"{where}: overrides: {name} is not supported: {REFUSED[name]}")
     return ServerGroup(kind, gpus, per_engine, named)
 
 

@@ -82,6 +82,7 @@ def test_one_model_without_a_file() -> None:
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "either all regular, or prefill"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "placeholders only"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "names and values"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]", "api_key is not supported"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
             "two models have the name 'a'",
