@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.config.layout import ParallelLayout
+from slime.config.megatron_lm import shadowing_notice
 from slime.config.megatron_names import ALIASES
 from slime.config.passthrough import MEGATRON_VERSION, load_table
 
@@ -91,7 +92,10 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
 
 
 def check_megatron(args: Any) -> list[str]:
-    """On the Megatron backend: sizes that do not fit, and flags that would be ignored."""
+    """On the Megatron backend: sizes that do not fit, and flags that would be ignored. A notice names a checkout of
+    Megatron-LM whose ``megatron.core`` is not used."""
     if args.train_backend != "megatron":
         return []
+    if notice := shadowing_notice():
+        args.notices.append(notice)
     return [*ParallelLayout.from_args(args).problems(), *refused_flags(args.megatron)]

@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM's own command line, where Megatron-LM is on PYTHONPATH.
+"""A Megatron-LM checkout on PYTHONPATH: the flags of its command line, and the megatron-core that it must not replace.
 
 megatron-core's flags are known without it (``passthrough``). What Megatron-LM alone has is asked of its parser, in a
 process of its own and only when a flag is not known otherwise. The values become attributes of ``args`` for the
@@ -8,6 +8,7 @@ user's own functions, as the user's own arguments do: slime's backend reads none
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -60,3 +61,56 @@ def add_options(parser: argparse.ArgumentParser) -> str | None:
         elif new:
             parser.add_argument(*new, nargs=nargs, type=_TYPES.get(kind, str), **common)
     return None
+
+
+def installed_core() -> Path | None:
+    """The folder that holds the ``megatron`` package of the installed megatron-core distribution.
+
+    None where no distribution lists the files of ``megatron/core``: megatron-core is absent or installed as editable.
+    """
+    for distribution in importlib.metadata.distributions(name="megatron-core"):
+        if "megatron/core/__init__.py" in (distribution.read_text("RECORD") or ""):
+            return Path(str(distribution.locate_file(""))).resolve()
+    return None
+
+
+def shadowing_paths() -> list[str]:
+    """Entries of ``sys.path`` from which ``megatron.core`` would be imported instead of the installed distribution."""
+    installed = installed_core()
+    found = []
+    is_before = True
+    for entry in sys.path if installed else []:
+        folder = Path(entry or ".").resolve()
+        if folder == installed:
+            is_before = False
+        elif (folder / "megatron" / "__init__.py").is_file():
+            found.append(entry)  # a regular package precedes namespace packages wherever it is on the path
+        elif is_before and (folder / "megatron" / "core").is_dir():
+            found.append(entry)
+    return found
+
+
+def prefer_installed_core() -> list[str]:
+    """Make ``import megatron.core`` find the installed distribution in this process; returns the paths that shadowed it.
+
+    A checkout whose ``megatron`` is a namespace package moves to the end of ``sys.path``, so that ``megatron.training``
+    can still be imported from it. One whose ``megatron`` is a regular package is removed.
+    """
+    shadowing = shadowing_paths()
+    for entry in shadowing:
+        sys.path.remove(entry)
+        if not (Path(entry or ".") / "megatron" / "__init__.py").is_file():
+            sys.path.append(entry)
+    return shadowing
+
+
+def shadowing_notice() -> str | None:
+    """What the user is told about :func:`shadowing_paths`; None when there are none."""
+    paths = shadowing_paths()
+    if not paths:
+        return None
+    version = importlib.metadata.version("megatron-core")
+    return (
+        f"{', '.join(paths)} on PYTHONPATH has a megatron.core of its own, which is not used: slime is tested with the "
+        f"installed megatron-core {version} and imports that one"
+    )

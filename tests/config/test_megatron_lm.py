@@ -56,3 +56,67 @@ def test_a_misspelt_flag_is_an_error_with_a_suggestion_from_both(tmp_path: Path)
 def test_one_that_cannot_be_asked_is_said(tmp_path: Path, source: str) -> None:
     said = read(tmp_path, "--log-throughput", source=source)
     assert "--log-throughput: no such flag" in said and "Megatron-LM on PYTHONPATH could not be asked" in said
+
+
+def run_beside(checkout: Path, program: str, place: str = "first") -> str:
+    """The output of a program with ``checkout`` on PYTHONPATH."""
+    paths = [str(checkout), str(CHECKOUT)] if place == "first" else [str(CHECKOUT), str(checkout)]
+    environment = {"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment
+    )
+    return done.stdout + done.stderr
+
+
+def fake_checkout(folder: Path, is_regular: bool) -> Path:
+    """A Megatron-LM checkout with a core of another release."""
+    for package in ("core", "training"):
+        (folder / "megatron" / package).mkdir(parents=True)
+        (folder / "megatron" / package / "__init__.py").write_text("__version__ = '0.99.0'\n")
+    if is_regular:
+        (folder / "megatron" / "__init__.py").write_text("")
+    return folder
+
+
+WHICH = """
+import importlib.util
+from slime.config.megatron_lm import prefer_installed_core, shadowing_notice
+print(shadowing_notice())
+print(prefer_installed_core(), prefer_installed_core())
+print(importlib.util.find_spec("megatron.core.package_info").origin)
+training = importlib.util.find_spec("megatron.training")
+print("training", training and training.origin)
+"""
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("is_regular", [False, True])
+def test_the_installed_core_is_imported_beside_a_checkout(tmp_path: Path, is_regular: bool, place: str) -> None:
+    pytest.importorskip("megatron.core.package_info")
+    checkout = fake_checkout(tmp_path, is_regular)
+    said = run_beside(checkout, WHICH, place).splitlines()
+    assert str(checkout) in said[0] and "the installed megatron-core 0.16" in said[0]
+    assert said[1] == f"[{str(checkout)!r}] []"
+    assert "site-packages" in said[2] or str(checkout) not in said[2]
+    assert said[3] == ("training None" if is_regular else f"training {checkout}/megatron/training/__init__.py")
+
+
+def test_no_notice_without_a_checkout(tmp_path: Path) -> None:
+    assert run_beside(tmp_path, WHICH).startswith("None\n[] []\n")
+
+
+IMPORTED = """
+import megatron.core
+from slime.backends.megatron.core import prepare
+try:
+    prepare()
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_core_that_was_imported_before_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("psutil")
+    said = run_beside(fake_checkout(tmp_path, False), IMPORTED)
+    assert f"MegatronError megatron.core 0.99.0 was imported from {tmp_path}/megatron/core, but megatron-core" in said
+    assert "take the other off PYTHONPATH" in said

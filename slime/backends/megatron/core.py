@@ -7,6 +7,9 @@ import importlib.metadata
 import importlib.util
 import logging
 import warnings
+from pathlib import Path
+
+from slime.config.megatron_lm import installed_core, prefer_installed_core
 
 SUPPORTED = ("0.16",)
 
@@ -20,7 +23,8 @@ def prepare() -> str:
     """Check and import megatron-core once per process; returns its version.
 
     Raises:
-        MegatronError: a package is missing, or the release is not one that was tested.
+        MegatronError: a package is missing, or the release is not one that was tested, or another copy of
+            ``megatron.core`` than the installed one is imported.
     """
     try:
         version = importlib.metadata.version("megatron-core")
@@ -33,8 +37,12 @@ def prepare() -> str:
     if importlib.util.find_spec("psutil") is None:
         # Undeclared by megatron-core; without it dist_checkpointing.save waits for ever.
         raise MegatronError("megatron-core writes checkpoints with psutil, which is missing: pip install psutil")
+    prefer_installed_core()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about Transformer Engine, Apex and the like, which are absent on purpose
+        import megatron.core
+
+        _require_installed(version, megatron.core.__version__, Path(megatron.core.__file__))
         from megatron.core.transformer import multi_latent_attention
         from megatron.core.transformer.moe import moe_utils
 
@@ -44,6 +52,17 @@ def prepare() -> str:
         moe_utils.te_general_gemm = None  # a name that the router's gating looks up
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     return version
+
+
+def _require_installed(version: str, imported: str, file: Path) -> None:
+    """Raise MegatronError unless ``megatron.core`` in ``file`` is that of the installed distribution."""
+    root = installed_core()
+    if imported != version or (root is not None and not file.resolve().is_relative_to(root)):
+        raise MegatronError(
+            f"megatron.core {imported} was imported from {file.parent}, but megatron-core {version} is installed"
+            f"{f' in {root}' if root else ''}, and only that one is tested: take the other off PYTHONPATH, and do not "
+            "import it before slime's Megatron backend starts"
+        )
 
 
 def require_cuda() -> None:
