@@ -17,7 +17,7 @@ READ_BY_SLIME = frozenset(
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     virtual_pipeline_model_parallel_size recompute_activations start_weight_decay end_weight_decay
     weight_decay_incr_style accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_distributed_optimizer
-    swiglu spec""".split()  # noqa: SIM905
+    swiglu spec optimizer_cpu_offload optimizer_offload_fraction""".split()  # noqa: SIM905
 )
 """The Megatron backend acts on these itself, or they say what config.json says."""
 
@@ -30,7 +30,8 @@ WITHOUT_EFFECT = frozenset(
     moe_token_dispatcher_type cp_comm_type async_tensor_model_parallel_allreduce deterministic_mode
     bias_activation_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion no_save_rng
     ckpt_fully_parallel_load ckpt_fully_parallel_save override_opt_param_scheduler align_param_gather
-    use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad""".split()  # noqa: SIM905
+    use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad pin_cpu_grads pin_cpu_params
+    overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload""".split()  # noqa: SIM905
 )
 """Choices between kernels, and what slime decides: results are the same either way."""
 
@@ -98,4 +99,23 @@ def check_megatron(args: Any) -> list[str]:
         return []
     if notice := shadowing_notice():
         args.notices.append(notice)
-    return [*ParallelLayout.from_args(args).problems(), *refused_flags(args.megatron)]
+    return [
+        *ParallelLayout.from_args(args).problems(),
+        *refused_flags(args.megatron),
+        *_offload_problems(args.megatron),
+    ]
+
+
+def _offload_problems(given: dict[str, Any]) -> list[str]:
+    """What ``--optimizer-cpu-offload`` cannot do."""
+    fraction = given.get("optimizer_offload_fraction")
+    problems = []
+    if fraction is not None and not 0.0 <= fraction <= 1.0:
+        problems.append(f"--optimizer-offload-fraction {fraction} must be from 0 to 1")
+    if fraction is not None and not given.get("optimizer_cpu_offload"):
+        problems.append("--optimizer-offload-fraction has no effect without --optimizer-cpu-offload: add that flag")
+    if given.get("optimizer_cpu_offload") and not given.get("use_distributed_optimizer", True):
+        problems.append(
+            "--optimizer-cpu-offload needs the distributed optimizer: leave out --no-use-distributed-optimizer"
+        )
+    return problems

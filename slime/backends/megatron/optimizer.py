@@ -12,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.megatron.config import DTYPES, optimizer_config
+from slime.backends.megatron.cpu_offload import offload_main_parameters
 from slime.backends.megatron.streamed_gradients import StreamedGradients
 
 
@@ -21,11 +22,16 @@ class ScheduledOptimizer:
     def __init__(self, args: Any, role: str, chunks: list[Any]) -> None:
         schedule = LrSchedule.from_args(args, role)
         self.chained = get_megatron_optimizer(optimizer_config(args, schedule.max_lr, schedule.min_lr), chunks)
+        offloads = bool(args.megatron.get("optimizer_cpu_offload"))
+        if offloads:
+            fraction = _or(args.megatron.get("optimizer_offload_fraction"), 1.0)
+            for one in self.chained.chained_optimizers:
+                offload_main_parameters(one, fraction)
         if torch.cuda.is_available():
             for group in self.chained.param_groups:  # Megatron's choice would take as much again as the moments
                 group.update(fused=True, foreach=False)
         in_bf16 = args.megatron.get("grad_reduce_in_bf16") and DTYPES[args.train_dtype] == torch.bfloat16
-        streamed = bool(in_bf16 and args.megatron.get("use_distributed_optimizer", True))
+        streamed = offloads or bool(in_bf16 and args.megatron.get("use_distributed_optimizer", True))
         self.streamed = [StreamedGradients(one) for one in self.chained.chained_optimizers] if streamed else []
         self.clip_grad = args.clip_grad
         self.steps = 0
@@ -77,7 +83,7 @@ class ScheduledOptimizer:
         return used
 
     def reset(self) -> None:
-        """Zero the moments (``--reset-optimizer-states``)."""
+        """Zero the moments and counts of steps (``--reset-optimizer-states``); main parameters are no part of them."""
         for state in self.states():
             for value in state.values():
                 if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""A distributed optimizer's step from bf16 gradients without a float32 copy of all of them."""
+"""A distributed optimizer's step without a float32 copy of all gradients at once, wherever its main parameters are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 PIECE_BYTES = 2**30
@@ -17,11 +19,17 @@ class _Pair(NamedTuple):
     start: int
     end: int
 
+    def gradient(self) -> Tensor:
+        """float32 on the device of the model; of a float32 buffer it is a view."""
+        gradient: Tensor = self.model.main_grad  # type: ignore[attr-defined]
+        return gradient.view(-1)[self.start : self.end].float()
+
 
 class StreamedGradients:
     """Megatron copies all gradients of a ``--grad-reduce-in-bf16`` buffer to float32 at once, which takes another four
     bytes a parameter beside weights, gradients and optimizer. Here each piece is copied, used and freed in turn: once
-    for the norm, once for the step.
+    for the norm, once for the step. Main parameters in CPU memory (``--optimizer-cpu-offload``) get their gradients
+    through a pinned buffer of one piece.
 
     Args:
         optimizer: one of Megatron's distributed optimizers.
@@ -29,6 +37,7 @@ class StreamedGradients:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        self._host: Tensor | None = None
 
     @property
     def pieces(self) -> list[list[_Pair]]:
@@ -38,28 +47,46 @@ class StreamedGradients:
     def squared_norm(self) -> float:
         """Of the gradients of all ranks that this optimizer knows of; every rank must ask."""
         total = torch.zeros(1, device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
-        for _ in self._in_turn():
-            gradients = self.optimizer.get_main_grads_for_grad_norm()
+        for piece in self.pieces:
+            gradients = [pair.gradient() for pair in piece if self._counts(pair.main)]
             if gradients:
                 total += torch.stack(torch._foreach_norm(gradients)).square().sum()
         torch.distributed.all_reduce(total, group=self.optimizer.get_grad_stats_parallel_group())
         return float(total)
 
+    def _counts(self, main: Tensor) -> bool:
+        """Megatron's own rule (``get_main_grads_for_grad_norm``): each parameter of the whole model once."""
+        group = getattr(self.optimizer, "tp_group", None)
+        return bool(param_is_not_shared(main)) and bool(param_is_not_tensor_parallel_duplicate(main, group))
+
     def step(self, scale: float) -> None:
         """Update the main parameters with the gradients times ``scale``; model parameters are as before."""
-        for piece in self._in_turn():
-            if scale != 1.0:
-                torch._foreach_mul_([pair.main.grad for pair in piece if pair.main.grad is not None], scale)
+        for _ in self._in_turn(scale):
             self.optimizer.optimizer.step()
 
-    def _in_turn(self) -> Iterator[list[_Pair]]:
-        """Pieces, each with its gradients in place."""
+    def _in_turn(self, scale: float) -> Iterator[None]:
+        """Each piece with its gradients in place, on the device of its main parameters."""
         for piece in self.pieces:
-            for model, main, start, end in piece:
-                main.grad = model.main_grad.view(-1)[start:end].float()  # type: ignore[attr-defined]
-            yield piece
+            start = 0
+            for pair in piece:
+                gradient = pair.gradient() if scale == 1.0 else pair.gradient() * scale
+                if gradient.device != pair.main.device:
+                    host = self._host_memory(piece)[start : start + gradient.numel()]
+                    gradient = host.copy_(gradient, non_blocking=True)
+                    start += gradient.numel()
+                pair.main.grad = gradient
+            if start:
+                torch.cuda.current_stream().synchronize()
+            yield
             for pair in piece:
                 pair.main.grad = None
+
+    def _host_memory(self, piece: list[_Pair]) -> Tensor:
+        """Pinned float32 with room for a piece; used by one piece after the other."""
+        numel = sum(pair.main.numel() for pair in piece)
+        if self._host is None or self._host.numel() < numel:
+            self._host = torch.empty(numel, dtype=torch.float32, pin_memory=True)
+        return self._host
 
 
 def _pieces(optimizer: Any) -> list[list[_Pair]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ranks import CP, EP, OVERLAP, PP, SP, TP, VPP, Layout, leave_groups, make_arguments, rank_batch
+from megatron_ranks import CP, EP, OFFLOAD, OVERLAP, PP, SP, TP, VPP, Layout, leave_groups, make_arguments, rank_batch
 
 FLAGS: dict[str, Any] = dict(lr_decay_style="linear", lr_warmup_iters=3, keep_old_actor=True)
 
@@ -29,6 +29,11 @@ def layout(model: str, **megatron: Any) -> Layout:
 def rank_files(model: str, **megatron: Any) -> Layout:
     """With ``--ckpt-format torch``."""
     return Layout(model, 2, megatron, {**FLAGS, "ckpt_format": "torch"})
+
+
+def in_bf16(model: str, **megatron: Any) -> Layout:
+    """With bf16 weights and gradients, and float32 main parameters."""
+    return Layout(model, 2, {"grad_reduce_in_bf16": True, **megatron}, {**FLAGS, "train_dtype": "bfloat16"})
 
 
 CASES = [
@@ -53,6 +58,15 @@ CASES = [
         (layout("llama", use_distributed_optimizer=False, **{TP: 2}),),
         async_save=True,
     ),
+    Case(
+        in_bf16("qwen3", **OFFLOAD),
+        (in_bf16("qwen3", **OFFLOAD), in_bf16("qwen3")),
+    ),
+    Case(
+        in_bf16("qwen3_moe", **{EP: 2}),
+        (in_bf16("qwen3_moe", **{EP: 2}), in_bf16("qwen3_moe", **{EP: 2, **OFFLOAD})),
+    ),
+    Case(layout("qwen3", **{TP: 2, **OFFLOAD}), (layout("qwen3", **OFFLOAD), layout("qwen3", **{PP: 2, **OFFLOAD}))),
     Case(rank_files("qwen3", **{PP: 2, VPP: 2}), (rank_files("qwen3", **{PP: 2, VPP: 2}),)),
     Case(rank_files("qwen3_moe", **{EP: 2}), (rank_files("qwen3_moe", **{EP: 2}),), async_save=True),
     Case(

@@ -34,6 +34,7 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 EP, ETP, VPP = "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"
 SP = "sequence_parallel"
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+OFFLOAD = {"optimizer_cpu_offload": True}
 FULL = {"recompute_granularity": "full"}
 REINFORCE = tuple(dict(advantage_estimator="gspo", kl_coef=0.0, entropy_coef=0.01).items())
 
@@ -57,6 +58,8 @@ PLAN: list[Layout] = [
     Layout("qwen3_moe", 2, {PP: 2, **FULL}),
     Layout("qwen3", 2, {"use_distributed_optimizer": False}),
     Layout("qwen3_moe", 2, {EP: 2, "use_distributed_optimizer": False}),
+    Layout("qwen3", 2, {TP: 2, **OFFLOAD}),
+    Layout("qwen3_moe", 2, {EP: 2, **OVERLAP, **OFFLOAD, "optimizer_offload_fraction": 0.5}),
     Layout("qwen3_moe", 2, {TP: 2, ETP: 1}),
     Layout("qwen3_moe", 2, {TP: 2, ETP: 1, EP: 2}),
     Layout("glm4_moe", 2, {CP: 2}),

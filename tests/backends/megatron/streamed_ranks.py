@@ -33,6 +33,7 @@ def compare(rank: int, ports: Any, path: Path, megatron: dict[str, Any]) -> None
 
 
 def two_steps(rank: int, port: int, path: Path, megatron: dict[str, Any], clip: float, streamed: bool) -> Any:
+    import torch
     from fsdp_helpers import make_args
     from megatron_ranks import rank_batch
 
@@ -41,6 +42,8 @@ def two_steps(rank: int, port: int, path: Path, megatron: dict[str, Any], clip: 
 
     args = make_args(path, train_backend="megatron", world_size=2, train_dtype="bfloat16", clip_grad=clip, lr=1e-3)
     args.megatron = {"grad_reduce_in_bf16": True, **megatron}
+    if not streamed:
+        args.megatron.pop("optimizer_cpu_offload", None)
     backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", port)
     assert len(backend.optimizer.streamed) == len(backend.optimizer.chained.chained_optimizers)
     assert sum(len(one.pieces) for one in backend.optimizer.streamed) > 4
@@ -50,5 +53,36 @@ def two_steps(rank: int, port: int, path: Path, megatron: dict[str, Any], clip: 
     batches = [rank_batch(seed, 0, backend.data_parallel_rank, backend.data_parallel_size) for seed in (0, 3)]
     norms = [train_on_rollout(backend, args, batch)[0]["train/grad_norm"] for batch in batches]
     moments = [state["exp_avg"].clone() for state in backend.optimizer.states()]
+    steps = {float(state["step"]) for state in backend.optimizer.states()}
+    assert steps == {2.0}, steps  # each update is made once, in however many pieces
     weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    mains = [kept["parameter"].clone() for kept in backend.optimizer.kept()]
+    backend.reset_optimizer()
+    for kept, main in zip(backend.optimizer.kept(), mains, strict=True):
+        assert torch.equal(kept["parameter"], main)
+        assert not kept["exp_avg"].any() and not kept["exp_avg_sq"].any() and float(kept["step"]) == 0.0
     return {"norms": norms, "moments": moments, "weights": weights, "loaded": loaded}
+
+
+def moved_shares(rank: int, ports: Any, path: Path) -> None:
+    """The default moves every main parameter into memory of its own; a fraction moves about as much of them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    from fsdp_helpers import make_args
+    from megatron_ranks import leave_groups
+
+    from slime.backends.create import create_backend
+
+    for number, dtype in enumerate(("float32", "bfloat16")):
+        for other, (given, low, high) in enumerate((({}, 1.0, 1.0), ({"optimizer_offload_fraction": 0.5}, 0.5, 0.8))):
+            args = make_args(path, train_backend="megatron", world_size=1, train_dtype=dtype)
+            args.megatron = {"optimizer_cpu_offload": True, **given}
+            backend: Any = create_backend(args, "actor", rank, 1, "127.0.0.1", ports.get(2 * number + other))
+            of_model = {p.data_ptr() for _, p in backend.weights.tensors()}
+            (one,) = backend.optimizer.chained.chained_optimizers
+            mains = [p for group in one.optimizer.param_groups for p in group["params"]]
+            if dtype == "float32":  # where nothing moves, they are views of the model's parameters
+                moved = sum(p.numel() for p in mains if p.data_ptr() not in of_model)
+                assert low <= moved / sum(p.numel() for p in mains) <= high
+            groups = [*one.shard_fp32_groups, *one.shard_fp32_from_float16_groups]
+            assert {id(p) for group in groups for p in group} == {id(p) for p in mains}
+            leave_groups()
