@@ -91,7 +91,7 @@ def shadowing_paths() -> list[str]:
 
 
 def prefer_installed_core() -> list[str]:
-    """Make ``import megatron.core`` find the installed distribution in this process; returns the paths that shadowed it.
+    """Make ``import megatron.core`` find the installed distribution; returns the paths that shadowed it.
 
     A checkout whose ``megatron`` is a namespace package moves to the end of ``sys.path``, so that ``megatron.training``
     can still be imported from it. One whose ``megatron`` is a regular package is removed.
