@@ -128,7 +128,7 @@ class EngineFleet:
         with self._lock:
             updated = [engine for engine in self.engines if engine.spec.updates]
             by_state = {state: [e.url for e in updated if e.state == state] for state in ("serving", "unsynced")}
-            slots = {engine.url: engine.spec.slot for engine in updated}
+            slots = {engine.url: range(engine.spec.slot, engine.spec.slot + engine.spec.num_gpus) for engine in updated}
         return {"fatal": self.fatal, "slots": slots, **by_state}
 
     def counts(self) -> dict[str, float]:

@@ -27,7 +27,7 @@ class Faults:
         self.run = run
         self._tending = False
         self._next = 0.0
-        self.slots: dict[str, int] = {}  # engine URL to its first place among the rollout's
+        self.slots: dict[str, range] = {}  # engine URL to its places among the rollout's
 
     # --- around a weight update --------------------------------------------------------------
 

@@ -88,7 +88,11 @@ def check_resources(args: Args, gpus_needed: int) -> None:
     """Raise :class:`ClusterError` in one line when the cluster can never hold the run."""
     import ray
 
+    from slime.config.validate_resources import engines_beside_trainer
+
     have = int(ray.cluster_resources().get("GPU", 0))
+    if have > 0 and (problems := engines_beside_trainer(args)):
+        raise ClusterError(problems[0])
     if gpus_needed > have > 0:
         raise ClusterError(
             f"the run needs {gpus_needed} GPUs (--actor-num-nodes {args.actor_num_nodes} x --actor-num-gpus-per-node "

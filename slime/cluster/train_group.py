@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.handle import EngineHandle
     from slime.weights.audit import Probe
+    from slime.weights.transports.peers import PeerLink
 
 Role = Literal["actor", "critic"]
 CLOSE_DEADLINE_SECONDS = 10.0
@@ -35,6 +37,8 @@ class TrainActor:
         self.transport: Any = None
         self.same_host = True
         self.probe: Probe | None = None
+        self.master = ("", 0)  # address and port of the process group's key-value store
+        self.store: Any = None  # a connection to it
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 will listen for the process group."""
@@ -53,6 +57,7 @@ class TrainActor:
         from slime.observability import progress
 
         progress.report(f"load {self.role}")
+        self.master = (master_addr, master_port)
         local_rank = 0 if ray.get_gpu_ids() else self.rank
         self.backend = create_backend(
             self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank
@@ -89,7 +94,8 @@ class TrainActor:
         engine_urls: Sequence[str],
         version: str,
         same_host: bool,
-        slots: Mapping[str, int],
+        slots: Mapping[str, range],
+        token: str,
         check_equal: bool = False,
     ) -> dict[str, Any] | None:
         """Send this group's weights to the engines; ranks that have engines to serve return the report as a dict.
@@ -98,19 +104,22 @@ class TrainActor:
         engines have no cache to score with yet.
 
         Args:
-            slots: engine URL to its first place, see :func:`engines_of_rank`.
+            slots: engine URL to its places, see :func:`ranks_of_engines`.
+            token: names this call, the same on all ranks.
             check_equal: the engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
         import dataclasses
 
         from slime.observability import progress
         from slime.weights.sync import sync_weights
-        from slime.weights.transports import engines_of_rank
+        from slime.weights.transports import ranks_of_engines
 
         progress.report("update weights")
-        urls = engines_of_rank(self.args, engine_urls, slots, self.rank, self.world_size)
-        if urls:
+        ranks = ranks_of_engines(self.args, engine_urls, slots, self.world_size, same_host)
+        urls = [url for url in engine_urls if ranks[url][0] == self.rank]
+        if any(self.rank in places for places in ranks.values()):
             self._choose_transport(same_host)
+        peers = self._peers(ranks, token)
         if self.args.audit_weights:
             self.probe = self._score_probe()
         report = sync_weights(
@@ -121,10 +130,20 @@ class TrainActor:
             version,
             is_sender=bool(urls),
             check_equal=check_equal,
+            peers=peers,
         )
         if self.args.offload_rollout:  # the engines take their KV cache back next
             self.backend.clear_memory()
         return dataclasses.asdict(report) if report is not None else None
+
+    def _peers(self, ranks: Mapping[str, range], token: str) -> PeerLink | None:
+        """None where every engine reads from one training rank."""
+        from slime.weights.transports.peers import PeerLink, connect_store
+
+        if all(len(places) == 1 for places in ranks.values()):
+            return None
+        self.store = self.store or connect_store(*self.master, self.args.phase_timeout)
+        return PeerLink(self.store, token, self.rank, ranks, self.args.phase_timeout)
 
     def _choose_transport(self, same_host: bool) -> None:
         """Once, and again when engines come back on other hosts; a folder is one for all."""
@@ -266,11 +285,12 @@ class TrainGroup:
         engine_urls: Sequence[str],
         version: str,
         same_host: bool,
-        slots: Mapping[str, int],
+        slots: Mapping[str, range],
         check_equal: bool = False,
     ) -> dict[str, Any]:
         """Returns the report: of several senders, who work at the same time, the longest times."""
-        arguments = (list(engine_urls), version, same_host, dict(slots), check_equal)
+        token = f"weights-{version}-{secrets.token_hex(8)}"
+        arguments = (list(engine_urls), version, same_host, dict(slots), token, check_equal)
         refs = [rank.update_weights.remote(*arguments) for rank in self.ranks]
         results = self._call(refs, f"to send weights {version}", self.args.phase_timeout)
         reports = [report for report in results if report is not None]

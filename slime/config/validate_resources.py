@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from slime.config.args import Args
 from slime.config.machine import Machine, installed
-from slime.config.server_groups import ServerGroupError, read_server_groups, total_gpus
+from slime.config.server_groups import (
+    ServedModel,
+    ServerGroup,
+    ServerGroupError,
+    read_server_groups,
+    simple_groups,
+    total_gpus,
+)
 
 EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglang")}
 
@@ -15,6 +22,7 @@ def check_placement(args: Args) -> list[str]:
     per_engine = args.rollout_num_gpus_per_engine
     external = bool(args.rollout_external_engine_addrs)
     problems += _server_groups(args)
+    problems += _colocated_pipelines(args)
     if not args.debug_train_only and not external and not args.sglang_config:
         if args.rollout_num_gpus == 0:
             problems.append(
@@ -69,6 +77,57 @@ def _config_file(args: Args) -> list[str]:
     return []
 
 
+def _colocated_pipelines(args: Args) -> list[str]:
+    """SGLang gives all pipeline stages of a tensor-parallel rank the same handle, which opens on one GPU only."""
+    stages = [int({**args.sglang, **group.overrides}.get("pp_size") or 1) for group, _ in _shared_groups(args)]
+    if max(stages, default=1) == 1:
+        return []
+    return [
+        f"--colocate with servers of {max(stages)} pipeline stages (--sglang-pp-size): CUDA IPC brings weights to the "
+        "tensor-parallel ranks of one stage only; use tensor parallelism alone, or --update-weight-transport disk"
+    ]
+
+
+def engines_beside_trainer(args: Args) -> list[str]:
+    """On GPUs: ``--colocate`` with servers on GPUs that no training rank is on, which CUDA IPC cannot reach."""
+    train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if all(end <= train for _, end in _shared_groups(args)):
+        return []
+    return [
+        f"--colocate with {_asked(args)}: servers that get the trainer's weights would be on GPUs without a training "
+        f"rank, and CUDA IPC does not reach these; let them have the first {train} of --rollout-num-gpus, or use "
+        "--update-weight-transport disk"
+    ]
+
+
+def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
+    """Groups of servers that get weights by handles from the trainer on their GPUs, and where their GPUs end."""
+    by_handle = args.colocate and args.update_weight_transport == "nccl" and args.rollout_backend == "sglang"
+    if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
+        return []
+    shared, end = [], 0
+    models = _served_models(args)
+    updated = next((model for model in models if model.update_weights), None)
+    for model in models:
+        for group in model.groups:
+            end += group.num_gpus
+            if model is updated and group.worker_type != "placeholder":
+                shared.append((group, end))
+    return shared
+
+
+def _served_models(args: Args) -> list[ServedModel]:
+    """None where the file of ``--sglang-config`` is wrong, which :func:`check_placement` reports."""
+    per_engine = args.rollout_num_gpus_per_engine
+    if not args.sglang_config:
+        gpus = int(args.rollout_num_gpus or 0)
+        return simple_groups(str(args.hf_checkpoint), gpus, per_engine, args.prefill_num_servers or 0)
+    try:
+        return read_server_groups(args.sglang_config, str(args.hf_checkpoint), per_engine)
+    except (ServerGroupError, OSError):
+        return []
+
+
 def check_machine(args: Args, machine: Machine) -> list[str]:
     """Rules about this machine; a cluster that Ray reaches is asked when it is joined."""
     problems = _absent_packages(args)
@@ -82,7 +141,9 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
     if args.train_dtype == "float32" and machine.cuda:
         args.notices.append("--train-dtype float32 on a GPU is for comparisons; bfloat16 is several times faster")
     if machine.in_cluster:
-        return problems
+        return problems  # its GPUs are known when it is joined
+    if machine.cuda:
+        problems += engines_beside_trainer(args)
     return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
 
 

@@ -89,8 +89,11 @@ class EngineHandle(Protocol):
     async def begin_update(self) -> None:
         """Open a weight update; a no-op where the engine knows no brackets."""
 
-    async def push(self, bucket: Bucket, weight_version: str) -> None:
-        """Hand over one bucket by shared memory (CPU) or IPC handle (CUDA); same host only."""
+    async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
+        """Hand over one bucket by shared memory (CPU) or IPC handle (CUDA); same host only.
+
+        ``others``: what training ranks on the engine's other GPUs offer, see
+        :func:`slime.engines.tensor_payload.payload`."""
 
     async def end_update(self, weight_version: str) -> None:
         """Close the update: from here on answers carry ``weight_version``."""

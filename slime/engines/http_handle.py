@@ -115,11 +115,11 @@ class HttpEngineHandle:
         if (await self.connect()).capabilities.update_brackets:
             await self._post("/begin_weight_update")
 
-    async def push(self, bucket: Bucket, weight_version: str) -> None:
+    async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
         from slime.engines.tensor_payload import handles, payload
 
         embedded = (await self.connect()).kind == "embedded"
-        tensors = handles(bucket) if embedded else payload(bucket, self._ranks)
+        tensors = handles(bucket) if embedded else payload(bucket, self._ranks, others)
         body = {**tensors, "flush_cache": False, "weight_version": weight_version}
         await self._post("/update_weights_from_tensor", body, self.update_seconds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -80,11 +81,28 @@ def _device_uuid(device: int | str) -> str:
     return device if isinstance(device, str) else str(torch.cuda.get_device_properties(device).uuid)
 
 
-def payload(bucket: Bucket, ranks: int = 1) -> dict[str, Any]:
+def payload(bucket: Bucket, ranks: int = 1, others: Sequence[str] = ()) -> dict[str, Any]:
     """``serialized_named_tensors`` and ``load_format`` for one engine of ``ranks`` tensor-parallel ranks.
 
     Every rank gets a pickle of its own, because each that opens a CUDA handle also counts it down.
+
+    Args:
+        others: entries (:func:`entry`) that other training ranks made of their copies of this bucket, for the engine's
+            ranks from the second on; without any, all ranks read this copy.
+
+    Raises:
+        ValueError: there are entries, but not one for each of the engine's other ranks.
     """
+    if others and len(others) != ranks - 1:
+        raise ValueError(
+            f"{1 + len(others)} training ranks offer weights to an engine of {ranks} tensor-parallel ranks"
+        )
+    entries = [entry(bucket), *others] if others else [entry(bucket) for _ in range(ranks)]
+    return {"serialized_named_tensors": entries, "load_format": "flattened_bucket"}
+
+
+def entry(bucket: Bucket) -> str:
+    """The entry of one tensor-parallel rank: handle and layout of the bucket's buffer, for one process to open."""
     buffer, tensors = _in_one_buffer(bucket)
     metadata = []
     for name, tensor in tensors:
@@ -101,8 +119,7 @@ def payload(bucket: Bucket, ranks: int = 1) -> dict[str, Any]:
                 numel=size,
             )
         )
-    value = {"flattened_tensor": buffer, "metadata": metadata}
-    return {"serialized_named_tensors": [pickled(value) for _ in range(ranks)], "load_format": "flattened_bucket"}
+    return pickled({"flattened_tensor": buffer, "metadata": metadata})
 
 
 def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:

@@ -8,7 +8,7 @@ gathered while one is on its way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from slime.weights.fleet import Failures, WeightSyncError, on_each
 from slime.weights.handoff import Handoff
 from slime.weights.transforms import cast_floating, frozen_by_flags, leave_out
 from slime.weights.transports import Transport, sync_deadline
-from slime.weights.update import NamedTensor, Transform, UpdateReport, WeightUpdate, iter_buckets
+from slime.weights.transports.ipc import IpcTransport
+from slime.weights.transports.peers import PeerLink
+from slime.weights.update import Bucket, NamedTensor, Transform, UpdateReport, WeightUpdate, iter_buckets
 from slime.weights.versions import parse_version
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def sync_weights(
     *,
     probe: audit.Probe | None = None,
     check_equal: bool = False,
+    peers: PeerLink | None = None,
 ) -> UpdateReport | None:
     """Bring one version of the weights to every engine. Called on all ranks; the sender gets a report.
 
@@ -73,6 +76,7 @@ def sync_weights(
         probe: tokens and the trainer's log-probs of them, for the audit through ``/generate``.
         check_equal: the weights are those that the engines hold already: overwrite every tensor there
             before the update and compare afterwards (``--check-weight-update-equal``).
+        peers: where engines read from the memory of several training ranks: this rank's link to the others.
 
     Raises:
         WeightSyncError: engines died, hung or refused; the others either hold ``version`` and generate, or
@@ -80,24 +84,48 @@ def sync_weights(
         audit.WeightAuditError: an engine holds something else than was sent; names tensors and engine.
     """
     if not is_sender:
-        for _ in named_weights:
-            pass
+        source = iter(named_weights)
+        try:
+            if peers is not None and peers.engines():
+                _contribute(args, source, transport, peers)
+        finally:
+            for _ in source:
+                pass
         return None
     assert transport is not None, "the sending rank needs a transport"
     parse_version(version)
     with ThreadPoolExecutor(1, thread_name_prefix="weights-sync") as pool:
-        sender = _Sender(args, engines, transport, version, check_equal)
+        sender = _Sender(args, engines, transport, version, check_equal, peers)
         return sender.run(pool, named_weights, probe)
+
+
+def _contribute(args: Any, source: Iterable[NamedTensor], transport: Transport | None, peers: PeerLink) -> None:
+    """Offer this rank's copy of the weights, cut and cast as the sender says, to engines that it sends to."""
+    import torch
+
+    assert isinstance(transport, IpcTransport), "only handles are read from several ranks"
+    settings = peers.settings()
+    if settings is None:
+        return
+    dtype = getattr(torch, settings["dtype"]) if settings["dtype"] else None
+    transforms = _transforms(args, dtype, settings["leave_out_frozen"])
+    transport.contribute(peers, _finished(iter_buckets(source, args.update_weight_buffer_size, transforms)))
 
 
 class _Sender:
     """One sync on the sending rank."""
 
     def __init__(
-        self, args: Any, engines: Sequence[EngineHandle], transport: Transport, version: str, check_equal: bool
+        self,
+        args: Any,
+        engines: Sequence[EngineHandle],
+        transport: Transport,
+        version: str,
+        check_equal: bool,
+        peers: PeerLink | None,
     ) -> None:
         self.args, self.engines, self.transport, self.version = args, engines, transport, version
-        self.check_equal = check_equal
+        self.check_equal, self.peers = check_equal, peers
         self.deadline = sync_deadline(args)
         self.window = _Window()
         self.report = UpdateReport(version, transport.name)
@@ -116,6 +144,8 @@ class _Sender:
             self._gather(source, plan, handoff)
             sending.result()
         finally:
+            if self.peers is not None:
+                self.peers.close()
             for _ in source:  # the other ranks wait in this collective, whatever happened here
                 pass
         self.report.pause_seconds = self.window.closed - self.window.opened
@@ -133,10 +163,13 @@ class _Sender:
 
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
         """Cut the stream into buckets and hand them over, with their digests when engines can show theirs."""
-        dtype = _engine_dtype(plan, self.args)
+        dtype, leave_out_frozen = _engine_dtype(plan, self.args), self._engines_are_ours(plan)
         try:
-            for bucket in iter_buckets(source, self.args.update_weight_buffer_size, self._transforms(plan, dtype)):
-                _finish_kernels(bucket.tensors[0][1])
+            if self.peers is not None:
+                name = str(dtype).removeprefix("torch.") if dtype is not None else None
+                self.peers.open({"dtype": name, "leave_out_frozen": leave_out_frozen})
+            transforms = _transforms(self.args, dtype, leave_out_frozen)
+            for bucket in _finished(iter_buckets(source, self.args.update_weight_buffer_size, transforms)):
                 self._digest([(name, t) for name, t in bucket.tensors if _has_dtype(t, dtype)], plan)
                 if not handoff.put(bucket):
                     return
@@ -144,15 +177,6 @@ class _Sender:
             handoff.close(error)
             raise
         handoff.close()
-
-    def _transforms(self, plan: _Plan, dtype: torch.dtype | None) -> list[Transform]:
-        transforms: list[Transform] = []
-        frozen = frozen_by_flags(self.args.only_train_params_name_list, self.args.freeze_params_name_list)
-        if frozen is not None and self._engines_are_ours(plan):
-            transforms.append(leave_out(frozen))
-        if dtype is not None:
-            transforms.append(cast_floating(dtype))
-        return transforms
 
     def _engines_are_ours(self, plan: _Plan) -> bool:
         """Every engine holds a version that this run sent, so it has the frozen tensors already."""
@@ -196,7 +220,7 @@ class _Sender:
     async def _send(self, plan: _Plan, handoff: Handoff) -> None:
         """Raises :class:`WeightSyncError` when any engine was not reached; the rest is in order by then."""
         try:
-            update = WeightUpdate(self.version, handoff, "full" if self.check_equal else "delta")
+            update = WeightUpdate(self.version, handoff, "full" if self.check_equal else "delta", self.peers)
             result = await self.transport.send(update, plan.reached, lambda: self._open_window(plan.reached))
         except BaseException:  # the update itself could not be read: nobody has the whole of it
             await self._mark_torn(self.window.entered)
@@ -296,6 +320,23 @@ def _engine_dtype(plan: _Plan, args: Any) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype):
         dtype = getattr(torch, args.rollout_dtype) if args.rollout_dtype else None
     return dtype
+
+
+def _transforms(args: Any, dtype: torch.dtype | None, leave_out_frozen: bool) -> list[Transform]:
+    """What happens to each tensor on its way out; ``dtype``: of the engines, None to send tensors as they are."""
+    transforms: list[Transform] = []
+    frozen = frozen_by_flags(args.only_train_params_name_list, args.freeze_params_name_list)
+    if frozen is not None and leave_out_frozen:
+        transforms.append(leave_out(frozen))
+    if dtype is not None:
+        transforms.append(cast_floating(dtype))
+    return transforms
+
+
+def _finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
+    for bucket in buckets:
+        _finish_kernels(bucket.tensors[0][1])
+        yield bucket
 
 
 def _has_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:

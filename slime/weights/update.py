@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
+    from slime.weights.transports.peers import PeerLink
+
 NamedTensor = tuple[str, "torch.Tensor"]
 Transform = Callable[[str, "torch.Tensor"], Iterable[NamedTensor]]
 """One step on the way out: cast, quantise or rename. May turn one tensor into several."""
@@ -48,6 +50,8 @@ class WeightUpdate:
     version: str
     buckets: Iterable[Bucket]
     kind: Literal["full", "delta"] = "full"
+    peers: PeerLink | None = None
+    """Where engines span the GPUs of several training ranks: how these offer their copies of the buckets."""
 
 
 @dataclass

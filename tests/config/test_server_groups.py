@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -118,3 +119,37 @@ def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
     assert any("--deterministic: SGLang" in problem for problem in check_machine(args, cpu))
     assert not any("--deterministic" in problem for problem in check_machine(args, gpu))
     assert any("--embedded-max-total-tokens: for the embedded engine" in notice for notice in args.notices)
+
+
+ON_GPU, ON_CPU = Machine(gpus=8, cores=8, in_cluster=False), Machine(gpus=0, cores=8, in_cluster=False)
+
+
+def colocated(machine: Machine = ON_GPU, train: int = 2, rollout: int = 4, **more: Any) -> list[str]:
+    given: dict[str, Any] = {
+        "hf_checkpoint": "model", "rollout_backend": "sglang", "colocate": True, "actor_num_gpus_per_node": train,
+        "rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": 2,
+    }  # fmt: skip
+    args = default_args(**{**given, **more})
+    problems = [*check_placement(args), *check_machine(args, machine)]
+    return [problem for problem in problems if problem.startswith("--colocate with")]
+
+
+def test_colocated_servers_on_gpus_without_a_training_rank_are_refused() -> None:
+    assert "GPUs without a training rank" in colocated()[0]
+    assert colocated(train=4) == colocated(rollout=2) == colocated(update_weight_transport="disk") == []
+    assert colocated(colocate=False) == colocated(ON_CPU) == colocated(debug_rollout_only=True) == []
+
+
+def test_colocated_servers_that_get_no_weights_may_be_anywhere(tmp_path: Path) -> None:
+    file = tmp_path / "groups.yaml"
+    frozen = "{name: judge, model_path: other, server_groups: [{worker_type: regular, num_gpus: 2}]}"
+    ours = "{name: actor, server_groups: [{worker_type: regular, num_gpus: 2}]}"
+    file.write_text(f"sglang: [{ours}, {frozen}]")
+    assert colocated(sglang_config=str(file)) == []
+    file.write_text(f"sglang: [{frozen}, {ours}]")
+    assert len(colocated(sglang_config=str(file))) == 1
+
+
+def test_colocated_servers_with_pipeline_stages_are_refused() -> None:
+    assert "pipeline stages" in colocated(train=4, sglang={"pp_size": 2})[0]
+    assert colocated(train=4, sglang={"pp_size": 2}, update_weight_transport="disk") == []

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -99,7 +99,7 @@ class OtherProcess:
         self.digests: dict[str, str] = {}
         self.dies_at: int | None = None
 
-    async def push(self, bucket: Bucket, version: str) -> None:
+    async def push(self, bucket: Bucket, version: str, others: Sequence[str] = ()) -> None:
         payload = bytes(ForkingPickler.dumps(bucket.tensors))
         try:
             self.pipe.send(b"die" if bucket.index == self.dies_at else payload)

@@ -1,4 +1,4 @@
-"""Which transport follows from flags and placement, and which rank sends to which engine."""
+"""Which transport follows from flags and placement, and from which ranks each engine reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from real_engines import sync_args
 
 from slime.weights import transports
-from slime.weights.transports import create_transport, engines_of_rank
+from slime.weights.transports import create_transport, ranks_of_engines
 
 
 @pytest.fixture
@@ -60,15 +60,29 @@ def test_the_hook_after_writing_gets_folder_and_engines(tmp_path: Path) -> None:
     assert function.__globals__["seen"] == [(str(tmp_path / "weight_v0.1"), ["engine"])]
 
 
-def test_rank_0_serves_all_unless_ranks_and_engines_share_gpus(on_gpus: None) -> None:
-    urls, slots = ["a", "b", "c"], {"a": 0, "b": 2, "c": 1}
+SLOTS = {"a": range(0, 1), "b": range(2, 4), "c": range(1, 2)}
 
-    def of(rank: int, **flags: Any) -> list[str]:
-        return engines_of_rank(sync_args(**flags), urls, slots, rank, 3)
 
-    assert of(0) == urls and of(1) == []
-    assert [of(rank, colocate=True) for rank in range(3)] == [["a"], ["c"], ["b"]]
-    assert of(0, colocate=True, update_weight_transport="disk") == urls
-    assert engines_of_rank(sync_args(colocate=True), urls, slots, 0, 1) == urls
+def ranks(world_size: int = 4, same_host: bool = True, **flags: Any) -> dict[str, range]:
+    return ranks_of_engines(sync_args(**flags), list(SLOTS), SLOTS, world_size, same_host)
+
+
+RANK_0 = {url: range(1) for url in SLOTS}
+
+
+def test_engines_read_from_rank_0_unless_they_share_gpus_with_the_trainer(on_gpus: None) -> None:
+    assert ranks() == RANK_0
+    assert ranks(colocate=True, update_weight_transport="disk") == RANK_0
+    assert ranks(1, colocate=True) == RANK_0
+
+
+def test_each_tensor_parallel_rank_reads_from_the_training_rank_on_its_gpu(on_gpus: None) -> None:
+    assert ranks(colocate=True) == SLOTS
+    assert ranks(colocate=True, same_host=False) == SLOTS, "every handle is opened on the node of its GPU"
     with pytest.raises(ValueError, match="no rank of the trainer is on the GPU of engine b"):
-        engines_of_rank(sync_args(colocate=True), urls, slots, 0, 2)
+        ranks(3, colocate=True)  # its second GPU is nobody's
+
+
+def test_on_the_cpu_pairs_are_made_where_they_can_be() -> None:
+    assert ranks(colocate=True) == SLOTS
+    assert ranks(3, colocate=True) == ranks(colocate=True, same_host=False) == RANK_0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ CPU_DEFAULTS: dict[str, Any] = {
     "max_total_tokens": 32768,  # its own default is a share of all memory
     "sleep_on_idle": True,  # else an idle scheduler takes a core
 }
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"  # the cores of each rank, separated by |
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def server_environment(args: Args, spec: EngineSpec) -> dict[str, str]:
     if runs_on_cpu(args, spec):
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         threads = 1  # two OpenMP threads on busy cores can spin each other to a standstill
+        if spec.num_gpus > 1 and BIND not in os.environ:  # its default is one rank per NUMA node, and no more
+            env[BIND] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.num_gpus))
     if threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
     return env

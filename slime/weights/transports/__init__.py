@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.weights.transports.base import SendResult, Transport
 
-__all__ = ["SendResult", "Transport", "create_transport", "engines_of_rank", "sync_deadline"]
+__all__ = ["SendResult", "Transport", "create_transport", "ranks_of_engines", "sync_deadline"]
 
 _DRIVER_MARGIN = 0.9  # of --phase-timeout: a sync ends with an error of its own before the driver gives up
 
@@ -18,27 +18,34 @@ def sync_deadline(args: Any) -> float:
     return float(min(args.distributed_timeout_minutes * 60, args.phase_timeout * _DRIVER_MARGIN))
 
 
-def engines_of_rank(args: Any, urls: Sequence[str], slots: Mapping[str, int], rank: int, world_size: int) -> list[str]:
-    """The engines that a rank of the trainer sends to.
+def ranks_of_engines(
+    args: Any, urls: Sequence[str], slots: Mapping[str, range], world_size: int, same_host: bool
+) -> dict[str, range]:
+    """For each engine the training ranks whose memory it reads the weights from; the first of them sends.
 
-    A CUDA IPC handle can be opened where its GPU is visible. Colocated engines therefore get their weights from the
-    rank on their own (first) GPU; all others from rank 0.
+    A CUDA IPC handle opens only on the node of its GPU. Each tensor-parallel rank of a colocated engine therefore reads
+    from the training rank on its own GPU (:mod:`slime.weights.transports.peers`); all other engines get everything
+    from rank 0. Without GPUs the processes of one host that would share a GPU are paired in the same way.
 
     Args:
-        slots: engine URL to its first place among the rollout's GPUs, which colocated are the trainer's.
+        slots: engine URL to its places among the rollout's GPUs, which colocated are the trainer's.
+        same_host: all engines run on the host of rank 0.
 
     Raises:
         ValueError: a colocated engine is on a GPU that no rank is on.
     """
-    if not (args.colocate and args.update_weight_transport == "nccl" and world_size > 1 and _on_cuda()):
-        return list(urls) if rank == 0 else []
-    alone = [url for url in urls if not 0 <= slots.get(url, -1) < world_size]
+    rank_0 = {url: range(1) for url in urls}
+    if not (args.colocate and args.update_weight_transport == "nccl" and world_size > 1):
+        return rank_0
+    alone = [url for url in urls if url not in slots or slots[url].stop > world_size]
+    if not _on_cuda():
+        return rank_0 if alone or not same_host else {url: slots[url] for url in urls}
     if alone:
         raise ValueError(
             f"--colocate: no rank of the trainer is on the GPU of engine {alone[0]}; let --rollout-num-gpus be the "
             "number of the trainer's GPUs, or use --update-weight-transport disk"
         )
-    return [url for url in urls if slots[url] == rank]
+    return {url: slots[url] for url in urls}
 
 
 def create_transport(args: Any, colocated_host: bool) -> Transport:

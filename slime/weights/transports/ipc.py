@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slime.engines.flat import flatten, layout
 from slime.engines.handle import EngineHandle
+from slime.engines.tensor_payload import entry
 from slime.weights.fleet import Failures, on_each
 from slime.weights.transports.base import OpenWindow, SendResult, stream
+from slime.weights.transports.peers import PeerLink, contribute
 from slime.weights.transports.shared_memory import Buffer, FileList, Leftover, allocate, sweep_shared_memory
 from slime.weights.update import Bucket, WeightUpdate
 
@@ -54,13 +56,16 @@ class IpcTransport:
         self._left: list[Leftover] = []
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
+        self._prepare()
+        return {}
+
+    def _prepare(self) -> None:
         import torch.multiprocessing
 
         # Pickling a tensor otherwise passes a file descriptor, which SGLang's server does not survive.
         torch.multiprocessing.set_sharing_strategy("file_system")
         self._files = self._files or FileList()
         self._sweep()
-        return {}
 
     async def send(
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
@@ -77,7 +82,7 @@ class IpcTransport:
                 if loading is not None:
                     alive = _without(alive, await loading, result)
                 result.count(staged.bucket)
-                loading = asyncio.create_task(self._push(staged, alive, update.version))
+                loading = asyncio.create_task(self._push(staged, alive, update))
                 if not alive:
                     break
         finally:
@@ -103,18 +108,39 @@ class IpcTransport:
         self._left = [leftover for leftover in self._left if not leftover.remove()]
         sweep_shared_memory()
 
-    async def _push(self, staged: Staged, engines: Sequence[EngineHandle], version: str) -> Failures:
+    async def _push(self, staged: Staged, engines: Sequence[EngineHandle], update: WeightUpdate) -> Failures:
         failed: Failures = {}
+        peers, bucket, others = update.peers, staged.bucket, dict[str, list[str]]()
         try:
-            what = f"load bucket {staged.bucket.index} of weights {version}"
-            _, failed = await on_each(engines, lambda e: e.push(staged.bucket, version), what, self.deadline)
+            if peers is not None:
+                others = await asyncio.to_thread(peers.collect, [engine.url for engine in engines], bucket)
+            what = f"load bucket {bucket.index} of weights {update.version}"
+            push = lambda e: e.push(bucket, update.version, others.get(e.url, ()))  # noqa: E731
+            _, failed = await on_each(engines, push, what, self.deadline)
+            if peers is not None:
+                left = [engine.url for engine in engines if engine.url not in failed]
+                await asyncio.to_thread(peers.loaded, bucket.index, left, bool(failed))
         finally:
-            buffer = staged.drop()
-            if failed:
-                self._left.append(Leftover(buffer))
-            else:  # the engine has closed its handle: it lets go of its tensors before it answers
-                self._spare.append(buffer)
+            self._take_back(staged, bool(failed))
         return failed
+
+    def _take_back(self, staged: Staged, failed: bool) -> None:
+        """A buffer that engines have loaded can be used again; one that an engine may still have open cannot."""
+        buffer = staged.drop()
+        if failed:
+            self._left.append(Leftover(buffer))
+        else:  # the engine has closed its handle: it lets go of its tensors before it answers
+            self._spare.append(buffer)
+
+    def contribute(self, link: PeerLink, buckets: Iterable[Bucket]) -> None:
+        """Offer this rank's copy of the buckets to engines that another rank sends to; blocks until they are loaded."""
+        self._prepare()
+        assert self._files is not None
+        files = self._files
+        try:
+            contribute(link, buckets, lambda bucket: stage(bucket, self._spare, files), entry, self._take_back)
+        finally:
+            self._spare = [buffer for buffer in self._spare if buffer.path is not None]
 
 
 def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult) -> list[EngineHandle]:

@@ -1,0 +1,113 @@
+"""Real SGLang with two tensor-parallel ranks on the CPU, fed by two training ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_model
+from test_sync_sglang import START_SECONDS, make_args
+from torch.distributed import TCPStore
+
+from slime.config.machine import installed
+from slime.engines.background import run
+from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.launch import start_engine
+from slime.engines.plan import EngineSpec
+from slime.weights import audit
+from slime.weights.audit import Probe
+from slime.weights.sync import sync_weights
+from slime.weights.transports.ipc import IpcTransport
+from slime.weights.transports.peers import PeerLink, connect_store
+from slime.weights.update import NamedTensor, UpdateReport
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.real,
+    pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
+]
+SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpEngineHandle]:
+    log = tmp_path_factory.mktemp("logs") / "engine.log"
+    server = start_engine(make_args(model, "float32"), EngineSpec(0, str(model), num_gpus=2), log_path=log)
+    try:
+        server.wait_ready(START_SECONDS)
+        yield HttpEngineHandle(server.url)
+    finally:
+        server.stop()
+
+
+Named = Callable[[int], list[NamedTensor]]
+
+
+def sync(engine: HttpEngineHandle, model: Path, named: Named, version: str, **more: Any) -> UpdateReport:
+    """One update by two training ranks, a thread each; ``named`` gives what a rank sends."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS), wait_for_workers=False)
+    args: Any = make_args(model, "float32")
+    results: list[Any] = [None, None]
+
+    def rank_call(rank: int) -> None:
+        connection = connect_store("127.0.0.1", store.port, SECONDS)
+        link = PeerLink(connection, version, rank, {engine.url: range(2)}, SECONDS)
+        transport = IpcTransport(SECONDS)
+        mine = [engine] if rank == 0 else []
+        try:
+            results[rank] = sync_weights(
+                args, iter(named(rank)), mine, transport, version, rank == 0, peers=link, **more
+            )
+        except Exception as error:
+            results[rank] = error
+        finally:
+            run(transport.close())
+
+    threads = [threading.Thread(target=rank_call, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    assert isinstance(results[0], UpdateReport)
+    return results[0]
+
+
+def probe_of(trained: Any) -> Probe:
+    tokens = audit.probe_tokens(VOCAB)
+    return Probe(tokens, log_probs(trained, tokens))
+
+
+def test_two_training_ranks_feed_the_two_ranks_of_a_server(engine: HttpEngineHandle, model: Path) -> None:
+    for step in range(2):
+        trained = new_model(40 + step)
+        sync(engine, model, lambda _: named_weights(trained), f"1.{step}", probe=probe_of(trained))  # noqa: B023
+    before = run(engine.checksum())
+    sync(engine, model, lambda _: named_weights(trained), "1.2", probe=probe_of(trained), check_equal=True)
+    assert run(engine.checksum()) == before
+
+
+def test_each_rank_of_the_server_reads_its_own_training_ranks_memory(engine: HttpEngineHandle, model: Path) -> None:
+    """Training rank 1 sends other values: they are what tensor-parallel rank 1 holds, and nothing else changes."""
+    trained, other = new_model(50), new_model(51)
+    sync(engine, model, lambda _: named_weights(trained), "2.0")
+    first = run(engine.checksum())
+    sync(engine, model, lambda rank: named_weights(other if rank else trained), "2.1")
+    mixed = run(engine.checksum())
+    sync(engine, model, lambda _: named_weights(other), "2.2")
+    second = run(engine.checksum())
+    names = [name for name in first if first[name] != second[name]]
+    assert {name.split(".")[0] for name in names} == {"rank0", "rank1"}
+    for name in names:
+        assert mixed[name] == (second if name.startswith("rank1.") else first)[name], name
