@@ -97,7 +97,8 @@ class MegatronBackend(StepAccounting):
         self.config = transformer_config(args, self.settings, self.layout, self.device)
         stages = range(self.layout.vpp) if self.layout.vpp > 1 else (None,)
         seed = derive_seed(args.seed, "value head")
-        models = [build_chunk(self.config, self.settings, self.role, stage, seed) for stage in stages]
+        rotary = None if self.config.multi_latent_attention else modules.scaled_frequencies(self.hf_config)
+        models = [build_chunk(self.config, self.settings, self.role, stage, seed, rotary) for stage in stages]
         self.weights = ModelWeights(models, self.family, self.settings, self.role)
         self.chunks: list[Any] = models
         self._read_weights(_initial_weights(args))

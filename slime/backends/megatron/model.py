@@ -140,9 +140,17 @@ class ValueHead(nn.Module):
         return Scores(values=nn.functional.linear(rows, self.weight, self.bias).squeeze(-1).float())
 
 
-def build_chunk(config: Any, settings: Settings, role: str, vp_stage: int | None, seed: int) -> PolicyModel:
+def build_chunk(
+    config: Any,
+    settings: Settings,
+    role: str,
+    vp_stage: int | None,
+    seed: int,
+    rotary: tuple[Tensor, float] | None = None,
+) -> PolicyModel:
     """The part of the model that one pipeline rank (one of its model chunks) holds; weights are not set, but for the
-    head of a critic, which comes from ``seed``."""
+    head of a critic, which comes from ``seed``. ``rotary``: :func:`~slime.backends.megatron.modules.scaled_frequencies`.
+    """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(
         config,
@@ -159,7 +167,7 @@ def build_chunk(config: Any, settings: Settings, role: str, vp_stage: int | None
         share_embeddings_and_output_weights=role == "actor" and not settings["untie_embeddings_and_output_weights"],
         vp_stage=vp_stage,
     )
-    _adapt(model, config)
+    _adapt(model, config, rotary)
     if model.post_process:
         critic = role == "critic"
         layer = model.output_layer
@@ -167,10 +175,10 @@ def build_chunk(config: Any, settings: Settings, role: str, vp_stage: int | None
     return model
 
 
-def _adapt(model: PolicyModel, config: Any) -> None:
+def _adapt(model: PolicyModel, config: Any, rotary: tuple[Tensor, float] | None) -> None:
     """Put slime's rotary positions, and whole low-rank projections, in the place of Megatron's."""
     if hasattr(model, "rotary_pos_emb"):
-        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb)
+        model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary)
     for layer in model.decoder.layers if config.multi_latent_attention else ():
         attention = layer.self_attention
         attention.rotary_pos_emb = LatentRotary(attention.rotary_pos_emb)

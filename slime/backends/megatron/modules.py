@@ -196,12 +196,16 @@ class PackedRotary(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any, scaled: tuple[Tensor, float] | None = None) -> None:
+        """``scaled``: frequencies ``[rotary dims / 2]`` in the place of the embedding's, and a factor on cosines and
+        sines."""
         super().__init__()
         self.interleaved = source.rotary_interleaved
         self.scale: float | None = None
         frequencies = source.inv_freq
-        if hasattr(source, "inv_freq_extra"):  # YaRN: the angles of position 1 are its frequencies
+        if scaled is not None:
+            frequencies, self.scale = scaled
+        elif hasattr(source, "inv_freq_extra"):  # YaRN: the angles of position 1 are its frequencies
             angles, scale = source.get_emb(2)
             frequencies, self.scale = angles[1].flatten()[: angles.shape[-1] // 2], float(scale)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
@@ -209,7 +213,9 @@ class PackedRotary(nn.Module):
     def get_rotary_seq_len(self, context: Any, transformer: Any, x: Any, config: Any, pack: Pack, **_: Any) -> Any:
         assert pack.positions is not None
         angles = self.angles(pack.positions)
-        pack.cos_sin = angles.cos().to(config.params_dtype), angles.sin().to(config.params_dtype)
+        scale = 1.0 if self.scale is None else self.scale
+        cos, sin = angles.cos() * scale, angles.sin() * scale
+        pack.cos_sin = cos.to(config.params_dtype), sin.to(config.params_dtype)
 
     def forward(self, length: Any, **_: Any) -> Any:
         return None
@@ -220,6 +226,21 @@ class PackedRotary(nn.Module):
         angles = torch.outer(positions.float(), self.frequencies)
         angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
         return angles.unsqueeze(1)
+
+
+def scaled_frequencies(hf_config: Any) -> tuple[Tensor, float] | None:
+    """What transformers turns heads by where config.json has YaRN or linear scaling.
+
+    Returns:
+        float32 frequencies ``[rotary dims / 2]``, and the factor on cosines and sines; None for other types.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = (getattr(hf_config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in ("yarn", "linear"):
+        return None
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device=torch.device("cpu"))
+    return frequencies, float(scale)
 
 
 class LatentRotary(PackedRotary):

@@ -15,6 +15,7 @@ from slime.weights.maps.family import (
     mlp_entries,
     moe_layers,
     norm_entries,
+    rope_type,
 )
 from slime.weights.maps.glm4_moe import expert_settings
 
@@ -50,11 +51,17 @@ def settings(config: HfConfig) -> Settings:
 
 
 def _rotary(config: HfConfig) -> Settings:
-    """Plain rotary positions, or YaRN. Megatron's softmax scale follows ``mscale_all_dim``, as transformers' does."""
+    """Plain rotary positions, or YaRN. Megatron's softmax scale follows ``mscale_all_dim``, as transformers' does.
+
+    Raises:
+        ValueError: another type, or a parameter of YaRN that megatron-core's latent attention does not have.
+    """
     rope: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = rope.get("rope_theta", config.get("rope_theta"))
-    if rope.get("rope_type", rope.get("type", "default")) != "yarn":
+    if rope_type(rope, ("default", "yarn")) == "default":
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
+    if rope.get("attention_factor") is not None or rope.get("truncate") is False:
+        raise ValueError("YaRN with attention_factor or truncate false in config.json: use --train-backend fsdp")
     return {
         "rope_type": "yarn",
         "rotary_base": base,

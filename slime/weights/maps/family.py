@@ -84,7 +84,7 @@ def padded_vocab_size(settings: Settings) -> int:
 def dense_settings(config: HfConfig) -> Settings:
     """What all families with grouped-query attention, RMSNorm and SwiGLU have in common."""
     heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -107,17 +107,30 @@ def dense_settings(config: HfConfig) -> Settings:
     }
 
 
+def rope_type(rope: Mapping[str, Any], built: tuple[str, ...]) -> str:
+    """The type of rotary positions that ``rope_parameters`` of config.json name.
+
+    Raises:
+        ValueError: it is none of ``built``. To leave it out would train another model than engines serve.
+    """
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    if kind not in built:
+        raise ValueError(
+            f"rope_type {kind!r} of config.json is not built by the Megatron backend for this family, which has "
+            f"{', '.join(built)}: use --train-backend fsdp"
+        )
+    return kind
+
+
 def _rope_scaling(rope: Mapping[str, Any]) -> Settings:
-    kind = rope.get("rope_type", "default")
+    kind = rope_type(rope, ("default", "llama3", "yarn", "linear"))
     if kind == "llama3":
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         differing = {k: rope.get(k) for k, v in fixed.items() if rope.get(k) != v}
         if differing:
             raise ValueError(f"rope_type llama3 with {differing}: megatron-core has {fixed} built in")
         return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"rope_type {kind!r} of config.json is not known to the Megatron backend")
-    return {}
+    return {}  # YaRN and linear: the backend asks transformers for their frequencies
 
 
 def moe_settings(config: HfConfig) -> Settings:

@@ -66,6 +66,10 @@ PLAN: list[Layout] = [
     Layout("qwen3_moe", 2, {CP: 2, EP: 2}),
     Layout("deepseek_v3", 2, {CP: 2}),
     Layout("moonlight", 2, {CP: 2, EP: 2}),
+    # positions that are stretched
+    Layout("qwen3_yarn"),
+    Layout("glm4_yarn", 2, {TP: 2}),
+    Layout("llama_linear", 2, {CP: 2}),
     # of four
     Layout("qwen3", 4, {TP: 2, PP: 2, SP: True}),
     Layout("qwen3", 4, {TP: 2, CP: 2}),

@@ -101,6 +101,19 @@ CONFIGS |= {
     ),
     "moonlight": DeepseekV3Config(**LATENT, q_lora_rank=None, n_group=1, topk_group=1),
 }
+YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=16)
+CONFIGS |= {
+    "qwen3_yarn": Qwen3Config(**SMALL, rope_parameters=YARN),
+    "glm4_yarn": Glm4Config(
+        **SMALL | dict(head_dim=16),
+        attention_bias=True,
+        rms_norm_eps=1e-5,
+        rope_parameters={**YARN, "attention_factor": 1.3, "beta_fast": 16, "partial_rotary_factor": 0.5},
+    ),
+    "llama_linear": LlamaConfig(
+        **SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
+    ),
+}
 
 
 def save_family(name: str, path: Path, seed: int = 0) -> Path:
