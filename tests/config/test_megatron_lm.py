@@ -62,9 +62,7 @@ def run_beside(checkout: Path, program: str, place: str = "first") -> str:
     """The output of a program with ``checkout`` on PYTHONPATH."""
     paths = [str(checkout), str(CHECKOUT)] if place == "first" else [str(CHECKOUT), str(checkout)]
     environment = {"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     return done.stdout + done.stderr
 
 

@@ -149,7 +149,7 @@ def build_chunk(
     rotary: tuple[Tensor, float] | None = None,
 ) -> PolicyModel:
     """The part of the model that one pipeline rank (one of its model chunks) holds; weights are not set, but for the
-    head of a critic, which comes from ``seed``. ``rotary``: :func:`~slime.backends.megatron.modules.scaled_frequencies`.
+    head of a critic, which comes from ``seed``. ``rotary`` is what ``modules.scaled_frequencies`` returns.
     """
     stage: dict[str, Any] = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
     model = PolicyModel(

@@ -110,9 +110,7 @@ CONFIGS |= {
         rms_norm_eps=1e-5,
         rope_parameters={**YARN, "attention_factor": 1.3, "beta_fast": 16, "partial_rotary_factor": 0.5},
     ),
-    "llama_linear": LlamaConfig(
-        **SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)
-    ),
+    "llama_linear": LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=4.0)),
 }
 
 
