@@ -13,6 +13,7 @@ from slime.data import wire
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import build_dp_schedule
+from slime.data.token_fields import TOKEN_FIELDS, is_unset
 
 logger = logging.getLogger(__name__)
 TrainData = dict[str, Any]
@@ -26,7 +27,8 @@ def samples_to_train_data(args: Any, groups: Sequence[Group] | Sequence[Sample])
             the place of one. A flat list of samples is taken too when every sample has a ``group_index``.
 
     Returns:
-        A dict of lists with one entry per sample, in the order given: ``tokens, response_lengths,
+        A dict of lists with one entry per sample, in the order given (where that entry is a sequence with one number
+        per token, it is an array): ``tokens, response_lengths,
         rewards, raw_reward, truncated, sample_indices, group_indices, rollout_ids, loss_masks,
         rollout_mask_sums`` always; ``rollout_log_probs, teacher_log_probs, rollout_routed_experts,
         rollout_top_p_token_ids, rollout_top_p_token_offsets, round_number, source_names, metadata,
@@ -47,11 +49,12 @@ def samples_to_train_data(args: Any, groups: Sequence[Group] | Sequence[Sample])
         data = load_function(hook)(args, samples)
         return _complete_custom(hook, data, samples, keys, rollout_ids)
     for sample in samples:
+        sample.pack()
         _check_lengths(sample)
     masks = [_loss_mask(sample) for sample in samples]
     raw, rewards = post_process_rewards(args, samples, keys)
     data = {
-        "tokens": [s.tokens for s in samples],
+        "tokens": [s.array("tokens") for s in samples],
         "response_lengths": [s.response_length for s in samples],
         "rewards": rewards,
         "raw_reward": raw,
@@ -87,7 +90,7 @@ def split_train_data(
         global_batch_size=global_batch_size,
         rollout_indices=train_data["rollout_ids"],
     )
-    tokens_of = [max(int(sum(mask)), 1) for mask in train_data["loss_masks"]]
+    tokens_of = [max(int(np.sum(mask)), 1) for mask in train_data["loss_masks"]]
     shared = {
         "num_microbatches": num_microbatches,
         "global_batch_sizes": global_batch_sizes,
@@ -165,37 +168,39 @@ def _rollout_ids(groups: Sequence[Any], keys: list[Hashable]) -> list[int]:
 
 
 def _check_lengths(sample: Sample) -> None:
-    total, response = len(sample.tokens), sample.response_length
+    total, response = sample.num_tokens, sample.response_length
     if not 0 <= response < total:
         raise ValueError(
             f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has {total} tokens and "
             f"response_length {response}: tokens must hold at least one prompt token and the whole response"
         )
     for name in ("rollout_log_probs", "teacher_log_probs"):
-        value = getattr(sample, name)
+        value = sample.array(name)
         if value is not None and len(value) != response:
             raise ValueError(f"sample {sample.index}: {len(value)} {name} for {response} response tokens")
 
 
-def _loss_mask(sample: Sample) -> list[int]:
-    """[response_length]; all 0 for a sample that was removed or whose verifier timed out."""
+def _loss_mask(sample: Sample) -> np.ndarray:
+    """int8 [response_length]; all 0 for a sample that was removed or whose verifier timed out."""
     if sample.remove_sample or sample.reward_timed_out:
-        return [0] * sample.response_length
-    if sample.loss_mask is None or not len(sample.loss_mask):  # never set, or [] that a hook never filled
-        return [1] * sample.response_length
-    if len(sample.loss_mask) != sample.response_length:
+        return np.zeros(sample.response_length, np.int8)
+    mask = None if is_unset(vars(sample)["loss_mask"]) else sample.array("loss_mask")
+    if mask is None:
+        return np.ones(sample.response_length, np.int8)
+    if len(mask) != sample.response_length:
+        empty = "" if len(mask) else " (None, not an empty mask, trains on all of them)"
         raise ValueError(
-            f"sample {sample.index}: loss_mask has {len(sample.loss_mask)} entries, "
-            f"the response {sample.response_length} tokens"
+            f"sample {sample.index}: loss_mask has {len(mask)} entries, the response {sample.response_length} "
+            f"tokens{empty}"
         )
-    return [int(m) for m in sample.loss_mask]
+    return mask
 
 
-def _mask_sums(masks: Sequence[Sequence[int]], rollout_ids: Sequence[int]) -> list[float]:
+def _mask_sums(masks: Sequence[Sequence[int] | np.ndarray], rollout_ids: Sequence[int]) -> list[float]:
     """Per sample the mask sum over all samples of its rollout."""
     sums: dict[int, float] = {}
     for mask, rollout in zip(masks, rollout_ids, strict=True):
-        sums[rollout] = sums.get(rollout, 0.0) + float(sum(mask))
+        sums[rollout] = sums.get(rollout, 0.0) + float(np.sum(mask))
     return [sums[rollout] for rollout in rollout_ids]
 
 
@@ -214,7 +219,7 @@ def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[
     }
 
 
-def _optional(args: Any, samples: list[Sample], masks: list[list[int]]) -> TrainData:
+def _optional(args: Any, samples: list[Sample], masks: list[np.ndarray]) -> TrainData:
     """Entries that are there only if some sample has them."""
     data: TrainData = {}
     explicit = getattr(args, "explicit", ("use_tis",))  # by default it corrects where it can
@@ -223,12 +228,17 @@ def _optional(args: Any, samples: list[Sample], masks: list[list[int]]) -> Train
     teacher = ["--use-opd"] if getattr(args, "use_opd", False) and getattr(args, "opd_type", None) == "sglang" else []
     replay = _flags(args, "use_rollout_routing_replay")
 
-    def zeros(sample: Sample) -> list[float]:
-        return [0.0] * sample.response_length
+    shape = next((s.rollout_routed_experts.shape[1:] for s in samples if s.rollout_routed_experts is not None), None)
+
+    def zeros(sample: Sample) -> np.ndarray:
+        return np.zeros(sample.response_length, np.float32)
+
+    def no_rows(sample: Sample) -> np.ndarray:  # the router chooses for tokens without a row
+        return np.zeros((0, *(shape or ())), np.uint8)
 
     _per_token(data, "rollout_log_probs", samples, masks, engine, zeros)
     _per_token(data, "teacher_log_probs", samples, masks, teacher, zeros)
-    _per_token(data, "rollout_routed_experts", samples, masks, replay, None)
+    _per_token(data, "rollout_routed_experts", samples, masks, replay, no_rows)
     if any(s.rollout_top_p_token_offsets is not None for s in samples):
         # An empty nucleus stands for a token whose choice was not restricted.
         offsets = [s.rollout_top_p_token_offsets for s in samples]
@@ -258,21 +268,20 @@ def _per_token(
     data: TrainData,
     name: str,
     samples: list[Sample],
-    masks: list[list[int]],
+    masks: list[np.ndarray],
     needed_by: list[str],
-    fill: Callable[[Sample], Any] | None,
+    fill: Callable[[Sample], np.ndarray],
 ) -> None:
     """Take a field that every trained sample must have, or leave it out for all, with a warning.
 
-    Samples that are not trained on may lack it where ``fill`` says what stands in for it.
+    Samples that are not trained on may lack it; ``fill`` makes what stands in for it.
     """
-    if all(getattr(s, name) is None for s in samples) and not needed_by:
+    values = [s.array(name) if name in TOKEN_FIELDS else getattr(s, name) for s in samples]
+    if all(value is None for value in values) and not needed_by:
         return
-    lacking = [
-        s for s, mask in zip(samples, masks, strict=True) if getattr(s, name) is None and (fill is None or any(mask))
-    ]
+    lacking = [s for s, value, mask in zip(samples, values, masks, strict=True) if value is None and mask.any()]
     if not lacking:
-        data[name] = [fill(s) if getattr(s, name) is None and fill else getattr(s, name) for s in samples]
+        data[name] = [fill(s) if value is None else value for s, value in zip(samples, values, strict=True)]
         return
     said = f"{len(lacking)} of {len(samples)} samples (the first is {lacking[0].index}) have no {name}"
     if needed_by:
@@ -301,7 +310,7 @@ def _complete_custom(
         data.setdefault("group_indices", list(data["rollout_ids"]))
         data.setdefault("truncated", [0] * count)
     data.setdefault("raw_reward", list(data["rewards"]))
-    data.setdefault("loss_masks", [[1] * n for n in data["response_lengths"]])
+    data.setdefault("loss_masks", [np.ones(n, np.int8) for n in data["response_lengths"]])
     data.setdefault("rollout_mask_sums", _mask_sums(data["loss_masks"], data["rollout_ids"]))
     wrong = [f"{key} has {len(data[key])}" for key in wire.PER_SAMPLE if key in data and len(data[key]) != count]
     if wrong:

@@ -5,14 +5,41 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from slime.data.sample import MultimodalTypes
-
 FETCH_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class MultimodalType:
+    """One kind of media: its placeholder in text, and the keyword that processors take it by."""
+
+    name: str
+    placeholder: str
+    processor_key: str
+
+
+class MultimodalTypes:
+    IMAGE = MultimodalType("image", "<image>", "images")
+    VIDEO = MultimodalType("video", "<video>", "videos")
+    AUDIO = MultimodalType("audio", "<audio>", "audio")
+    ALL: tuple[MultimodalType, ...] = (IMAGE, VIDEO, AUDIO)
+
+    @classmethod
+    def get(cls, name: str) -> MultimodalType:
+        """By name.
+
+        Raises:
+            ValueError: no such kind.
+        """
+        for kind in cls.ALL:
+            if kind.name == name:
+                return kind
+        raise ValueError(f"unknown media type {name!r} (known: {', '.join(kind.name for kind in cls.ALL)})")
 
 
 def collect_media(messages: Sequence[dict[str, Any]]) -> dict[str, list[Any]] | None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.data.json_text import parse_json
+from slime.data.media import MultimodalTypes
 from slime.data.rows import SHOWN, Problems, RawRow, Row
-from slime.data.sample import MultimodalTypes
 
 _MISSING = object()
 _OPTIONAL_DEFAULTS = {"label": "label", "metadata": "metadata", "tools": "tools"}

@@ -1,12 +1,12 @@
 """``Sample``: the one record that moves from the prompts to the trainer.
 
 Everything here is plain Python and numpy, so that a sample can be made, changed, pickled and tested
-without torch. Users' hooks may set further attributes; they survive :meth:`Sample.to_dict`.
+without torch. Users' hooks may set further attributes; they survive :meth:`Sample.to_dict`. The per-token
+fields are lists for everyone who reads the attributes; :mod:`slime.data.token_fields` says how they are stored.
 """
 
 from __future__ import annotations
 
-import base64
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +14,10 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+
+from slime.data import token_fields
+from slime.data.engine_meta import extended_nuclei, extended_spans, merged_experts
+from slime.data.token_fields import TOKEN_FIELDS, Normalised, Packed, TokenField, as_array, is_unset
 
 RolloutBatch = dict[str, Any]
 Group = list[Any]
@@ -126,9 +130,54 @@ class Sample:
             self.status = Status.COMPLETED
 
     @property
+    def num_tokens(self) -> int:
+        """Length of ``tokens``; leaves a packed field as it is."""
+        return len(vars(self)["tokens"])
+
+    @property
     def effective_response_length(self) -> int:
         """Number of response tokens that are trained on."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+        mask = vars(self)["loss_mask"]
+        if mask is None:
+            return self.response_length
+        return int(mask.values.sum()) if isinstance(mask, Packed) else int(sum(mask))
+
+    def array(self, name: str) -> np.ndarray | None:
+        """A per-token field as an array that must not be written to, or None where it is None.
+
+        ``tokens`` as int32, ``loss_mask`` as int8, log-probs as float32 (float64 where float32 would round them).
+        Unlike the attribute, it makes no Python object per token where the field is packed.
+
+        Raises:
+            ValueError: the field holds anything but one number per token.
+        """
+        value = vars(self)[name]
+        try:
+            return None if value is None else as_array(name, value)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"sample {self.index} (group {self.group_index}): {name} is not a sequence of one number per token "
+                f"({error})"
+            ) from error
+
+    def pack(self) -> None:
+        """Store the per-token fields as read-only arrays (9 bytes a token instead of some 80) until one is read.
+
+        The next access to an attribute makes a new list: other names for its former list no longer follow it.
+        """
+        token_fields.pack(self)
+
+    def __copy__(self) -> Sample:
+        """A shallow copy, but with lists and counters of its own for everything that grows while tokens are appended,
+        so that copies of one sample can be extended separately."""
+        made = object.__new__(type(self))
+        data = vars(made)
+        data.update(vars(self))
+        for name in (*TOKEN_FIELDS, "weight_versions", "version_spans"):
+            if isinstance(data.get(name), list):
+                data[name] = copy.copy(data[name])
+        made.spec_info, made.prefix_cache_info = copy.copy(self.spec_info), copy.copy(self.prefix_cache_info)
+        return made
 
     def get_reward_value(self, args: Any) -> Any:
         """The reward, or its entry ``args.reward_key`` where rewards are dicts."""
@@ -149,24 +198,23 @@ class Sample:
 
     def cut_response(self, length: int, text: str) -> None:
         """Keep the first ``length`` response tokens, which read ``text``; the sample counts as truncated."""
-        self.tokens = self.tokens[: len(self.tokens) - self.response_length + length]
+        token_fields.cut(self, "tokens", self.num_tokens - self.response_length + length)
         self.response, self.response_length, self.status = text, length, Status.TRUNCATED
         for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
-            if getattr(self, name) is not None:
-                setattr(self, name, getattr(self, name)[:length])
+            token_fields.cut(self, name, length)
         if self.rollout_top_p_token_ids is not None and self.rollout_top_p_token_offsets is not None:
             self.rollout_top_p_token_offsets = self.rollout_top_p_token_offsets[: length + 1]
             self.rollout_top_p_token_ids = self.rollout_top_p_token_ids[: self.rollout_top_p_token_offsets[-1]]
         if self.rollout_routed_experts is not None:
-            self.rollout_routed_experts = self.rollout_routed_experts[: len(self.tokens) - 1]
+            self.rollout_routed_experts = self.rollout_routed_experts[: self.num_tokens - 1]
         self.version_spans = [(v, start, min(end, length)) for v, start, end in self.version_spans if start < length]
 
     def append_response_tokens(
         self,
         args: Any = None,
         *,
-        tokens: Sequence[int],
-        log_probs: Sequence[float] | None,
+        tokens: Sequence[int] | np.ndarray | None = None,
+        log_probs: Sequence[float] | np.ndarray | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
         text: str | None = None,
@@ -174,10 +222,12 @@ class Sample:
     ) -> None:
         """Append tokens to the response and keep mask, log-probs and nuclei aligned with it.
 
+        Lists are extended in place, so another name for ``sample.tokens``, ``sample.loss_mask`` or
+        ``sample.rollout_log_probs`` sees the new entries.
+
         Args:
-            args: read for ``sglang_speculative_algorithm`` and, with routed experts, for
-                ``num_layers`` and ``moe_router_topk``.
-            tokens: ids to append.
+            args: read for ``sglang_speculative_algorithm`` and, with routed experts, for the model's shape.
+            tokens: ids to append; None appends none (``meta_info`` is still read).
             log_probs: one per token for sampled tokens; None for tokens that no engine sampled.
             trainable: False for tool output and the like (mask 0).
             meta_info: of the engine's answer. Routed experts and nuclei are decoded from it.
@@ -186,98 +236,70 @@ class Sample:
                 not set the status nor count towards weight versions and counters.
 
         Raises:
-            ValueError: trainable tokens without log-probs, others with them, or lengths that differ.
+            ValueError: trainable tokens without log-probs, others with them, or lengths that differ. Nothing
+                has been appended then.
         """
-        tokens = list(tokens)
-        self._append_log_probs(len(tokens), log_probs, trainable)
-        mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
-        self.loss_mask = [*mask, *[int(trainable)] * len(tokens)]  # new lists: a shallow copy may hold the old ones
-        self._append_nuclei(len(tokens), meta_info or {})
-        self.tokens = [*self.tokens, *tokens]
-        self.response_length += len(tokens)
+        ids: Sequence[int] | np.ndarray = [] if tokens is None else tokens
+        count = len(ids)
+        self._check_log_probs(count, log_probs, trainable)
+        nuclei = extended_nuclei(self, count, meta_info or {})
+        if nuclei is not None:
+            self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = nuclei
+        if self.response_length and is_unset(vars(self)["loss_mask"]):  # what a hook set by hand is trained
+            self._extend_mask(self.response_length, True)
+        self._extend_mask(count, trainable)
+        if log_probs is not None or (not trainable and self._can_align_log_probs):
+            values = np.zeros(count) if log_probs is None else log_probs
+            token_fields.extend(self, "rollout_log_probs", values)
+        token_fields.extend(self, "tokens", ids)
+        self.response_length += count
         if text is not None:
             self.response += text
         if meta_info is None:
             return
         if meta_info.get("routed_experts") is not None:
-            self.rollout_routed_experts = _decode_routed_experts(args, meta_info["routed_experts"])
+            self.rollout_routed_experts = merged_experts(args, self, meta_info["routed_experts"])
         if update_terminal_info:
-            self._take_terminal_info(args, meta_info, len(tokens))
+            self._take_terminal_info(args, meta_info, count)
 
-    def _append_log_probs(self, count: int, log_probs: Sequence[float] | None, trainable: bool) -> None:
-        if trainable:
-            if log_probs is None:
-                raise ValueError(f"sample {self.index}: trainable tokens need log_probs (others: trainable=False)")
-            if len(log_probs) != count:
-                raise ValueError(f"sample {self.index}: {count} tokens but {len(log_probs)} log_probs")
-            if self.rollout_log_probs is None and self.response_length:
-                raise ValueError(
-                    f"sample {self.index}: its first {self.response_length} response tokens have no log_probs, "
-                    "so those of later ones cannot be aligned; append every part with append_response_tokens"
-                )
-            self.rollout_log_probs = [*(self.rollout_log_probs or []), *map(float, log_probs)]
-            return
-        if log_probs is not None:
+    @property
+    def _can_align_log_probs(self) -> bool:
+        return vars(self)["rollout_log_probs"] is not None or not self.response_length
+
+    def _check_log_probs(self, count: int, log_probs: Any, trainable: bool) -> None:
+        if trainable and count and log_probs is None:
+            raise ValueError(f"sample {self.index}: trainable tokens need log_probs (others: trainable=False)")
+        if log_probs is not None and len(log_probs) != count:
+            raise ValueError(f"sample {self.index}: {count} tokens but {len(log_probs)} log_probs")
+        if not trainable and log_probs is not None and count:
             raise ValueError(f"sample {self.index}: tokens that are not trainable have no log_probs; pass None")
-        if self.rollout_log_probs is not None or not self.response_length:
-            self.rollout_log_probs = [*(self.rollout_log_probs or []), *[0.0] * count]
+        if trainable and count and not self._can_align_log_probs:
+            raise ValueError(
+                f"sample {self.index}: its first {self.response_length} response tokens have no log_probs, "
+                "so those of later ones cannot be aligned; append every part with append_response_tokens"
+            )
 
-    def _append_nuclei(self, count: int, meta_info: Mapping[str, Any]) -> None:
-        given = meta_info.get("top_p_token_ids")
-        if given is None and self.rollout_top_p_token_offsets is None:
-            return
-        if self.rollout_top_p_token_offsets is None or self.rollout_top_p_token_ids is None:
-            self.rollout_top_p_token_ids = np.zeros(0, np.int32)
-            self.rollout_top_p_token_offsets = np.zeros(self.response_length + 1, np.int32)
-        end = self.rollout_top_p_token_offsets[-1]
-        if given is None:  # nothing was sampled here: empty nuclei
-            new_offsets = np.full(count, end, np.int32)
-        else:
-            offsets = _decode_int32(meta_info["top_p_token_offsets"])
-            if len(offsets) != count + 1:
-                raise ValueError(f"sample {self.index}: {count} tokens but {len(offsets)} nucleus offsets")
-            new_offsets = end + offsets[1:] - offsets[0]
-            self.rollout_top_p_token_ids = np.concatenate([self.rollout_top_p_token_ids, _decode_int32(given)])
-        self.rollout_top_p_token_offsets = np.concatenate([self.rollout_top_p_token_offsets, new_offsets])
-
-    def _take_version_spans(self, args: Any, meta_info: Mapping[str, Any], count: int) -> None:
-        """Which weights made the last ``count`` tokens (or, where parts of the answer were appended before, all of it).
-
-        An engine that has no spans ends its requests before it takes new weights, so its answer is of one version.
-        """
-        given = meta_info.get("weight_versions")
-        if not given or given[-1]["end"] > self.response_length:
-            given = [{"version": meta_info["weight_version"], "start": 0, "end": count}]
-        first = self.response_length - given[-1]["end"]
-        spans = [span for span in self.version_spans if span[1] < first]
-        for part in given:
-            version, start, end = str(part["version"]), first + part["start"], first + part["end"]
-            if spans and spans[-1][0] == version and spans[-1][2] == start:
-                start = spans.pop()[1]
-            if end > start:
-                spans.append((version, start, end))
-        self.version_spans = spans
-        if len(given) > 1 and getattr(args, "update_weight_pause_mode", None) == "in_place":
-            self.metadata["kv_of_older_weights"] = True
+    def _extend_mask(self, count: int, trainable: bool) -> None:
+        token_fields.extend(self, "loss_mask", np.full(count, int(trainable), np.int8))
 
     def _take_terminal_info(self, args: Any, meta_info: Mapping[str, Any], count: int) -> None:
         finish = meta_info.get("finish_reason")
-        if finish is not None:
-            kind = finish["type"] if isinstance(finish, Mapping) else finish
-            if kind not in _STATUS_OF_FINISH:
-                known = ", ".join(_STATUS_OF_FINISH)
-                raise ValueError(f"sample {self.index}: unknown finish reason {kind!r} (known: {known})")
-            self.status = _STATUS_OF_FINISH[kind]
+        kind = finish.get("type") if isinstance(finish, Mapping) else finish
+        self.status = _STATUS_OF_FINISH.get(kind, self.status)  # type: ignore[arg-type]  # other reasons say nothing
         if meta_info.get("weight_version") is not None:
             self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
-            self._take_version_spans(args, meta_info, count)
+            self.version_spans = extended_spans(self, meta_info, count)
+            spans = meta_info.get("weight_versions") or ()
+            if len(spans) > 1 and getattr(args, "update_weight_pause_mode", None) == "in_place":
+                self.metadata["kv_of_older_weights"] = True
         self.prefix_cache_info.add(meta_info)
         if getattr(args, "sglang_speculative_algorithm", None):
             self.spec_info.add(meta_info)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, further ones included; the status as its string. Values are not copied."""
-        data = dict(vars(self))
+        """All attributes, further ones included; the status as its string, per-token fields as lists. Values are not
+        copied."""
+        data = {key: value.values.tolist() if isinstance(value, Packed) else value for key, value in vars(self).items()}
         data["status"] = self.status.value
         data["spec_info"] = asdict(self.spec_info)
         data["prefix_cache_info"] = asdict(self.prefix_cache_info)
@@ -287,8 +309,6 @@ class Sample:
     def from_dict(data: Mapping[str, Any]) -> Sample:
         """The reverse of :meth:`to_dict`; unknown keys become attributes."""
         data = dict(data)
-        if "status" in data:
-            data["status"] = Status(data["status"])
         if isinstance(data.get("spec_info"), Mapping):
             data["spec_info"] = SpecInfo(**data["spec_info"])
         if isinstance(data.get("prefix_cache_info"), Mapping):
@@ -300,6 +320,28 @@ class Sample:
 
 
 Status = Sample.Status
+
+
+def _status(value: Any) -> Sample.Status:
+    """A status from itself, its string, or a member of another class with the same strings.
+
+    Raises:
+        ValueError: no such status.
+    """
+    if isinstance(value, Status):
+        return value
+    try:
+        return Status(getattr(value, "value", value))
+    except ValueError:
+        known = ", ".join(repr(status.value) for status in Status)
+        raise ValueError(f"Sample.status cannot be {value!r}; it is a Sample.Status or one of {known}") from None
+
+
+# The dataclass declares these fields with the types that readers see; their storage and normalisation are added here.
+for _name in TOKEN_FIELDS:
+    setattr(Sample, _name, TokenField(_name))
+setattr(Sample, "status", Normalised("status", _status))  # noqa: B010  # a plain assignment would change its type
+setattr(Sample, "metadata", Normalised("metadata", lambda value: {} if value is None else value))  # noqa: B010
 
 _FIELDS = tuple(f.name for f in fields(Sample))
 _STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -344,34 +386,6 @@ def groups_from_dicts(groups: Iterable[Any]) -> list[Any]:
     return [Sample.from_dict(copy.deepcopy(g)) if isinstance(g, Mapping) else groups_from_dicts(g) for g in groups]
 
 
-@dataclass(frozen=True)
-class MultimodalType:
-    """One kind of media: its placeholder in text, and the keyword that processors take it by."""
-
-    name: str
-    placeholder: str
-    processor_key: str
-
-
-class MultimodalTypes:
-    IMAGE = MultimodalType("image", "<image>", "images")
-    VIDEO = MultimodalType("video", "<video>", "videos")
-    AUDIO = MultimodalType("audio", "<audio>", "audio")
-    ALL: tuple[MultimodalType, ...] = (IMAGE, VIDEO, AUDIO)
-
-    @classmethod
-    def get(cls, name: str) -> MultimodalType:
-        """By name.
-
-        Raises:
-            ValueError: no such kind.
-        """
-        for kind in cls.ALL:
-            if kind.name == name:
-                return kind
-        raise ValueError(f"unknown media type {name!r} (known: {', '.join(kind.name for kind in cls.ALL)})")
-
-
 @dataclass
 class ParamInfo:
     """What a weight update says of one parameter before its bytes."""
@@ -382,19 +396,3 @@ class ParamInfo:
     attrs: dict[str, Any]
     size: int
     src_rank: int
-
-
-def _decode_int32(value: Any) -> np.ndarray:
-    """int32 [n] from base64 of its bytes, or from a list."""
-    if isinstance(value, str):
-        return np.frombuffer(base64.b64decode(value), np.int32)
-    return np.asarray(value, np.int32)
-
-
-def _decode_routed_experts(args: Any, value: Any) -> np.ndarray:
-    """[tokens - 1, layers, topk], in the smallest type that holds the ids (decisions 12)."""
-    layers, topk = getattr(args, "num_layers", None), getattr(args, "moe_router_topk", None)
-    if not layers or not topk:
-        raise ValueError("the shape of routed experts needs args.num_layers and args.moe_router_topk")
-    experts = _decode_int32(value).reshape(-1, layers, topk)
-    return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.int16)

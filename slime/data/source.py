@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
@@ -33,13 +33,21 @@ class RolloutDataSource:
         dataset: instead of the one that ``args`` describe.
     """
 
+    epoch_id: int = 0
+    sample_offset: int = 0  # prompts of this epoch that were given
+    sample_group_index: int = 0  # of the next group
+    sample_index: int = 0  # of the next sample
+    dataset: PromptDataset | None = None
+    metadata: dict[str, Any]  # for subclasses and hooks; saved
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Everything that the methods below rely on: users' subclasses may leave out ``super().__init__()``."""
+        source = super().__new__(cls)
+        source.metadata = {}
+        return source
+
     def __init__(self, args: Any, dataset: PromptDataset | None = None) -> None:
         self.args = args
-        self.epoch_id = 0
-        self.sample_offset = 0  # prompts of this epoch that were given
-        self.sample_group_index = 0  # of the next group
-        self.sample_index = 0  # of the next sample
-        self.metadata: dict[str, Any] = {}  # for subclasses and hooks; saved
         self.dataset = dataset
         if dataset is None and getattr(args, "rollout_global_dataset", True):
             self.dataset = load_dataset(args)
@@ -148,17 +156,21 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     """Gives groups from its buffer first, then from the data set.
 
     Which groups leave the buffer is decided by :meth:`buffer_filter`: override it, or name a function
-    with ``--buffer-filter-path``. Without either, the oldest leave first.
+    with ``--buffer-filter-path``. Without either, the oldest leave first. A subclass may also assign a function of
+    the flag's form, ``fn(args, rollout_id, buffer, num_samples)``, to ``self.buffer_filter``.
     """
 
-    def __init__(self, args: Any, dataset: PromptDataset | None = None) -> None:
-        super().__init__(args, dataset)
-        self.buffer: list[Group] = []
-        self.on_dropped: Callable[[list[Group]], None] = lambda groups: None
-        """Told which groups the buffer filter drops."""
-        self.under_way: Callable[[], list[Group]] = list
-        """Groups that were given and are generated over the end of a rollout, as they were given: whoever keeps such
-        groups says here which. A resume gives them again, first."""
+    buffer: list[Group]
+    on_dropped: Callable[[list[Group]], None]
+    """Told which groups the buffer filter drops."""
+    under_way: Callable[[], list[Group]]
+    """Groups that were given and are generated over the end of a rollout, as they were given: whoever keeps such
+    groups says here which. A resume gives them again, first."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        source = super().__new__(cls)
+        source.buffer, source.under_way, source.on_dropped = [], list, lambda groups: None
+        return source
 
     def get_samples(self, num_samples: int) -> list[Group]:
         groups = self._from_buffer(num_samples)
@@ -188,7 +200,11 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         if not self.buffer or num_samples <= 0:
             return []
         before = list(self.buffer)
-        chosen = list(self.buffer_filter(self.args, self.buffer, num_samples))
+        assigned = vars(self).get("buffer_filter")
+        if assigned is None:
+            chosen = list(self.buffer_filter(self.args, self.buffer, num_samples))
+        else:
+            chosen = list(assigned(self.args, None, self.buffer, num_samples))
         taken = {id(sample) for sample in flatten(chosen)}
         if len(chosen) > num_samples or len(taken) != len(flatten(chosen)):
             raise ValueError(f"the buffer filter gave {len(chosen)} groups of {num_samples} asked for, or one twice")

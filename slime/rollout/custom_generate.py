@@ -14,9 +14,9 @@ from typing import Any
 
 from slime.config.hooks import load_function
 from slime.data.sample import Sample, flatten
+from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.rollout.generate import generate
 from slime.rollout.hooks import accepted, call, parameters
-from slime.rollout.prompts import encode
 from slime.rollout.state import GenerateState
 from slime.rollout.text_only import conversation_ids
 
@@ -65,7 +65,9 @@ async def call_list(fn: Callable[..., Any], args: Any, samples: list[Sample], ev
 def _prepare(sample: Sample) -> str | list[dict[str, Any]]:
     """Return a copy of the prompt: functions that append turns to it would change it for good."""
     if sample.loss_mask is None and not sample.response_length:
-        sample.loss_mask = []  # so that ``sample.loss_mask += [...]`` works
+        sample.loss_mask = UnsetMask()  # so that ``sample.loss_mask += [...]`` works
+    if sample.status is Sample.Status.ABORTED and not sample.response_length:
+        sample.status = Sample.Status.PENDING  # nothing to go on from: functions need not set a status
     return copy.deepcopy(sample.prompt)
 
 
@@ -80,7 +82,9 @@ def _finish_all(
         )
     if fn is generate:
         return result
-    for part in flatten(result):
+    for part in flatten(result):  # a function may return samples that it made itself
+        part.group_index = asked.group_index if part.group_index is None else part.group_index
+        part.index = asked.index if part.index is None else part.index
         _finish(fn, args, part, prompt)
     if isinstance(result, list) and len(result) > 1:
         _share_rollout_id(fn, asked, result)
@@ -92,33 +96,50 @@ def _finish(fn: Callable[..., Any], args: Any, sample: Sample, prompt: str | lis
     conversation = sample.prompt
     if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
         sample.prompt = prompt  # turns were appended to it
-    if not sample.response_length:
-        _from_text(fn, args, sample, conversation)
-    if not sample.loss_mask:
-        sample.loss_mask = None
     if sample.status is Sample.Status.PENDING:
         sample.status = Sample.Status.COMPLETED
-    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
-        values = getattr(sample, name)
-        if values is not None and len(values) != sample.response_length:
-            raise ValueError(
-                f"generate function {_name(fn)}: sample {sample.index} has {len(values)} entries in {name}, "
-                f"but response_length is {sample.response_length}"
-            )
-    if len(sample.tokens) < sample.response_length:
-        raise ValueError(
-            f"generate function {_name(fn)}: sample {sample.index} has {len(sample.tokens)} tokens, "
-            f"fewer than its response_length {sample.response_length}"
-        )
+    try:
+        take_arrays(sample)
+    except ValueError as error:
+        raise ValueError(f"generate function {_name(fn)}: sample {sample.index}: {error}") from error
+    only_text = not sample.response_length and (sample.response or not sample.num_tokens)
+    if only_text and sample.status is not Sample.Status.ABORTED:
+        _from_text(fn, args, sample, conversation)
+    problem = _misaligned(sample)
+    if problem and sample.status is Sample.Status.ABORTED:
+        sample.reset_response()  # the function was interrupted while it filled the sample in: start again
+        sample.status = Sample.Status.ABORTED
+        return
+    if problem:
+        raise ValueError(f"generate function {_name(fn)}: sample {sample.index} has {problem}")
+    if is_unset(vars(sample)["loss_mask"]) or not sample.response_length:
+        sample.loss_mask = None
     if sample.response_length and not sample.response:
         sample.response = GenerateState(args).tokenizer.decode(sample.tokens[-sample.response_length :])
 
 
+def _misaligned(sample: Sample) -> str | None:
+    """What is wrong with the lengths of the per-token fields, in words; None where they fit."""
+    length, held = sample.response_length, vars(sample)
+    for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
+        values = held[name]
+        if values is None or len(values) == length or (name == "loss_mask" and is_unset(values)):
+            continue
+        said = f"{len(values)} entries in {name}, but response_length is {length}"
+        if name == "loss_mask" and not len(values):
+            said += (
+                ": an empty mask is no mask for all tokens. Let append_response_tokens fill sample.loss_mask, or set "
+                "one entry per response token (None trains on all of them)"
+            )
+        return said
+    if sample.num_tokens < length:
+        return f"{sample.num_tokens} tokens, fewer than its response_length {length}"
+    return None
+
+
 def _from_text(fn: Callable[..., Any], args: Any, sample: Sample, conversation: str | list[dict[str, Any]]) -> None:
     """Token ids of a sample for which only text was set. No engine log-probs then: the trainer computes its own."""
-    if sample.status is Sample.Status.ABORTED:
-        return
-    if fn not in _warned:
+    if sample.response and fn not in _warned:
         _warned.add(fn)
         logger.warning(
             "generate function %s sets no tokens: its text is tokenised here, and the trainer recomputes the old "
@@ -128,11 +149,6 @@ def _from_text(fn: Callable[..., Any], args: Any, sample: Sample, conversation: 
         )
     tokenizer = GenerateState(args).tokenizer
     prompt, response, mask = conversation_ids(tokenizer, sample, conversation)
-    if not response:  # an empty answer: its only token is the end
-        response, mask = (
-            ([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else encode(tokenizer, "\n")),
-            [1],
-        )
     sample.tokens, sample.response_length = prompt + response, len(response)
     sample.loss_mask = None if all(mask) else mask
     sample.rollout_log_probs = None
@@ -148,8 +164,6 @@ def _share_rollout_id(fn: Callable[..., Any], asked: Sample, siblings: Sequence[
         )
     for sibling in siblings:
         sibling.rollout_id = next(iter(given))
-        sibling.group_index = asked.group_index if sibling.group_index is None else sibling.group_index
-        sibling.index = asked.index if sibling.index is None else sibling.index
 
 
 def _name(fn: Callable[..., Any]) -> str:

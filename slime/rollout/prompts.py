@@ -7,8 +7,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from slime.data.media import load_image, processor_inputs
-from slime.data.sample import MultimodalTypes, Sample
+from slime.data.media import MultimodalTypes, load_image, processor_inputs
+from slime.data.sample import Sample
 from slime.rollout.state import GenerateState
 
 

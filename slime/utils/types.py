@@ -1,8 +1,7 @@
 """Documented import path of ``Sample`` and its relatives; the code is in :mod:`slime.data.sample`."""
 
+from slime.data.media import MultimodalType, MultimodalTypes
 from slime.data.sample import (
-    MultimodalType,
-    MultimodalTypes,
     ParamInfo,
     PrefixCacheInfo,
     RolloutBatch,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.sample import Sample
+from slime.data.token_fields import UnsetMask
 from slime.data.wire import to_rank_batch
 
 
@@ -28,6 +29,10 @@ def make_sample(index: int, group: int | None = 0, response: int = 2, **more: An
     return Sample(index=index, group_index=group, **given)
 
 
+def lists(arrays: list[np.ndarray]) -> list[list[float]]:
+    return [array.tolist() for array in arrays]
+
+
 def test_the_documented_keys() -> None:
     groups = [[make_sample(0), make_sample(1, response=3)], [make_sample(2, 1), make_sample(3, 1)]]
     groups[0][1].truncated = True
@@ -38,7 +43,7 @@ def test_the_documented_keys() -> None:
         *("truncated", "sample_indices", "group_indices", "rollout_ids"),
     ]
     assert data["response_lengths"] == [2, 3, 2, 2] and data["truncated"] == [0, 1, 0, 0]
-    assert data["loss_masks"] == [[1, 1], [1, 1, 1], [0, 1], [1, 1]]
+    assert lists(data["loss_masks"]) == [[1, 1], [1, 1, 1], [0, 1], [1, 1]]
     assert data["rollout_mask_sums"] == [2.0, 3.0, 1.0, 2.0]
     assert data["rollout_ids"] == [0, 1, 2, 3] and data["group_indices"] == [0, 0, 1, 1]
     assert data["raw_reward"] == [0.0, 1.0, 0.0, 1.0]
@@ -78,7 +83,7 @@ def test_samples_without_group_index() -> None:
 def test_removed_and_timed_out_samples_have_no_loss() -> None:
     removed, timed_out = make_sample(1, remove_sample=True), make_sample(2, reward=None, reward_timed_out=True)
     data = samples_to_train_data(make_args(), [[make_sample(0), removed, timed_out]])
-    assert data["loss_masks"] == [[1, 1], [0, 0], [0, 0]] and data["rollout_mask_sums"] == [2.0, 0.0, 0.0]
+    assert lists(data["loss_masks"]) == [[1, 1], [0, 0], [0, 0]] and data["rollout_mask_sums"] == [2.0, 0.0, 0.0]
     assert data["rewards"] == pytest.approx([-(0.5**0.5), 0.5**0.5, 0.0], abs=1e-5)
     assert np.isnan(data["raw_reward"][2])
 
@@ -95,7 +100,8 @@ def test_optional_fields_are_decided_over_all_samples(lacking: int, caplog: pyte
         samples_to_train_data(make_args(use_tis=True), [group])
     group[lacking].remove_sample = True  # not trained on: zeros will do
     data = samples_to_train_data(make_args(use_tis=True), [group])
-    assert data["rollout_log_probs"][lacking] == [0.0, 0.0] and data["rollout_log_probs"][1 - lacking] == [-1.0, -2.0]
+    values = lists(data["rollout_log_probs"])
+    assert values[lacking] == [0.0, 0.0] and values[1 - lacking] == [-1.0, -2.0]
 
 
 def test_nothing_optional_without_need() -> None:
@@ -141,7 +147,8 @@ def test_samples_that_cannot_be_trained_on(change: dict[str, Any], message: str)
 
 
 def test_a_mask_that_a_hook_never_filled_trains_everything() -> None:
-    assert samples_to_train_data(make_args(), [[make_sample(0, loss_mask=[])]])["loss_masks"] == [[1, 1]]
+    data = samples_to_train_data(make_args(), [[make_sample(0, loss_mask=UnsetMask())]])
+    assert lists(data["loss_masks"]) == [[1, 1]]
 
 
 def convert(args: Any, samples: list[Sample]) -> dict[str, Any]:
@@ -231,3 +238,15 @@ def test_wire_types() -> None:
     batch["tokens"][0][0] = 3  # the tensors own their memory
     assert part["tokens"].values[0] == 100
     assert isinstance(batch["total_lengths"][0], int) and isinstance(batch["rewards"][0], float)
+
+
+def test_routing_of_samples_that_nothing_is_trained_of() -> None:
+    """A prompt that is too long to be answered has no routed experts: its router chooses by itself."""
+    rows = np.ones((2, 4, 2), np.uint8)
+    group = [make_sample(0, rollout_routed_experts=rows), make_sample(1, response=0)]
+    args = make_args(use_rollout_routing_replay=True, global_batch_size=2)
+    batch = to_rank_batch(split_train_data(args, samples_to_train_data(args, [group]), 1)[0])
+    assert [tuple(x.shape) for x in batch["rollout_routed_experts"]] == [(2, 4, 2), (0, 4, 2)]
+    group[1] = make_sample(1)
+    with pytest.raises(ValueError, match=r"1 of 2 samples .* rollout_routed_experts"):
+        samples_to_train_data(args, [group])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import copy
+import enum
+import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,12 +89,79 @@ def test_everything_stays_aligned(turns: list[tuple[int, bool, bool]]) -> None:
         ({"tokens": [1], "log_probs": None}, "need log_probs"),
         ({"tokens": [1], "log_probs": [-1.0, -2.0]}, "1 tokens but 2 log_probs"),
         ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "pass None"),
-        ({"tokens": [1], "log_probs": [-1.0], "meta_info": answer("exploded")}, "unknown finish reason 'exploded'"),
     ],
 )
 def test_what_cannot_be_aligned_is_an_error(kwargs: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sample(index=3).append_response_tokens(**kwargs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reason", [{"type": "exploded"}, "exploded", {}, None])
+def test_an_unknown_finish_reason_leaves_the_status_alone(reason: object) -> None:
+    sample = Sample(status=Sample.Status.TRUNCATED)
+    sample.append_response_tokens(tokens=[1], log_probs=[-1.0], meta_info={"finish_reason": reason})
+    assert sample.status is Sample.Status.TRUNCATED and sample.tokens == [1]
+
+
+def test_lists_are_extended_in_place() -> None:
+    """A plug-in may keep other names for the lists that it lets ``append_response_tokens`` fill."""
+    sample = Sample(tokens=[1], loss_mask=[], rollout_log_probs=[])
+    tokens, mask, log_probs = sample.tokens, sample.loss_mask, sample.rollout_log_probs
+    sample.append_response_tokens(tokens=[2, 3], log_probs=[-0.1, -0.2])
+    sample.append_response_tokens(None, tokens=[4], trainable=False)
+    assert tokens == [1, 2, 3, 4] and mask == [1, 1, 0] and log_probs == [-0.1, -0.2, 0.0]
+    assert tokens is sample.tokens and mask is sample.loss_mask and log_probs is sample.rollout_log_probs
+    untouched = Sample(tokens=[1])
+    untouched.append_response_tokens(tokens=[2], log_probs=[-1.0])
+    mask = untouched.loss_mask
+    untouched.append_response_tokens(tokens=[3], log_probs=[-1.0])
+    assert mask == [1, 1]
+
+
+def test_arguments_are_optional_where_nothing_is_appended() -> None:
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(None, meta_info=answer("length", prompt_tokens=4))
+    assert sample.status is Sample.Status.TRUNCATED and sample.prefix_cache_info.total_prompt_tokens == 4
+    sample.append_response_tokens(tokens=[])
+    sample.append_response_tokens(tokens=[], log_probs=[])
+    sample.append_response_tokens(tokens=[], trainable=False)
+    assert sample.tokens == [1] and sample.response_length == 0 and not sample.loss_mask
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    sample = Sample(tokens=[1])
+    sample.append_response_tokens(tokens=[2], log_probs=[-1.0])
+    before = copy.deepcopy(sample)
+    meta = answer("stop", top_p_token_ids=encode([1]), top_p_token_offsets=encode([0, 1, 2]))
+    with pytest.raises(ValueError, match="1 tokens but 3 nucleus offsets"):
+        sample.append_response_tokens(tokens=[3], log_probs=[-1.0], meta_info=meta)
+    assert sample == before
+
+
+def test_copies_are_extended_separately() -> None:
+    sample = Sample(tokens=[1], loss_mask=[])
+    other = copy.copy(sample)
+    other.mine = 1  # type: ignore[attr-defined]
+    sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info=answer("stop", cached_tokens=3))
+    assert other.tokens == [1] and other.loss_mask == [] and other.prefix_cache_info == PrefixCacheInfo()
+    assert sample.tokens == [1, 2] and not hasattr(sample, "mine")
+
+
+@pytest.mark.parametrize("status", Sample.Status)
+def test_a_status_may_be_given_as_its_string(status: Sample.Status) -> None:
+    class Theirs(enum.Enum):
+        SAME = status.value
+
+    assert Sample(status=status.value).status is status  # type: ignore[arg-type]
+    sample = Sample()
+    sample.status = Theirs.SAME  # type: ignore[assignment]
+    assert sample.status is status and sample.to_dict()["status"] == status.value
+    with pytest.raises(ValueError, match=r"Sample\.status cannot be 'done'; .* or one of 'pending'"):
+        sample.status = "done"  # type: ignore[assignment]
+
+
+def test_metadata_none_is_empty() -> None:
+    assert Sample(metadata=None).metadata == {} == Sample.from_dict({"metadata": None}).metadata  # type: ignore[arg-type]
 
 
 def test_log_probs_cannot_start_in_the_middle() -> None:
@@ -130,9 +200,58 @@ def test_routed_experts_are_small_integers() -> None:
     sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
     assert sample.rollout_routed_experts is not None
     assert sample.rollout_routed_experts.shape == (2, 2, 2) and sample.rollout_routed_experts.dtype == np.uint8
-    meta = answer("stop", routed_experts=encode([300] * 8))
-    sample.append_response_tokens(args, tokens=[], log_probs=[], meta_info=meta)
+    meta = answer("stop", routed_experts=encode([300] * 12))
+    sample.append_response_tokens(args, tokens=[4], log_probs=[0.0], meta_info=meta)
     assert sample.rollout_routed_experts.dtype == np.int16
+
+
+def experts(first: int, last: int, generation: int) -> str:
+    """Rows of tokens ``first`` to ``last`` - 1 of two layers with two experts each, recognisable by generation."""
+    return encode([100 * generation + token for token in range(first, last) for _ in range(4)])
+
+
+@pytest.mark.parametrize("from_token", ["the first", "the part"])
+def test_a_continued_answer_keeps_the_experts_of_its_first_parts(from_token: str) -> None:
+    """Aborted twice; an answer has rows from the start, or from the first token that has none so far."""
+    args = SimpleNamespace(num_layers=2, moe_router_topk=2)
+    sample = Sample(tokens=[1, 2, 3])
+    for generation, count in enumerate((2, 0, 3, 1)):
+        known = 0 if sample.rollout_routed_experts is None else len(sample.rollout_routed_experts)
+        start = known if from_token == "the part" else 0
+        end = sample.num_tokens + count - 1
+        if generation == 2:  # a tool's tokens, which no engine has read so far
+            sample.append_response_tokens(tokens=[8, 8], trainable=False)
+            end += 2
+        meta = answer("abort" if generation < 3 else "stop", routed_experts=experts(start, end, generation))
+        sample.append_response_tokens(args, tokens=[7] * count, log_probs=[-1.0] * count, meta_info=meta)
+    rows = sample.rollout_routed_experts
+    assert rows is not None and rows.shape == (sample.num_tokens - 1, 2, 2)
+    made_in = [0] * 4 + [2] * 5 + [3]
+    assert rows[:, 0, 0].tolist() == [100 * made + token for token, made in enumerate(made_in)]
+    assert rows.dtype == np.int16 and (rows == rows[:, :1, :1]).all()
+
+
+def test_routed_experts_take_their_shape_from_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts_per_tok": 2}))
+    args = SimpleNamespace(hf_checkpoint=str(tmp_path), num_layers=0, moe_router_topk=None)  # without MODEL_ARGS
+    sample = Sample(tokens=[1])
+    meta = answer("stop", routed_experts=experts(0, 2, 0))
+    sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
+    assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (2, 2, 2)
+    with pytest.raises(ValueError, match=r"config\.json of --hf-checkpoint has no num_hidden_layers"):
+        sample.append_response_tokens(SimpleNamespace(), tokens=[4], log_probs=[0.0], meta_info=meta)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(encode([1] * 6), "6 routed experts are not rows of 2 layers"), (encode([1] * 4), "begin at token 4")],
+)
+def test_routed_experts_that_do_not_fit(value: str, message: str) -> None:
+    args = SimpleNamespace(num_layers=2, moe_router_topk=2)
+    sample = Sample(tokens=[1, 2])
+    sample.append_response_tokens(args, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": experts(0, 2, 0)})
+    with pytest.raises(ValueError, match=message):
+        sample.append_response_tokens(args, tokens=[4] * 3, log_probs=[0.0] * 3, meta_info={"routed_experts": value})
 
 
 def test_dict_round_trip_keeps_further_attributes() -> None:

@@ -55,6 +55,44 @@ def test_groups_of_copies() -> None:
     assert first[1].metadata == {"n": 0} and len(source) == 3
 
 
+class Balanced(RolloutDataSourceWithBuffer):
+    """In the form of a published data source: it does not call ``super().__init__()``."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.prompts = Prompts(4)
+
+    def get_samples(self, num_samples: int) -> list[Group]:
+        return [[self.prompts[i % 4] for _ in range(self.args.n_samples_per_prompt)] for i in range(num_samples)]
+
+
+def test_a_subclass_may_leave_out_the_base_class_init() -> None:
+    source, again = Balanced(make_args()), Balanced(make_args())
+    assert len(source.get_samples(2)) == 2
+    source.add_samples([[Sample(index=0), Sample(index=1)]])
+    source.metadata["mine"] = 1
+    assert source.open_groups() == source.buffer and again.buffer == []
+    again.load_state_dict(source.state_dict())
+    assert again.buffer == source.buffer and again.metadata == {"mine": 1} and len(source) == 0
+
+
+def test_a_buffer_filter_may_be_assigned() -> None:
+    class Newest(RolloutDataSourceWithBuffer):
+        def __init__(self, args: Any) -> None:
+            super().__init__(args, Prompts(4))
+            self.buffer_filter = self.choose if args.method else pop_first  # type: ignore[assignment]
+
+        def choose(self, args: Any, rollout_id: None, buffer: list[Group], num_samples: int) -> list[Group]:
+            assert rollout_id is None and args is self.args
+            return [buffer.pop() for _ in range(num_samples)]
+
+    for method in (False, True):
+        source = Newest(make_args(method=method))
+        groups = [[Sample(index=2 * i), Sample(index=2 * i + 1)] for i in range(3)]
+        source.add_samples(groups)
+        assert source.get_samples(1)[0] is groups[2 if method else 0] and len(source.buffer) == 2
+
+
 def test_wraps_as_often_as_needed() -> None:
     """trap 12: a batch larger than the data set, and no use of the global generator"""
     source = RolloutDataSource(make_args(), Prompts(3))

@@ -108,10 +108,10 @@ async def test_text_alone_is_tokenised_once_with_one_warning(tokenizer_dir, hook
     assert "rollout_log_probs" not in samples_to_train_data(args, groups)
 
 
-async def test_an_empty_answer_is_one_token_long(tokenizer_dir, hook):
+async def test_an_empty_answer_is_no_token_long(tokenizer_dir, hook):
     args = arguments(tokenizer_dir, custom_generate_function_path=hook(TEXT_ONLY, "empty"))
     for sample in flatten(await roll(args)):
-        assert sample.response_length == 1 and sample.tokens[-1] == GenerateState(args).tokenizer.eos_token_id
+        assert sample.response_length == 0 and text_of(args, sample.tokens) == sample.prompt
 
 
 async def test_a_plain_function_and_keywords_are_taken(tokenizer_dir, hook):

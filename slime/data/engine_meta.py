@@ -1,0 +1,129 @@
+"""Reading the ``meta_info`` of an engine's answer into a sample: versions, nuclei, routed experts."""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from slime.config.hf_config import read_config
+
+if TYPE_CHECKING:
+    from slime.data.sample import Sample
+
+Nuclei = tuple[np.ndarray, np.ndarray]
+
+
+def extended_nuclei(sample: Sample, count: int, meta_info: Mapping[str, Any]) -> Nuclei | None:
+    """Nucleus ids and offsets of the response with ``count`` further tokens; None where no engine gave any so far.
+
+    Tokens that were not sampled get empty nuclei.
+
+    Raises:
+        ValueError: the number of offsets does not fit the number of tokens.
+    """
+    given = meta_info.get("top_p_token_ids")
+    ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
+    if given is None and offsets is None:
+        return None
+    if offsets is None or ids is None:
+        ids, offsets = np.zeros(0, np.int32), np.zeros(sample.response_length + 1, np.int32)
+    end = offsets[-1]
+    if given is None:
+        added = np.full(count, end, np.int32)
+    else:
+        found = decode_int32(meta_info["top_p_token_offsets"])
+        if len(found) != count + 1:
+            raise ValueError(f"sample {sample.index}: {count} tokens but {len(found)} nucleus offsets")
+        added = end + found[1:] - found[0]
+        ids = np.concatenate([ids, decode_int32(given)])
+    return ids, np.concatenate([offsets, added])
+
+
+def extended_spans(sample: Sample, meta_info: Mapping[str, Any], count: int) -> list[tuple[str, int, int]]:
+    """Which weights made the last ``count`` tokens (or, where parts of the answer were appended before, all of it).
+
+    An engine that has no spans ends its requests before it takes new weights, so its answer is of one version.
+    """
+    given = meta_info.get("weight_versions")
+    if not given or given[-1]["end"] > sample.response_length:
+        given = [{"version": meta_info["weight_version"], "start": 0, "end": count}]
+    first = sample.response_length - given[-1]["end"]
+    spans = [span for span in sample.version_spans if span[1] < first]
+    for part in given:
+        version, start, end = str(part["version"]), first + part["start"], first + part["end"]
+        if spans and spans[-1][0] == version and spans[-1][2] == start:
+            start = spans.pop()[1]
+        if end > start:
+            spans.append((version, start, end))
+    return spans
+
+
+def merged_experts(args: Any, sample: Sample, value: Any) -> np.ndarray:
+    """``[tokens - 1, layers, topk]``: the expert choices of all tokens that were fed to the engine.
+
+    The last row of an answer belongs to the last but one token of ``sample.tokens``, so the number of rows says at
+    which token it begins (SGLang's ``routed_experts_start_len``; 0 by default). An answer that continues a response
+    contains the prefix again, as it was computed when the engine read it once more, possibly with newer weights. The
+    rows that the sample has already are those with which its tokens were sampled, so they are kept.
+
+    Args:
+        args: for the shape; see :func:`experts_shape`.
+        value: base64 of int32, or a list.
+
+    Raises:
+        ValueError: the size does not fit the model, or the rows begin after the end of those that are known.
+    """
+    layers, topk = experts_shape(args)
+    flat = decode_int32(value)
+    if flat.size % (layers * topk):
+        raise ValueError(
+            f"sample {sample.index}: {flat.size} routed experts are not rows of {layers} layers with {topk} experts"
+        )
+    new = flat.reshape(-1, layers, topk)
+    new = new.astype(np.uint8 if new.max(initial=0) < 256 else np.int16)
+    total, known = sample.num_tokens - 1, sample.rollout_routed_experts
+    start = max(total - len(new), 0)
+    if known is None or not len(known):
+        if start:
+            raise ValueError(f"sample {sample.index}: routed experts for {len(new)} of {total} tokens")
+        return new[:total]
+    if start > len(known):
+        raise ValueError(
+            f"sample {sample.index}: the answer's routed experts begin at token {start}, but those of the tokens "
+            f"before are known only up to token {len(known)}"
+        )
+    return np.concatenate([known, new[len(known) - start : total - start]])
+
+
+def experts_shape(args: Any) -> tuple[int, int]:
+    """(layers, experts per token) of the routed experts in an answer: of the model's config.json, else of ``args``.
+
+    Raises:
+        ValueError: neither says it.
+    """
+    layers, topk = _shape_of_model(getattr(args, "hf_checkpoint", None) or "")
+    layers = layers or getattr(args, "num_layers", None) or 0
+    topk = topk or getattr(args, "moe_router_topk", None) or 0
+    if not layers or not topk:
+        raise ValueError(
+            "the shape of routed experts is not known: config.json of --hf-checkpoint has no num_hidden_layers and "
+            "num_experts_per_tok, and --num-layers and --moe-router-topk are not given"
+        )
+    return layers, topk
+
+
+@functools.lru_cache(maxsize=8)
+def _shape_of_model(checkpoint: str) -> tuple[int, int]:
+    config = (read_config(checkpoint) if checkpoint else None) or {}
+    return int(config.get("num_hidden_layers") or 0), int(config.get("num_experts_per_tok") or 0)
+
+
+def decode_int32(value: Any) -> np.ndarray:
+    """int32 [n] from base64 of its bytes, or from a list."""
+    if isinstance(value, str):
+        return np.frombuffer(base64.b64decode(value), np.int32)
+    return np.asarray(value, np.int32)
