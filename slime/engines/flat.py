@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
     from slime.weights.update import NamedTensor
 
-_ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
+ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,21 @@ class Entry:
     offset: int  # bytes
     nbytes: int
 
-    def view(self, flat: torch.Tensor) -> torch.Tensor:
+    def torch_dtype(self) -> torch.dtype:
+        """Raises :class:`ValueError` for a name that is no dtype."""
         import torch
 
-        dtype: torch.dtype = getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{self.name}: torch has no dtype {self.dtype!r}")
+        return dtype
+
+    def size_of_values(self) -> int:
+        """Bytes that a tensor of this shape and dtype takes."""
+        return math.prod(self.shape) * self.torch_dtype().itemsize
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        dtype = self.torch_dtype()
         return flat[self.offset : self.offset + self.nbytes].view(dtype).view(self.shape)
 
 
@@ -37,7 +49,7 @@ def layout(tensors: Sequence[NamedTensor]) -> tuple[list[Entry], int]:
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
         entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return entries, end
 
 

@@ -51,11 +51,20 @@ class Changes:
         return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).compress(raw)
 
 
-def unpack(packed: bytes, changed: int, dense: bool) -> Changes:
-    """The inverse of :meth:`Changes.pack`. Raises ``zstandard.ZstdError`` for bytes that were damaged."""
+def unpack(packed: bytes, changed: int, dense: bool, size: int) -> Changes:
+    """The inverse of :meth:`Changes.pack`, for a bucket of ``size`` bytes.
+
+    Raises:
+        zstandard.ZstdError: the bytes were damaged.
+        ValueError: they would unpack to more than a bucket of that size can need; nothing is allocated.
+    """
     import torch
     import zstandard
 
+    # The frame says its own size, and zstandard allocates it; ``max_output_size`` counts only where it does not.
+    stated, limit = zstandard.frame_content_size(packed), size if dense else 2 * changed + size // _SKIP + 1
+    if not 0 <= stated <= limit:
+        raise ValueError(f"packed changes of {stated} bytes, where a bucket of {size} bytes can have {limit}")
     raw = torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=torch.uint8)
     if dense:
         return Changes(None, raw, changed)

@@ -32,8 +32,8 @@ class DamagedFiles(ValueError):
     """The bytes that came out are not those that were sent."""
 
 
-def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Bring ``model`` to a published version.
+def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Status:
+    """Bring ``model`` to a published version; returns what was reported. SGLang does not look at it.
 
     Args:
         model: has ``load_weights(iterable of (name, tensor))`` under checkpoint names.
@@ -41,18 +41,22 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             model's device.
     """
     ((text, place),) = named_tensors
-    request = read_request(text)
     start = time.perf_counter()
+    prefix = None
     try:
-        status = _load(model, Path(request["folder"]), place.device)
+        folder, prefix = read_request(text)
+        status = _load(model, folder, place.device)
     except Exception as error:
         _held.pop(model, None)  # neither the copy nor the model can be trusted: only a full version helps
         status = Status("failed", f"{type(error).__name__}: {error}")
     status.seconds = time.perf_counter() - start
     try:
-        status.write(request["status"])
+        if prefix is None:
+            raise OSError("the request does not say where")
+        status.write(prefix)
     except OSError as error:  # the sender has given up and taken its folder away, or the disk is full
         logger.error("%s (%s), which could not be reported: %s", status.outcome, status.message, error)
+    return status
 
 
 def _load(model: Any, folder: Path, device: torch.device) -> Status:
@@ -90,12 +94,13 @@ def _take_delta(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.
     """All buckets are patched and verified before the model is touched."""
     changed = [(index, bucket) for index, bucket in enumerate(manifest.buckets) if bucket.file is not None]
     for index, bucket in enumerate(manifest.buckets):
-        if index >= len(copy.buckets) or copy.buckets[index].entries != bucket.entries:
+        known = index < len(copy.buckets) and copy.buckets[index].entries == bucket.entries
+        if not known or copy.buckets[index].flat.numel() != bucket.size:
             raise DamagedFiles(f"bucket {index} holds other tensors than that of {manifest.base_version}")
 
     def read(bucket: PublishedBucket) -> Changes:
         assert bucket.file is not None
-        return unpack((folder / bucket.file).read_bytes(), bucket.changed, bucket.dense)
+        return unpack((folder / bucket.file).read_bytes(), bucket.changed, bucket.dense, bucket.size)
 
     with ThreadPoolExecutor(_READERS) as pool:
         reading = [pool.submit(read, bucket) for _, bucket in changed]

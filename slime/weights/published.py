@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import AsyncIterator
@@ -17,10 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from slime.engines.flat import Entry
+from slime.engines.flat import ALIGNMENT, Entry
 from slime.weights.delta import Encoding
 
 MANIFEST = "slime_weights.json"
+_STATUS = re.compile(r"\.reports-[0-9a-f]{8}/[0-9]+", re.ASCII)
 
 
 @dataclass
@@ -33,6 +35,18 @@ class PublishedBucket:
     digests: dict[str, str]
     changed: int = 0  # bytes
     dense: bool = False  # all bytes are sent
+
+    def check(self) -> None:
+        """Raises :class:`ValueError` for a file elsewhere, and for tensors that are not laid out in ``size`` bytes."""
+        if self.file is not None and (Path(self.file).name != self.file or self.file in (".", "..")):
+            raise ValueError(f"{MANIFEST} names {self.file!r}, which is no file of its folder")
+        end = 0
+        for entry in self.entries:
+            if entry.offset < end or entry.nbytes != entry.size_of_values():
+                raise ValueError(f"{MANIFEST}: {entry.name} has {entry.nbytes} bytes at {entry.offset}")
+            end = entry.offset + entry.nbytes
+        if not end <= self.size <= end + ALIGNMENT * len(self.entries) or not 0 <= self.changed <= self.size:
+            raise ValueError(f"{MANIFEST}: {self.size} bytes for tensors that end at {end}")
 
 
 @dataclass
@@ -50,11 +64,14 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
+        """Raises :class:`OSError` without a manifest, and :class:`ValueError` for one that cannot be true."""
         said = json.loads((folder / MANIFEST).read_text())
         buckets = [
             PublishedBucket(**{**b, "entries": [Entry(**{**e, "shape": tuple(e["shape"])}) for e in b["entries"]]})
             for b in said["buckets"]
         ]
+        for bucket in buckets:
+            bucket.check()
         return cls(**{**said, "buckets": buckets})
 
 
@@ -115,10 +132,32 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-def request(folder: Path, status: str) -> str:
-    """What an engine is told: the folder to load and where to report."""
-    return json.dumps({"folder": str(folder), "status": status})
+def reports_folder() -> str:
+    """A new name for a folder of reports, beside the published versions."""
+    return f".reports-{secrets.token_hex(4)}"
 
 
-def read_request(text: str) -> dict[str, Any]:
-    return dict(json.loads(text))
+def request(folder: Path, reports: str, number: int) -> str:
+    """What an engine is told: the folder to load, and under which name beside it to report.
+
+    Args:
+        reports: a name from :func:`reports_folder`; the sender makes the folder in ``folder.parent``.
+        number: of the engine.
+    """
+    return json.dumps({"folder": str(folder), "status": f"{reports}/{number}"})
+
+
+def read_request(text: str) -> tuple[Path, str]:
+    """The folder to load, and the prefix of the files to report in.
+
+    Raises:
+        ValueError: the report would not lie in a folder of reports beside the published version.
+    """
+    said = json.loads(text)
+    folder, status = Path(said["folder"]), said["status"]
+    if not isinstance(status, str) or not _STATUS.fullmatch(status):
+        raise ValueError(f"status {status!r} does not have the form .reports-xxxxxxxx/n")
+    reports = folder.parent / status.partition("/")[0]
+    if reports.is_symlink():
+        raise ValueError(f"{reports} is a symbolic link")
+    return folder, str(folder.parent / status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.handle import DELTA_LOADER, EngineInfo
+from slime.engines.handle import DELTA_LOADER, EngineError, EngineInfo
 from slime.weights import delta, delta_loader
 from slime.weights.delta import HostCopy
 from slime.weights.published import MANIFEST, Manifest, Status, request
@@ -40,7 +41,7 @@ def test_changes_lead_from_old_to_new(size: int, changed: list[tuple[int, int]],
     assert changes.changed == int((old != new).sum())
     if not changes.changed:  # nothing is packed then
         return
-    received = delta.unpack(changes.pack(), changes.changed, changes.gaps is None)
+    received = delta.unpack(changes.pack(), changes.changed, changes.gaps is None, size)
     assert torch.equal(delta.apply(old.clone(), received, encoding), new)
 
 
@@ -78,7 +79,7 @@ def test_damaged_bytes_do_not_unpack() -> None:
     packed = bytearray(delta.compare(torch.zeros(64, dtype=torch.uint8), torch.arange(64).byte(), "xor").pack())
     packed[-6] ^= 1
     with pytest.raises(zstandard.ZstdError):
-        delta.unpack(bytes(packed), 63, True)
+        delta.unpack(bytes(packed), 63, True, 64)
 
 
 # --- loader and transport, without HTTP ------------------------------------------------------------
@@ -216,28 +217,40 @@ def test_damage_on_the_way_is_found_before_the_model_is_touched(
     assert result.failed == {} and holds(engine, 1)  # healed by the whole version
 
 
+REPORTS = ".reports-0123abcd"
+
+
+def asked(folder: Path) -> str:
+    """A request, with a folder to report in."""
+    (folder.parent / REPORTS).mkdir(exist_ok=True)
+    return request(folder, REPORTS, 0)
+
+
+def reported(parent: Path) -> list[Status]:
+    return Status.read(str(parent / REPORTS / "0"))
+
+
 def test_a_delta_against_another_version_changes_nothing(hf_folder: Path, tmp_path: Path) -> None:
     transport, engine = make(hf_folder, keep_files=True), Engine("a")
     send(transport, [engine], 0, "0.0")
     send(transport, [engine], 1, "0.1")
     send(transport, [engine], 2, "0.2")
-    delta_loader.load(engine.model, [(request(transport.folder / "delta_v0.1", str(tmp_path / "r")), torch.empty(0))])
-    (status,) = Status.read(str(tmp_path / "r"))
+    status = delta_loader.load(engine.model, [(asked(transport.folder / "delta_v0.1"), torch.empty(0))])
+    assert reported(transport.folder) == [status]
     assert status.outcome == "wrong_base" and status.message == "holds 0.2, the delta is against 0.0"
     assert holds(engine, 2)
 
 
 def test_files_that_are_not_there_are_reported_not_raised(tmp_path: Path) -> None:
-    delta_loader.load(Model(), [(request(tmp_path / "nothing", str(tmp_path / "r")), torch.empty(0))])
-    (status,) = Status.read(str(tmp_path / "r"))
+    status = delta_loader.load(Model(), [(asked(tmp_path / "nothing"), torch.empty(0))])
+    assert reported(tmp_path) == [status]
     assert status.outcome == "failed" and MANIFEST in status.message
 
 
 def test_a_report_that_nobody_waits_for_any_more_does_not_end_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given_up = str(tmp_path / "removed" / "r")
-    delta_loader.load(Model(), [(request(tmp_path / "nothing", given_up), torch.empty(0))])
+    delta_loader.load(Model(), [(request(tmp_path / "nothing", REPORTS, 0), torch.empty(0))])
     assert "could not be reported" in caplog.text and MANIFEST in caplog.text
 
 
@@ -303,3 +316,84 @@ def test_a_copy_starts_anew_when_tensors_change_shape() -> None:
     changes = copy.advance(first[0], "xor")
     assert changes is not None and changes.changed == 0
     assert copy.advance(second[0], "xor") is None
+
+
+# --- requests and manifests that nobody of ours wrote ------------------------------------------------
+
+
+@pytest.mark.parametrize("status", ["/outside/0", "../outside/0", ".reports-0123abcd/../../x", ".reports-0123abcd", 5])
+def test_reports_go_beside_the_published_version_only(tmp_path: Path, status: object) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "published" / "weight_v0.0"
+    outside.mkdir()
+    folder.mkdir(parents=True)
+    (folder.parent / REPORTS).mkdir()
+    text = json.dumps({"folder": str(folder), "status": str(outside / "0") if status == "/outside/0" else status})
+    loaded = delta_loader.load(Model(), [(text, torch.empty(0))])
+    assert loaded.outcome == "failed" and "does not have the form" in loaded.message
+    assert [path for path in tmp_path.rglob("*.json")] == []
+
+
+def test_a_reports_folder_that_is_a_link_gets_no_report(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / REPORTS).symlink_to(outside)
+    loaded = delta_loader.load(Model(), [(request(tmp_path / "weight_v0.0", REPORTS, 0), torch.empty(0))])
+    assert loaded.outcome == "failed" and "symbolic link" in loaded.message
+    assert list(outside.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("file", "../elsewhere.safetensors", "no file of its folder"),
+        ("file", "/etc/hostname", "no file of its folder"),
+        ("file", "..", "no file of its folder"),
+        ("size", 1 << 60, "bytes for tensors that end at"),
+        ("size", -1, "bytes for tensors that end at"),
+        ("changed", -1, "bytes for tensors that end at"),
+        ("nbytes", 1 << 60, "bytes at"),
+        ("offset", -64, "bytes at"),
+        ("dtype", "load", "no dtype"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused(hf_folder: Path, key: str, value: object, message: str) -> None:
+    transport = make(hf_folder)
+    send(transport, [Engine("a")], 0, "0.0")
+    file = transport.folder / "weight_v0.0" / MANIFEST
+    said = json.loads(file.read_text())
+    bucket = said["buckets"][0]
+    (bucket if key in bucket else bucket["entries"][0])[key] = value
+    file.write_text(json.dumps(said))
+    model = Model()
+    status = delta_loader.load(model, [(asked(file.parent), torch.empty(0))])
+    assert status.outcome == "failed" and message in status.message, status.message
+    assert not model.loaded
+
+
+def test_packed_changes_do_not_unpack_to_more_than_a_bucket_can_need() -> None:
+    import zstandard
+
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    with pytest.raises(ValueError, match="can have 64"):
+        delta.unpack(bomb, 64, True, 64)
+    with pytest.raises(ValueError, match="can have 5"):
+        delta.unpack(bomb, 2, False, 64)
+    unstated = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
+    with pytest.raises(ValueError, match="of -1 bytes"):
+        delta.unpack(unstated, 64, True, 64)
+
+
+async def test_an_engine_that_refuses_a_delta_aloud_is_healed_as_well(hf_folder: Path) -> None:
+    """The embedded engine answers with an error, SGLang with success: the report decides."""
+
+    class Loud(Engine):
+        async def call_loader(self, loader: str, request: str) -> None:
+            status = delta_loader.load(self.model, [(request, torch.empty(0))])
+            if status.outcome != "loaded":
+                raise EngineError(f"{self.url}: {status.message}")
+
+    transport, engine = make(hf_folder), Loud("a")
+    await asyncio.to_thread(send, transport, [engine], 0, "0.0")
+    engine.model = Model()
+    result = await asyncio.to_thread(send, transport, [engine], 1, "0.1")
+    assert result.failed == {} and holds(engine, 1)

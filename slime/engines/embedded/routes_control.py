@@ -86,7 +86,9 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
 
     def write() -> None:
         if delta is not None:
-            load_function(DELTA_LOADER)(weights, [(delta, torch.empty(0, device=engine.runner.device))])
+            status = load_function(DELTA_LOADER)(weights, [(delta, torch.empty(0, device=engine.runner.device))])
+            if status.outcome != "loaded":
+                raise WeightError(f"the published weights were not loaded ({status.outcome}): {status.message}")
         else:
             weights.load(read_tensors(body))
 

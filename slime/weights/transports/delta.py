@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +17,7 @@ from pathlib import Path
 from slime.engines.handle import DELTA_LOADER, EngineError, EngineHandle, EngineInfo
 from slime.weights.delta import Changes, Encoding, HostCopy, digests
 from slime.weights.fleet import Failures, on_each
-from slime.weights.published import Manifest, PublishedBucket, Status, publishing, request
+from slime.weights.published import Manifest, PublishedBucket, Status, publishing, reports_folder, request
 from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.transports.disk import Written, copy_model_files, write_index, write_shard
 from slime.weights.update import Bucket, WeightUpdate
@@ -165,14 +164,20 @@ class DeltaTransport:
 
     async def _load(self, folder: Path, engines: Sequence[EngineHandle]) -> Failures:
         """Let engines load a published version; returns those that did not, with their own words."""
-        reports = self.folder / f".reports-{secrets.token_hex(4)}"
+        name = reports_folder()
+        reports = folder.parent / name
         await asyncio.to_thread(reports.mkdir)
-        prefixes = {engine.url: str(reports / str(i)) for i, engine in enumerate(engines)}
+        numbers = {engine.url: i for i, engine in enumerate(engines)}
 
         async def load(engine: EngineHandle) -> None:
-            prefix = prefixes[engine.url]
-            await engine.call_loader(DELTA_LOADER, request(folder, prefix))
-            reported = await asyncio.to_thread(Status.read, prefix)
+            number, refusal = numbers[engine.url], None
+            try:
+                await engine.call_loader(DELTA_LOADER, request(folder, name, number))
+            except EngineError as error:  # the embedded engine says so at once; SGLang answers that all is well
+                refusal = error
+            reported = await asyncio.to_thread(Status.read, str(reports / str(number)))
+            if refusal is not None and not reported:
+                raise refusal
             _judge(engine.url, reported, self._infos[engine.url].tensor_parallel_size)
 
         try:
