@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DeepSeek-R1 (671B-A37B, latent attention, 256 experts) with GSPO on 16 nodes of 8 GPUs.
 #
-#   MODELS: a bfloat16 checkpoint under DeepSeek-R1-bf16 (the one of the hub is FP8, which is not trained here)
+#   MODELS: a bfloat16 checkpoint under DeepSeek-R1-bf16 (the one of the hub is FP8: python tools/dequantize_hf.py makes it)
 #   MODELS=/shared/models OUTPUTS=/shared/outputs RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 \
 #       bash scripts/run-deepseek-r1.sh
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Kimi-K2-Instruct (1T-A32B, latent attention, 384 experts) with GSPO on 32 nodes of 8 GPUs.
 #
-#   MODELS: a bfloat16 checkpoint under Kimi-K2-Instruct-bf16 (the one of the hub is FP8, which is not trained here)
+#   MODELS: a bfloat16 checkpoint under Kimi-K2-Instruct-bf16 (the one of the hub is FP8: python tools/dequantize_hf.py makes it)
 #   MODELS=/shared/models OUTPUTS=/shared/outputs RAY_API_SERVER_ADDRESS=http://127.0.0.1:8265 bash scripts/run-kimi-k2.sh
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"

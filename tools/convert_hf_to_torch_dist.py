@@ -6,8 +6,9 @@
 
     torchrun --nproc-per-node 8 tools/convert_hf_to_torch_dist.py ...     # large models: ranks share the work
 
-MODEL_ARGS are compared with config.json. Any parallel layout reads the result (``--ref-load``, ``--load``); flags of
-a layout are accepted and change nothing. ``--override FILE`` is read as by train.py.
+MODEL_ARGS are compared with config.json, and its model with the tensors of the checkpoint. Quantized checkpoints (FP8,
+INT4 of compressed-tensors, MXFP4) are dequantized. Any parallel layout reads the result (``--ref-load``,
+``--load``); flags of a layout are accepted and change nothing. ``--override FILE`` is read as by train.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> None:
     from slime.backends.megatron.shape import merged_settings
     from slime.config.parser import read_settings
-    from slime.models.loading import load_hf_config
+    from slime.models.loading import ModelError, check_checkpoint, load_hf_config
     from slime.weights import torch_dist
     from slime.weights.hf_folder import HfFolder
     from slime.weights.maps.registry import family_of
@@ -41,7 +42,13 @@ def main() -> None:
     family = family_of(config, options.model_name)
     settings = merged_settings(args, family, config)
     rank, ranks = torch_dist.join_launched_ranks()
-    folder = HfFolder(checkpoint)
+    try:
+        folder = HfFolder(checkpoint)
+        notices = check_checkpoint(folder.folder, options.trust_remote_code)
+    except ModelError as error:
+        parser.error(str(error))
+    if rank == 0 and notices:
+        print("\n".join(notices), file=sys.stderr)
     torch_dist.convert_from_hf(folder, family, settings, options.save)
     if rank == 0:
         print(f"{options.save}: {family.name}, {settings['num_layers']} layers, written by {ranks} process(es)")

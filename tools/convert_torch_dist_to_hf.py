@@ -11,7 +11,6 @@ Config, tokenizer and the like are copied from ``--origin-hf-dir``.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     from slime.weights import torch_dist
-    from slime.weights.hf_folder import copy_companions, resolve_folder, write_tensors
+    from slime.weights.hf_folder import copy_companions, copy_config, resolve_folder, write_tensors
     from slime.weights.maps.registry import get_family
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -45,12 +44,7 @@ def main() -> None:
     named = torch_dist.hf_tensors(folder, family, meta["settings"], options.vocab_size)
     write_tensors(named, options.output_dir, writer=True)
     copy_companions(origin, options.output_dir)
-    config = json.loads((origin / "config.json").read_text())
-    if options.vocab_size:
-        config["vocab_size"] = options.vocab_size
-    (options.output_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if (origin / "generation_config.json").is_file():
-        (options.output_dir / "generation_config.json").write_text((origin / "generation_config.json").read_text())
+    copy_config(origin, options.output_dir, **({"vocab_size": options.vocab_size} if options.vocab_size else {}))
     print(f"{options.output_dir}: {family.name} from {folder}")
 
 

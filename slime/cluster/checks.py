@@ -15,7 +15,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     from slime.config.parser import parse_args
 
     words = list(argv) if argv is not None else None
-    checks = (_check_data, _check_snapshots, _check_server_options)
+    checks = (_check_data, _check_checkpoints, _check_snapshots, _check_server_options)
     return parse_args(words, asynchronous=asynchronous, extra_checks=checks)
 
 
@@ -23,6 +23,52 @@ def _check_data(args: Args) -> list[str]:
     from slime.data.validate import check_data
 
     return check_data(args)
+
+
+def _check_checkpoints(args: Args) -> list[str]:
+    """The headers of every Hugging Face checkpoint that the run reads fit the model of its config.json."""
+    from slime.models.loading import ModelError, check_checkpoint
+
+    problems = []
+    for option, path in _read_checkpoints(args).items():
+        try:
+            args.notices += check_checkpoint(path, args.trust_remote_code)
+        except ModelError as error:
+            problems.append(f"{option}: {error}")
+    return problems + _check_quantized_engines(args)
+
+
+def _read_checkpoints(args: Args) -> dict[str, str]:
+    from slime.config.hf_config import is_hf_folder, megatron_folder, read_config
+
+    named = {"--hf-checkpoint": args.hf_checkpoint}
+    if args.load and is_hf_folder(args.load):
+        named["--load"] = args.load
+    if args.use_kl_loss or args.kl_coef != 0:
+        named["--ref-load"] = args.ref_load
+    named["--opd-teacher-load"] = args.opd_teacher_load
+    in_use: dict[str, str] = {}
+    for option, path in named.items():
+        here = bool(path) and (is_hf_folder(path) or read_config(path) is not None)
+        if here and path not in in_use.values() and not megatron_folder(path):
+            in_use[option] = path
+    return in_use
+
+
+def _check_quantized_engines(args: Args) -> list[str]:
+    """SGLang would keep quantized layers, while the trainer sends plain weights."""
+    from slime.config.hf_config import read_config
+    from slime.models.quantized import quantization_of
+
+    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    quantization = quantization_of(config) if config else None
+    if quantization is None or args.rollout_backend != "sglang" or args.debug_train_only:
+        return []
+    return [
+        f"--hf-checkpoint {args.hf_checkpoint} is quantized ({quantization.get('quant_method')}): SGLang would keep "
+        "its quantized layers, and the trainer's plain weights do not fit them. Make a plain checkpoint with "
+        "tools/dequantize_hf.py and name that"
+    ]
 
 
 def _check_snapshots(args: Args) -> list[str]:

@@ -9,13 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from slime.models.cpu_linear import use_onednn_linears
+from slime.models.expected import compare, from_loading_info, notices, require_fit
+from slime.models.shards import ModelError, read_headers, shorten
+from slime.models.stored import StoredWeights, is_finite, local_folder, resolve_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-class ModelError(ValueError):
-    """The folder, the architecture or the chosen attention does not fit; the message says what to change."""
+__all__ = ["ModelError", "check_checkpoint", "is_multimodal", "load_hf_config", "load_hf_model"]
 
 
 def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
@@ -37,6 +38,51 @@ def is_multimodal(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
+def plain_config(config: Any) -> Any:
+    """The same config without ``quantization_config``, since the weights are dequantized as they are read."""
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            if hasattr(part, name):
+                delattr(part, name)
+    return config
+
+
+def empty_model(config: Any, **more: Any) -> PreTrainedModel:
+    """A causal language model, or an image-text-to-text model when the config has ``vision_config``, on ``meta``."""
+    auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        model: PreTrainedModel = auto.from_config(config, **more)
+    return model
+
+
+def check_checkpoint(path: str | Path, trust_remote_code: bool = False) -> list[str]:
+    """Compare a checkpoint's files with the model that its config.json describes; reads headers alone.
+
+    Returns:
+        Notices. A hub id that was not downloaded yet, and PyTorch's older format, are left to the loaders.
+
+    Raises:
+        ModelError: as :func:`load_hf_model`, but for values that are not finite.
+    """
+    folder = local_folder(path)
+    if folder is None or (not read_headers(folder) and any(folder.glob("*.bin*"))):
+        return []
+    stored = StoredWeights(folder)
+    try:
+        config = plain_config(load_hf_config(folder, trust_remote_code))
+    except Exception as error:  # whatever transformers, or the model's own code, makes of a wrong file
+        what = f"transformers cannot read {folder / 'config.json'}"
+        raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
+    try:
+        model = empty_model(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    except Exception as error:  # as above; an engine or Megatron may know the architecture all the same
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return [f"{path}: its tensors were not compared with the model, which transformers cannot build ({reason})"]
+    differences = compare(model, stored)
+    require_fit(str(folder), model, differences)
+    return notices(str(path), differences)
+
+
 def load_hf_model(
     path: str | Path,
     dtype: torch.dtype,
@@ -45,6 +91,9 @@ def load_hf_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model, or an image-text-to-text model when the config has ``vision_config``.
+
+    Quantized checkpoints (:mod:`slime.models.quantized`) become plain weights, and the model's config has no
+    ``quantization_config``. Nothing is initialized at random.
 
     Args:
         path: a Hugging Face folder, or a hub id.
@@ -57,21 +106,58 @@ def load_hf_model(
         The model in eval mode, with KV cache use left to the caller.
 
     Raises:
-        ModelError: no such folder.
+        ModelError: there is no such folder, a file is damaged, a tensor of the model is missing or has another shape,
+            or values are not finite. The message names files and tensors.
     """
-    config = load_hf_config(path, trust_remote_code)
-    auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
-    folder = Path(path).expanduser()
-    common: dict[str, Any] = dict(
-        config=config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-    )
-    if torch.device(device).type == "meta":
-        with torch.device("meta"):
-            model = auto.from_config(**common)
-    else:
-        model = auto.from_pretrained(str(folder) if folder.exists() else str(path), **common)
-        model.to(device)
+    config = plain_config(load_hf_config(path, trust_remote_code))
+    common: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation)
+    model = empty_model(config, trust_remote_code=trust_remote_code, **common)
+    if torch.device(device).type != "meta":
+        model = _with_weights(model, path, config, common, trust_remote_code)
+        model.to(device)  # type: ignore[arg-type]
     if torch.device(device).type in ("cpu", "meta") and dtype == torch.float32:
         use_onednn_linears(model)
     model.eval()
+    return model
+
+
+def _with_weights(
+    empty: PreTrainedModel, path: str | Path, config: Any, common: dict[str, Any], trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model with the checkpoint's weights, on the CPU."""
+    from transformers import GenerationConfig
+
+    folder = resolve_folder(path)
+    common = {"config": config, "output_loading_info": True, "ignore_mismatched_sizes": True, **common}
+    if not read_headers(folder):  # PyTorch's older format: transformers reads it, without running code
+        auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
+        source = str(folder) if folder == Path(path).expanduser() else str(path)  # of the hub, nothing is here yet
+        if source == str(folder) and not any(folder.glob("*.bin*")):
+            raise ModelError(f"checkpoint {folder} holds no weights (*.safetensors)")
+        model, info = auto.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
+        require_fit(source, model, from_loading_info(model, info))
+        return _finite(model, source)
+    stored = StoredWeights(folder)
+    require_fit(str(folder), empty, compare(empty, stored))
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        generation = GenerationConfig.from_model_config(config)
+    common |= {"state_dict": stored.lazy(), "generation_config": generation}
+    architecture: Any = type(empty)
+    try:
+        model, info = architecture.from_pretrained(None, **common)
+    except Exception as error:
+        if stored.fault is not None:  # transformers reports its own words for what a reading thread raised
+            raise stored.fault from error
+        raise
+    model.config.name_or_path = str(folder)
+    require_fit(str(folder), model, from_loading_info(model, info))
+    return model
+
+
+def _finite(model: PreTrainedModel, where: str) -> PreTrainedModel:
+    wrong = [name for name, tensor in model.state_dict().items() if not is_finite(tensor)]
+    if wrong:
+        raise ModelError(f"checkpoint {where} holds NaN or infinite values: {shorten(wrong)}")
     return model

@@ -8,74 +8,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
+from slime.models.quantized import without_quantization
+from slime.models.shards import INDEX
+from slime.models.stored import COPIED_FILES, StoredWeights, resolve_folder
+
+__all__ = ["HfFolder", "copy_companions", "copy_config", "resolve_folder", "write_tensors"]
+
 SHARD_BYTES = 4 * 1024**3
-COPIED_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "*processor*.json",
-    "*.py",
-)
 
-
-def resolve_folder(path: str) -> Path:
-    """The local folder of a checkpoint: itself, or where the hub's client keeps (or puts) it."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json", *COPIED_FILES]))
-
-
-class HfFolder:
-    """Tensors of a safetensors checkpoint by name, read when asked for."""
+class HfFolder(StoredWeights):
+    """Weights of a safetensors checkpoint by name, read when asked for."""
 
     def __init__(self, path: str | Path) -> None:
         """
-        Raises:
-            FileNotFoundError: the folder has no safetensors files.
-        """
-        self.path = resolve_folder(str(path))
-        index = self.path / INDEX
-        if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            self.files = {}
-            for file in sorted(self.path.glob("*.safetensors")):
-                with safe_open(str(file), framework="pt") as opened:
-                    self.files.update(dict.fromkeys(opened.keys(), file.name))
-        if not self.files:
-            raise FileNotFoundError(f"{self.path} holds no safetensors files: convert the checkpoint to safetensors")
-        self._opened: dict[str, Any] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.files
-
-    def get(self, name: str) -> Tensor:
-        """One whole tensor, in the dtype of the file.
+        Args:
+            path: a folder, or a hub id.
 
         Raises:
-            KeyError: there is none of this name.
+            ModelError: as :class:`~slime.models.stored.StoredWeights`.
         """
-        if name not in self.files:
-            raise KeyError(f"{self.path} has no tensor {name!r}; it has {len(self.files)}, for example {self._some()}")
-        file = self.files[name]
-        if file not in self._opened:
-            self._opened[file] = safe_open(str(self.path / file), framework="pt")
-        tensor: Tensor = self._opened[file].get_tensor(name)
-        return tensor
-
-    def _some(self) -> str:
-        return ", ".join(list(self.files)[:3])
+        super().__init__(resolve_folder(path))
 
 
 def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:
@@ -116,3 +71,11 @@ def copy_companions(source: str | Path, path: Path) -> None:
     for pattern in COPIED_FILES:
         for file in Path(source).glob(pattern):
             shutil.copy2(file, path / file.name)
+
+
+def copy_config(source: str | Path, path: Path, **changes: Any) -> None:
+    """config.json and generation_config.json for plain weights: without ``quantization_config``, with ``changes``."""
+    config = without_quantization(json.loads((Path(source) / "config.json").read_text()))
+    (path / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n")
+    if (Path(source) / "generation_config.json").is_file():
+        shutil.copy2(Path(source) / "generation_config.json", path / "generation_config.json")

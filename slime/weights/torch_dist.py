@@ -81,7 +81,7 @@ def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: 
     if rank == 0:
         torch.save({}, save / TENSORS / "common.pt")
         (save / TENSORS / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
-        meta = describe(family, settings, str(folder.path))
+        meta = describe(family, settings, str(folder.folder))
         (save / META).write_text(json.dumps(meta, indent=2) + "\n")
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pytest
+
 from slime.checkpoint import snapshot
-from slime.cluster.checks import _check_snapshots
+from slime.cluster.checks import _check_checkpoints, _check_snapshots
 from slime.config.args import Args
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8
 
 
 def test_a_folder_with_checkpoints_of_another_program_is_named_before_the_start(tmp_path: Path) -> None:
@@ -32,3 +38,41 @@ def test_a_missing_iteration_and_a_damaged_snapshot_are_named_before_the_start(t
     args.ckpt_step = 3
     (path / "a").write_bytes(b"ab")
     assert "a has 2 bytes instead of 3" in _check_snapshots(args)[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(llama_config(), tmp_path_factory.mktemp("model"))
+
+
+def test_every_checkpoint_that_the_run_reads_is_compared_with_its_model(model: Path, tmp_path: Path) -> None:
+    tensors = read_tensors(model)
+    leftover = rewrite(model, tmp_path / "leftover", {**tensors, "mtp.weight": tensors["model.norm.weight"].clone()})
+    del tensors["model.norm.weight"]
+    broken = rewrite(model, tmp_path / "broken", tensors)
+    args = Args()
+    args.hf_checkpoint, args.ref_load, args.rollout_backend = str(leftover), str(broken), "embedded"
+    assert _check_checkpoints(args) == []  # nothing uses the reference
+    assert "holds 1 tensors that the model does not use: mtp.weight" in args.notices[-1]
+    args.use_kl_loss, args.opd_teacher_load = True, str(broken / "..")
+    (problem,) = _check_checkpoints(args)
+    assert problem.startswith(f"--ref-load: checkpoint {broken} does not fit LlamaForCausalLM")
+    assert "lacks 1 tensors: model.norm.weight" in problem
+    args.hf_checkpoint = str(broken)
+    for content in ('{"model_type": "llama", "hidden_size": "wide"}', '{"model_type": "other"}', "{", "[]"):
+        (broken / "config.json").write_text(content)
+        assert "config.json" in _check_checkpoints(args)[0]
+
+
+def test_sglang_with_a_quantized_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
+    args = Args()
+    args.rollout_backend = "sglang"
+    folder = rewrite(model, tmp_path, to_block_fp8(read_tensors(model), 16))
+    args.hf_checkpoint = str(folder)
+    assert "quantized tensors without a scale" in _check_checkpoints(args)[0]
+    quantization = {**FP8_CONFIG, "weight_block_size": [16, 16]}
+    rewrite(model, tmp_path, to_block_fp8(read_tensors(model), 16), quantization_config=quantization)
+    (problem,) = _check_checkpoints(args)
+    assert "is quantized (fp8)" in problem and "tools/dequantize_hf.py" in problem
+    args.rollout_backend = "embedded"
+    assert _check_checkpoints(args) == []

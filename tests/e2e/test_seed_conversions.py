@@ -45,7 +45,7 @@ def tensors(folder: Path) -> dict[str, Any]:
     from slime.weights.hf_folder import HfFolder
 
     loaded = HfFolder(folder)
-    return {name: loaded.get(name) for name in loaded.files}
+    return {name: loaded.get(name) for name in loaded.shapes()}
 
 
 def assert_same_tensors(left: Path, right: Path) -> None:

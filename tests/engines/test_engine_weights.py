@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_engine_numerics import architectures, save_random
 from transformers import AutoModelForCausalLM
 
+from slime.engines.embedded.loading import EngineOptions, load_engine
 from slime.engines.embedded.weights import WeightError, Weights, overall_checksum
 from slime.models.digest import tensor_digest
 
@@ -65,8 +68,6 @@ def test_wrong_names_and_shapes_write_nothing(tiny_llama: Path) -> None:
 
 
 def test_folders_must_be_complete(tiny_llama: Path, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     weights = Weights(open_model(tiny_llama))
     with pytest.raises(WeightError, match="holds no"):
         weights.load_folder(tmp_path)
@@ -75,6 +76,73 @@ def test_folders_must_be_complete(tiny_llama: Path, tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(WeightError, match=r"lacks 1 tensors of the model, e.g. 'model.norm.weight'"):
         weights.load_folder(tmp_path)
+
+
+def spoil_nan(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"][3] = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "lacks 1 tensors"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"'model.norm.weight' has shape \(3,\)"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(44, dtype=torch.int8)}), "is I8, the model has floats"),
+        (lambda t: t.update({"model.norm.weight": torch.zeros(44).to(torch.float8_e4m3fn)}), "without a scale"),
+    ],
+)
+def test_a_folder_that_does_not_fit_writes_nothing(
+    tiny_llama: Path, tmp_path: Path, spoil: Callable[[dict[str, torch.Tensor]], Any], said: str
+) -> None:
+    weights = Weights(open_model(tiny_llama))
+    before = weights.checksums()
+    tensors = {name: tensor + 1 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=said):
+        weights.load_folder(tmp_path)
+    whole = tmp_path / "model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-4])
+    with pytest.raises(WeightError, match=r"model.safetensors is truncated"):
+        weights.load_folder(tmp_path)
+    assert weights.checksums() == before and not weights.stale
+
+
+def test_an_update_that_breaks_off_leaves_the_engine_halted_until_the_next_good_one(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    loaded = load_engine(EngineOptions(str(tiny_llama), max_running_requests=2))
+    engine, scheduler = loaded.engine, loaded.engine.scheduler
+    good = {name: tensor + 1 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
+    bad = {name: tensor.clone() for name, tensor in good.items()}
+    spoil_nan(bad)
+    for name, tensors in (("good", good), ("bad", bad)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    with pytest.raises(WeightError, match=r"broke off .*'model.norm.weight' .*NaN"):
+        engine.change_weights(lambda: engine.weights.load_folder(tmp_path / "bad"), "1.1")
+    assert engine.resting and engine.halted and scheduler.weight_version == "half-written"
+    with pytest.raises(WeightError, match="repeat it"):
+        engine.rename_version("1.1")
+    some = dict(list(good.items())[:3])
+    engine.change_weights(lambda: engine.weights.load(some.items()), "1.2")  # a part is not enough
+    assert engine.halted and scheduler.weight_version == "half-written"
+    engine.change_weights(lambda: engine.weights.load_folder(tmp_path / "good"), "1.2")
+    assert not engine.halted and scheduler.weight_version == "1.2"
+    assert all(torch.equal(engine.weights.views[name], t) for name, t in good.items() if name in engine.weights.views)
+
+
+def test_quantized_folders_are_read_as_plain_weights(tiny_llama: Path, tmp_path: Path) -> None:
+    weights = Weights(open_model(tiny_llama))
+    tensors = load_file(tiny_llama / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    plain = (tensors[name] / 0.5).to(torch.float8_e4m3fn).float() * 0.5
+    tensors |= {name: (tensors[name] / 0.5).to(torch.float8_e4m3fn), f"{name}_scale": torch.tensor(0.5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = {"dtype": "float32", "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights.load_folder(tmp_path)
+    assert torch.equal(weights.views[name], plain)
 
 
 def test_snapshot_reset_compare(tiny_llama: Path) -> None:

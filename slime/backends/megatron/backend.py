@@ -42,8 +42,8 @@ from slime.config.hf_config import megatron_folder
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
-from slime.models.loading import load_hf_config
-from slime.weights.hf_folder import HfFolder, copy_companions, write_tensors
+from slime.models.loading import check_checkpoint, load_hf_config
+from slime.weights.hf_folder import HfFolder, copy_companions, copy_config, resolve_folder, write_tensors
 from slime.weights.maps.family import moe_layers
 from slime.weights.maps.registry import family_of
 
@@ -136,6 +136,8 @@ class MegatronBackend(StepAccounting):
         """Of a Hugging Face folder, or Megatron weights of any layout, into the live parameters."""
         folder = megatron_folder(path)
         if folder is None:
+            if self.rank == 0:  # the driver has looked already, where it had the files
+                check_checkpoint(path, self.args.trust_remote_code)
             self.weights.load(HfFolder(path))
         else:
             load_weights(self.chunks, self.layout, folder)
@@ -292,11 +294,9 @@ class MegatronBackend(StepAccounting):
         path, writer = Path(path), self.rank == 0
         write_tensors(self.named_weights(), path, writer)
         if writer:
-            source = HfFolder(self.args.hf_checkpoint).path
+            source = resolve_folder(self.args.hf_checkpoint)
             copy_companions(source, path)
-            for name in ("config.json", "generation_config.json"):
-                if (source / name).is_file():
-                    (path / name).write_text((source / name).read_text())
+            copy_config(source, path)
         self.barrier()
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:

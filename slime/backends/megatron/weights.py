@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from slime.backends.megatron.core import MegatronError
+from slime.models.shards import ModelError
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import Entry, Family, Settings
 
@@ -104,8 +105,12 @@ class ModelWeights:
         """Fill this rank's parameters; reads only what they need.
 
         Raises:
-            KeyError, ValueError: a tensor is missing or has another shape; names it.
+            KeyError, ValueError: a tensor is missing, has another shape or is not of a float type; names it.
         """
+        for name in (*self.local, *self.duplicates):
+            for hf in self.hf_names(name):
+                if hf in folder and not folder.is_float(hf):
+                    raise ModelError(f"{hf!r} in {folder.folder} is {folder.plain[hf].dtype}, which is no float type")
         for name, tensor in [*self.local.items(), *self.duplicates.items()]:
             entry = self.entries[name]
             if not entry.experts:

@@ -16,7 +16,7 @@ from slime.engines.embedded.runner import Logits, Runner
 from slime.engines.embedded.sampling import draw, score_prompt
 from slime.engines.embedded.scheduler import Drawn, Plan, Scheduler
 from slime.engines.embedded.sequence import Sequence
-from slime.engines.embedded.weights import Weights
+from slime.engines.embedded.weights import WeightError, Weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -26,13 +26,15 @@ Listener = Callable[[Sequence, int, dict[str, Any] | None, str], None]
 weight version of the last token."""
 
 IDLE_SECONDS = 0.5
+HALF_WRITTEN = "half-written"
+"""The weight version after an update that broke off."""
 
 
 class Engine:
     """Everything between HTTP and the model. Public methods are for the event loop's thread.
 
-    ``halted`` names why no step is planned although nothing is paused: an open weight update, or memory
-    that was released.
+    ``halted`` names why no step is planned although nothing is paused: an open weight update, one that broke off, or
+    memory that was released.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, weights: Weights, default_seed: int | None) -> None:
@@ -122,19 +124,28 @@ class Engine:
     def change_weights(self, write: Callable[[], T], version: str | None) -> T:
         """Run ``write``, which changes weights, and account for it.
 
-        When it fails, part of the weights may be new: the version keeps its name, cached KV is not shared.
+        When it fails after it has written something, the weights are of no version: nothing is computed until an
+        update has written all of them. Cached KV is not shared in any case.
         """
         named = None
         try:
             result = write()
             named = version if version != self.scheduler.weight_version else None
         finally:
+            broken = bool(self.weights.stale)
+            self._halt(HALF_WRITTEN, broken)
             self.runner.weights_changed()
-            self.scheduler.weights_changed(named)
+            self.scheduler.weights_changed(HALF_WRITTEN if broken else named)
         return result
 
     def rename_version(self, version: str) -> None:
-        """The weights are now called ``version``, without having changed."""
+        """The weights are now called ``version``, without having changed.
+
+        Raises:
+            WeightError: they are of no version, since an update broke off.
+        """
+        if self.weights.stale:
+            raise WeightError(f"{len(self.weights.stale)} tensors were not written by the last update: repeat it first")
         if version != self.scheduler.weight_version:
             self.scheduler.name_version(version)
 

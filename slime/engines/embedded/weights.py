@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from slime.models.digest import tensor_digest
+from slime.models.shards import ModelError
+from slime.models.stored import StoredWeights
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -31,6 +33,9 @@ class Weights:
         self.snapshot: dict[str, torch.Tensor] | None = None
         self.aliases: dict[str, str] = {}
         self.views = self._checkpoint_views()
+        self.stale: set[str] = set()
+        """Names that have not been written since an update broke off half-way; while there are any, the model holds
+        no version's weights."""
 
     def _checkpoint_views(self) -> dict[str, torch.Tensor]:
         views: dict[str, torch.Tensor] = {}
@@ -64,32 +69,53 @@ class Weights:
         for name, view, tensor in pairs:
             if view.shape != tensor.shape:
                 raise WeightError(f"{name!r} has shape {tuple(tensor.shape)}, the model has {tuple(view.shape)}")
-        for _, view, tensor in pairs:
+        for name, view, tensor in pairs:
             view.copy_(tensor)
+            self.stale.discard(self.aliases.get(name, name))
         return len(pairs)
 
     load_weights = load  # the name under which custom weight loaders know it
 
     def load_folder(self, folder: Path) -> int:
-        """All tensors of the safetensors files in a Hugging Face folder.
+        """All tensors of the safetensors files in a Hugging Face folder; quantized ones are dequantized.
+
+        Names, shapes and types of all files are compared with the model before anything is written. If reading fails
+        after that, :attr:`stale` says so until all weights have been written again.
 
         Raises:
-            WeightError: no such files, or tensors of the model are missing in them.
+            WeightError: a file is damaged, tensors of the model are missing, or they have another shape.
         """
-        from safetensors.torch import load_file
+        try:
+            stored = StoredWeights(folder)
+        except (ModelError, OSError) as error:
+            raise WeightError(str(error)) from error
+        names = self._require_all(stored)
+        self.stale |= set(names.values())
+        try:
+            for name in names:
+                self.load([(name, stored.get(name))])
+        except Exception as error:
+            raise WeightError(
+                f"the update from {str(folder)!r} broke off ({error}): {len(self.stale)} of {len(self.views)} tensors "
+                "still have older values, so nothing is generated until an update has written them"
+            ) from error
+        return len(names)
 
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise WeightError(f"{str(folder)!r} holds no *.safetensors")
-        found: set[str] = set()
-        for file in files:
-            tensors = load_file(file)
-            found |= {self.aliases.get(name, name) for name in tensors}
-            self.load(tensors.items())
+    def _require_all(self, stored: StoredWeights) -> dict[str, str]:
+        """The stored names that the model has, each with the name of the view that it fills."""
+        shapes, where = stored.shapes(), str(stored.folder)
+        names = {name: self.aliases.get(name, name) for name in shapes}
+        names = {name: view for name, view in names.items() if view in self.views}
+        found = set(names.values())
         missing = sorted(name for name in self.views if name not in found and _is_weight(self.model, name))
         if missing:
-            raise WeightError(f"{str(folder)!r} lacks {len(missing)} tensors of the model, e.g. {missing[0]!r}")
-        return len(found)
+            raise WeightError(f"{where!r} lacks {len(missing)} tensors of the model, e.g. {missing[0]!r}")
+        for name, view in names.items():
+            if shapes[name] != tuple(self.views[view].shape):
+                raise WeightError(f"{name!r} has shape {shapes[name]}, the model has {tuple(self.views[view].shape)}")
+            if self.views[view].is_floating_point() and not stored.is_float(name):
+                raise WeightError(f"{name!r} in {where!r} is {stored.plain[name].dtype}, the model has floats")
+        return names
 
     def get(self, name: str, truncate: int) -> list[Any]:
         view = self.resolve(name)

@@ -1,0 +1,219 @@
+"""What a model expects of its checkpoint, compared with what the files hold, before any value is read."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slime.models.shards import ModelError, shorten
+from slime.models.stored import StoredWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.")
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Differences:
+    """Names of tensors as the files have them."""
+
+    missing: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    """With both shapes, in words."""
+    integers: list[str] = field(default_factory=list)
+    """Not of a float type where the model computes with floats."""
+    surplus_layers: list[str] = field(default_factory=list)
+    """Of decoder layers beyond those that config.json counts, and not known leftovers."""
+    unexpected: list[str] = field(default_factory=list)
+    missing_buffers: list[str] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return not (self.missing or self.mismatched or self.integers or self.surplus_layers)
+
+
+def compare(model: PreTrainedModel, stored: StoredWeights) -> Differences:
+    """Compare names and shapes with the model's own.
+
+    Args:
+        model: made of the checkpoint's config, on the ``meta`` device.
+
+    Names are compared as ``save_pretrained`` writes them. Where they differ, transformers itself decides, in a load
+    without memory, whether it knows the names (older releases, another prefix).
+    """
+    expected = expected_on_disk(model)
+    differences = _compare(model, stored, *expected) if expected is not None else Differences(missing=["?"])
+    if differences.missing or differences.mismatched:
+        loaded = _dry_load(model, stored)
+        if loaded is not None and (loaded.fits or expected is None):
+            loaded.surplus_layers = differences.surplus_layers
+            return loaded
+    return differences
+
+
+def expected_on_disk(model: PreTrainedModel) -> tuple[dict[str, Shape], set[str], set[str]] | None:
+    """``{name: shape}`` of everything that a checkpoint of the model holds, and which names are buffers and which
+    are floats; None where transformers cannot tell. Tied tensors stand under the first of their names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tensors = {name: torch.empty_like(t, device="meta") for name, t in model.state_dict().items() if name not in tied}
+    buffers = {name for name, _ in model.named_buffers()}
+    try:
+        on_disk = revert_weight_conversion(model, dict(tensors))
+        own = {name: t for name, t in tensors.items() if name in buffers}
+        buffers = set(revert_weight_conversion(model, own)) if own else set()
+    except Exception:  # a conversion of transformers that has no way back, or none for tensors without values
+        return None
+    floats = {name for name, t in on_disk.items() if t.is_floating_point()}
+    return {name: tuple(t.shape) for name, t in on_disk.items()}, buffers, floats
+
+
+def _compare(
+    model: PreTrainedModel, stored: StoredWeights, expected: Mapping[str, Shape], buffers: set[str], floats: set[str]
+) -> Differences:
+    shapes = stored.shapes()
+    absent = [name for name in expected if name not in shapes]
+    both = [name for name in expected if name in shapes]
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    known = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+    beyond = [
+        name
+        for name in shapes
+        if name not in expected and name not in tied and not any(re.search(pattern, name) for pattern in known)
+    ]
+    surplus = _surplus_layers(model, expected, beyond)
+    return Differences(
+        missing=[n for n in absent if n not in buffers and not any(re.search(p, n) for p in optional)],
+        mismatched=[
+            f"{name} has shape {list(shapes[name])} in {stored.where(name)}, the model has {list(expected[name])}"
+            for name in both
+            if shapes[name] != expected[name]
+        ],
+        integers=[
+            f"{name} ({stored.plain[name].dtype} in {stored.where(name)})"
+            for name in both
+            if name in floats and not stored.is_float(name)
+        ],
+        surplus_layers=surplus,
+        unexpected=[name for name in beyond if name not in surplus],
+        missing_buffers=[name for name in absent if name in buffers],
+    )
+
+
+def _surplus_layers(model: PreTrainedModel, expected: Mapping[str, Shape], beyond: list[str]) -> list[str]:
+    """Of ``beyond``, tensors of decoder layers after the last. Layers for multi-token prediction stand there too."""
+    counts: dict[str, int] = {}
+    for found in filter(None, map(_LAYER.match, expected)):
+        counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+    config: Any = model.config
+    extra = int(getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0)
+    return [
+        name
+        for name in beyond
+        if (match := _LAYER.match(name)) and match[1] in counts and int(match[2]) >= counts[match[1]] + extra
+    ]
+
+
+def _dry_load(model: PreTrainedModel, stored: StoredWeights) -> Differences | None:
+    """What transformers finds of names and shapes when it loads tensors without memory; None where it gives up."""
+    architecture: Any = type(model)  # with output_loading_info it returns a pair, which its annotation leaves out
+    with _quiet():
+        try:
+            _, info = architecture.from_pretrained(
+                None,
+                config=model.config,
+                state_dict=stored.empty(),
+                device_map={"": "meta"},
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        except RuntimeError:  # tensors that do not fit each other, already told by name
+            return None
+    return from_loading_info(model, info)
+
+
+def from_loading_info(model: PreTrainedModel, info: Mapping[str, Any]) -> Differences:
+    """The ``output_loading_info`` of transformers. Names are the model's own, not the files'."""
+    buffers = {name for name, _ in model.named_buffers()}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return Differences(
+        missing=sorted(set(info["missing_keys"]) - buffers - tied),
+        mismatched=[
+            f"{name} has shape {list(theirs)}, the model has {list(own)}"
+            for name, theirs, own in sorted(info["mismatched_keys"])
+        ],
+        unexpected=sorted(info["unexpected_keys"]),
+        missing_buffers=sorted(set(info["missing_keys"]) & buffers),
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' own table of differences off the terminal: they are told in one message."""
+    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "core_model_loading")]
+    levels = [logger.level for logger in loggers]
+    from transformers.utils import logging as theirs
+
+    bar = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        if bar:
+            theirs.enable_progress_bar()
+
+
+def require_fit(where: str, model: PreTrainedModel, differences: Differences) -> None:
+    """
+    Raises:
+        ModelError: the checkpoint lacks tensors of the model or holds others in their place; names them.
+    """
+    if differences.fits:
+        return
+    d, problems = differences, []
+    if d.missing:
+        renamed = difflib.get_close_matches(d.missing[0], d.unexpected, n=1)
+        instead = f" (it has {renamed[0]}, which the model does not know)" if renamed else ""
+        problems.append(f"it lacks {len(d.missing)} tensors: {shorten(d.missing)}{instead}")
+    if d.mismatched:
+        problems.append(f"{len(d.mismatched)} tensors have another shape: {shorten(d.mismatched, 3)}")
+    if d.integers:
+        problems.append(
+            f"{len(d.integers)} tensors are not of a float type, and config.json has no quantization_config that "
+            f"explains them: {shorten(d.integers, 3)}"
+        )
+    if d.surplus_layers:
+        problems.append(f"it holds layers beyond num_hidden_layers: {shorten(d.surplus_layers, 3)}")
+    raise ModelError(
+        f"checkpoint {where} does not fit {type(model).__name__} as its config.json describes it: "
+        f"{'; '.join(problems)}. Nothing is initialized at random in their place: restore the "
+        "files or correct config.json"
+    )
+
+
+def notices(where: str, differences: Differences) -> list[str]:
+    """What is worth saying of a checkpoint that fits."""
+    said = []
+    if differences.unexpected:
+        count = len(differences.unexpected)
+        said.append(f"{where} holds {count} tensors that the model does not use: {shorten(differences.unexpected, 3)}")
+    if differences.missing_buffers:
+        names = shorten(differences.missing_buffers, 3)
+        said.append(f"{where} lacks {len(differences.missing_buffers)} buffers, which keep their defaults: {names}")
+    return said

@@ -1,0 +1,269 @@
+"""Quantized checkpoints as plain weights: which stored tensors make one weight, and how.
+
+Supported, with the names on disk for a weight ``W`` (``...proj.weight``, or a fused ``...experts.down_proj``):
+
+=============================== ===================== ==============================================================
+``quant_method``                stored                value
+=============================== ===================== ==============================================================
+``fp8``, ``fbgemm_fp8``,        ``W`` 8-bit float,    ``W * scale``; one scale per block (``weight_block_size``), row
+``modelopt`` (``FP8``)          ``W_scale_inv`` or    or tensor
+                                ``W_scale``
+``compressed-tensors``,         ``W`` 8-bit float or  the same
+``float-quantized``, ...        int8, ``W_scale``
+``compressed-tensors``,         ``W_packed`` int32,   4- or 8-bit integers plus ``2**(bits-1)``, packed from the lowest
+``pack-quantized``              ``W_scale``,          bits up, times the scale of their group
+                                ``W_shape``
+``mxfp4``                       ``W_blocks`` uint8    two 4-bit floats (E2M1) a byte, the low one first, times
+                                ``[E, R, G, 16]``,    ``2**(scale - 127)``; transposed to ``[E, G*32, R]``
+                                ``W_scales`` uint8
+                                ``[E, R, G]``
+=============================== ===================== ==============================================================
+
+Sources: DeepSeek-V3's ``weights_dequant``; compressed-tensors 0.18 ``pack_quantized``; OCP Microscaling Formats 1.0.
+Scales of activations and of the KV cache are left out: the weights that come out are plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slime.models.shards import ModelError, TensorHeader, shorten
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point", "k_scale", "v_scale", "q_scale", "output_scale")
+_SCALED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "dense")
+_EXPLAINS = (
+    "slime reads fp8 (block, row and tensor scales), compressed-tensors (pack-quantized, float-quantized and "
+    "int-quantized, symmetric) and mxfp4; use the bfloat16 version of the model, or convert it"
+)
+Read = Callable[[str], Tensor]
+
+
+class Weight(NamedTuple):
+    """One weight that several stored tensors make."""
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    compute: Callable[[Read], Tensor]
+    """From the reader of stored tensors to the weight, in float32 or bfloat16."""
+
+
+class Plan(NamedTuple):
+    weights: dict[str, Weight]
+    left_out: frozenset[str]
+    """Stored tensors that plain weights do not need: scales of activations."""
+
+
+def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``quantization_config`` of a config.json, of the model or of its text part; None where there is none."""
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        if found := part.get("quantization_config") or part.get("compression_config"):
+            return dict(found) if isinstance(found, Mapping) else {"quant_method": repr(found)}
+    return None
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json for weights that are plain again."""
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    return {
+        key: without_quantization(v) if key == "text_config" and isinstance(v, dict) else v for key, v in plain.items()
+    }
+
+
+def plan(where: str, quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> Plan:
+    """How to make plain weights of the stored tensors.
+
+    Args:
+        where: the checkpoint, for messages.
+        read: for the few bytes of a packed tensor's shape where the header does not tell it.
+
+    Raises:
+        ModelError: the method is not supported, or tensors do not fit each other; names them.
+    """
+    method = str(quantization.get("quant_method", "none"))
+    if method == "modelopt" and str(quantization.get("quant_algo", "")).upper() != "FP8":
+        method = f"modelopt {quantization.get('quant_algo')}"
+    makers: dict[str, Callable[..., dict[str, Weight]]] = {
+        "fp8": _scaled, "fbgemm_fp8": _scaled, "modelopt": _scaled,
+        "compressed-tensors": _compressed, "mxfp4": _mxfp4,
+    }  # fmt: skip
+    if method not in makers:
+        raise ModelError(f"checkpoint {where} is quantized with {method!r}, which slime does not read: {_EXPLAINS}")
+    try:
+        weights = makers[method](quantization, headers, read)
+    except ValueError as error:
+        raise ModelError(f"checkpoint {where} ({method}): {error}") from error
+    used = {part for weight in weights.values() for part in weight.parts}
+    idle = (
+        n for n in headers if n not in used and (n.rpartition(".")[2] in _ACTIVATIONS or n.endswith("_input_scale"))
+    )
+    return Plan(weights, frozenset(idle))
+
+
+# --- 8-bit values and a scale ----------------------------------------------------------------------
+
+
+def _scaled(quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
+    block = quantization.get("weight_block_size")
+    weights = {}
+    for name, header in headers.items():
+        if header.dtype not in (*_FLOAT8, "I8"):
+            continue
+        scale = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in headers), None)
+        if scale is None:
+            if header.dtype == "I8":
+                continue  # judged against the model, as any tensor of integers
+            raise ValueError(f"{name} ({header.dtype} in {header.file}) has no {name}_scale_inv or {name}_scale")
+        if f"{name}_zero_point" in headers:
+            raise ValueError(f"{name} is asymmetric ({name}_zero_point), which slime does not read: {_EXPLAINS}")
+        sizes = _block_sizes(name, header.shape, headers[scale].shape, block)
+        weights[name] = Weight((name, scale), header.shape, _scaling(name, scale, sizes))
+    return weights
+
+
+def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple[int, ...] | None:
+    """Elements per scale along each axis of the scale; None where one number scales the whole tensor."""
+    if all(n == 1 for n in scales) or not shape:
+        return None
+    if len(scales) == 1 and scales[0] == shape[0]:
+        scales += (1,) * (len(shape) - 1)
+    if len(scales) != len(shape):
+        raise ValueError(f"{name} has shape {list(shape)} but scales of shape {list(scales)}")
+    given = [1] * (len(shape) - 2) + [int(n) for n in block] if block and len(shape) >= 2 else []
+    sizes = []
+    for axis, (length, count) in enumerate(zip(shape, scales, strict=True)):
+        if given and -(-length // given[axis]) == count:
+            sizes.append(given[axis])  # the last block of an axis may be cut off
+        elif count and length % count == 0:
+            sizes.append(length // count)
+        else:
+            raise ValueError(
+                f"{name} has shape {list(shape)} but scales of shape {list(scales)}, which fit no blocks"
+                + (f" of {list(block)}" if block else "")
+            )
+    return tuple(sizes)
+
+
+def _scaling(name: str, scale: str, sizes: tuple[int, ...] | None) -> Callable[[Read], Tensor]:
+    def compute(read: Read) -> Tensor:
+        return scaled(read(name), read(scale), sizes)
+
+    return compute
+
+
+def scaled(values: Tensor, scales: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
+    """``values * scales`` in float32, each scale repeated over its block.
+
+    Args:
+        values: 8-bit floats or integers ``[..., R, C]``.
+        scales: floats, or exponents of 2 (``float8_e8m0fnu``, or uint8 with a bias of 127).
+        sizes: block length along each axis; None for a single scale.
+    """
+    factors = torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
+    if sizes is None:
+        return values.float() * factors.reshape(())
+    factors = factors.reshape([*factors.shape, *[1] * (values.dim() - factors.dim())])
+    for axis, size in enumerate(sizes):
+        if size == values.shape[axis]:
+            continue  # broadcast
+        factors = factors.repeat_interleave(size, axis).narrow(axis, 0, values.shape[axis])
+    return values.float() * factors
+
+
+# --- compressed-tensors ----------------------------------------------------------------------------
+
+
+def _compressed(quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
+    groups = [g.get("weights") or {} for g in dict(quantization.get("config_groups") or {}).values()]
+    formats = {
+        str(g.get("format") or quantization.get("format")) for g in quantization.get("config_groups", {}).values()
+    }
+    formats |= {str(quantization.get("format"))} if not formats else set()
+    unknown = formats - {"pack-quantized", "mixed-precision", *_SCALED_FORMATS}
+    if unknown:
+        raise ValueError(f"format {shorten(sorted(unknown))} is not one that slime reads: {_EXPLAINS}")
+    asymmetric = [n for n in headers if n.endswith((".weight_zero_point", ".weight_g_idx"))]
+    if asymmetric:
+        raise ValueError(f"{shorten(asymmetric, 2)}: asymmetric or reordered groups are not read: {_EXPLAINS}")
+    bits = {int(g["num_bits"]) for g in groups if g.get("num_bits")} or {4, 8}
+    weights = _scaled({}, headers, read)
+    for packed, header in headers.items():
+        if packed.endswith("_packed"):
+            name = packed.removesuffix("_packed")
+            weights[name] = _packed_weight(name, header, headers, bits, read)
+    return weights
+
+
+def _packed_weight(
+    name: str, packed: TensorHeader, headers: Mapping[str, TensorHeader], bits: set[int], read: Read
+) -> Weight:
+    scale, shape = f"{name}_scale", f"{name}_shape"
+    lost = [part for part in (scale, shape) if part not in headers]
+    if lost:
+        raise ValueError(f"{name}_packed has no {' and no '.join(lost)}")
+    if packed.dtype != "I32" or len(packed.shape) != 2 or len(headers[scale].shape) != 2:
+        raise ValueError(f"{name}_packed is {packed.dtype} {list(packed.shape)}; slime reads int32 matrices")
+    rows, columns = (int(n) for n in read(shape))
+    fitting = [b for b in sorted(bits) if 32 % b == 0 and -(-columns * b // 32) == packed.shape[1]]
+    groups = headers[scale].shape[1]
+    if len(fitting) != 1 or rows != packed.shape[0] or headers[scale].shape[0] != rows or columns % groups:
+        raise ValueError(
+            f"{name} of shape {[rows, columns]} does not fit its packed values {list(packed.shape)} of {sorted(bits)} "
+            f"bits and scales {list(headers[scale].shape)}"
+        )
+    sizes, width = (1, columns // groups), fitting[0]
+
+    def compute(read: Read) -> Tensor:
+        return scaled(unpacked(read(f"{name}_packed"), width, columns), read(scale), sizes)
+
+    return Weight((f"{name}_packed", scale, shape), (rows, columns), compute)
+
+
+def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
+    """Signed integers of ``bits`` bits, int8 ``[R, columns]``, from int32 ``[R, ceil(columns * bits / 32)]``."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return (values.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8)
+
+
+# --- MXFP4 -----------------------------------------------------------------------------------------
+
+
+def _mxfp4(quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
+    weights = {}
+    for blocks, header in headers.items():
+        if not blocks.endswith("_blocks"):
+            continue
+        name = blocks.removesuffix("_blocks")
+        scales = f"{name}_scales"
+        if scales not in headers:
+            raise ValueError(f"{blocks} has no {scales}")
+        if header.dtype != "U8" or len(header.shape) != 4 or headers[scales].shape != header.shape[:3]:
+            raise ValueError(
+                f"{blocks} is {header.dtype} {list(header.shape)} with scales {list(headers[scales].shape)}; slime "
+                "reads uint8 [experts, rows, groups, 16] with scales [experts, rows, groups]"
+            )
+        experts, rows, groups, half = header.shape
+        weights[name] = Weight((blocks, scales), (experts, groups * half * 2, rows), _fp4_scaling(blocks, scales))
+    return weights
+
+
+def _fp4_scaling(blocks: str, scales: str) -> Callable[[Read], Tensor]:
+    def compute(read: Read) -> Tensor:
+        packed, exponents = read(blocks), read(scales)
+        return torch.stack([_fp4_matrix(b, s) for b, s in zip(packed, exponents, strict=True)])
+
+    return compute
+
+
+def _fp4_matrix(blocks: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 ``[G * 32, R]`` (exact) of one expert: blocks uint8 ``[R, G, 16]``, exponents uint8 ``[R, G]``."""
+    table = torch.tensor(E2M1, dtype=torch.bfloat16)
+    values = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1).flatten(2)
+    return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(1).t().contiguous()

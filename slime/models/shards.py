@@ -1,0 +1,153 @@
+"""The safetensors files of a Hugging Face checkpoint: which tensors they hold, read from their headers alone.
+
+A safetensors file begins with the length of its header (unsigned 64-bit, little endian) and the header, a JSON object
+``{name: {"dtype", "shape", "data_offsets"}}`` (https://github.com/huggingface/safetensors#format). Reading the headers
+takes milliseconds and finds every file that is missing, empty, truncated or of another format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER = 100_000_000  # bytes; the limit of the format
+_SHOWN = 5
+
+DTYPE_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+PLAIN_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types whose values are the weights themselves, without a scale."""
+
+
+class ModelError(ValueError):
+    """The folder, the architecture or the chosen attention does not fit; the message says what to change."""
+
+
+class TensorHeader(NamedTuple):
+    """What a file says of a tensor before it is read."""
+
+    file: str
+    dtype: str
+    """As safetensors names it: ``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ..."""
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, TensorHeader]:
+    """The tensors of a checkpoint by name.
+
+    Returns:
+        An empty dict for a folder without safetensors files.
+
+    Raises:
+        ModelError: the index or a file is damaged or missing. The message names all of them.
+    """
+    problems: list[str] = []
+    files, indexed = _weight_files(folder, problems)
+    headers: dict[str, TensorHeader] = {}
+    for file in files:
+        try:
+            headers.update(_file_headers(folder / file))
+        except ValueError as error:
+            problems.append(f"{file} {error}")
+    lost = [name for name, file in indexed.items() if name not in headers and not any(file in p for p in problems)]
+    if lost:
+        problems.append(f"{INDEX} lists tensors that its files do not hold: {shorten(lost)}")
+    if problems:
+        raise ModelError(
+            f"checkpoint {folder} is damaged or incomplete: {'; '.join(problems)}. Download or copy these files again"
+        )
+    return headers
+
+
+def _weight_files(folder: Path, problems: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Names of the files that hold the weights, and the index's ``{tensor: file}`` where there is one."""
+    index = folder / INDEX
+    if not index.is_file():
+        if (folder / _SINGLE).is_file():
+            return [_SINGLE], {}
+        return sorted(file.name for file in folder.glob("*.safetensors")), {}
+    try:
+        indexed = json.loads(index.read_bytes())["weight_map"]
+        names = {str(tensor): str(file) for tensor, file in indexed.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problems.append(f'{INDEX} is not an index ({{"weight_map": {{tensor: file}}}}): {type(error).__name__} {error}')
+        return [], {}
+    outside = sorted({file for file in names.values() if Path(file).name != file})
+    if outside:
+        problems.append(f"{INDEX} names files outside the folder: {shorten(outside)}")
+    if not names:
+        problems.append(f"{INDEX} lists no tensors")
+    return sorted(set(names.values()) - set(outside)), names
+
+
+def _file_headers(path: Path) -> dict[str, TensorHeader]:
+    """Raises ValueError that completes "<file> ..."."""
+    if not path.is_file():
+        raise ValueError("is missing")
+    size = path.stat().st_size
+    if size == 0:
+        raise ValueError("is empty")
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                raise ValueError("is a Git LFS pointer, not the weights (run git lfs pull)")
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= _MAX_HEADER:
+                raise ValueError("is not a safetensors file (no header length)")
+            if 8 + length > size:
+                raise ValueError(f"is truncated: {size} bytes, its header alone takes {8 + length}")
+            entries = json.loads(file.read(length))
+        if not isinstance(entries, dict):
+            raise ValueError("is not a safetensors file (its header is no JSON object)")
+        entries.pop("__metadata__", None)
+        headers = {name: _header(path.name, name, entry) for name, entry in entries.items()}
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"cannot be read as safetensors ({type(error).__name__}: {error})") from error
+    if 8 + length + end != size:
+        what = "is truncated" if 8 + length + end > size else "has bytes after its last tensor"
+        raise ValueError(f"{what}: {size} bytes, its header describes {8 + length + end}")
+    return headers
+
+
+def _header(file: str, name: str, entry: Any) -> TensorHeader:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
+        begin, end = (int(n) for n in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"has a damaged header: {name!r} is described by {str(entry)[:80]}") from error
+    bits = DTYPE_BITS.get(dtype)
+    if min(shape, default=0) < 0 or begin < 0 or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits):
+        raise ValueError(f"has a damaged header: {name!r} of {dtype} {list(shape)} takes {end - begin} bytes")
+    return TensorHeader(file, dtype, shape)
+
+
+def shorten(names: Iterable[str], shown: int = _SHOWN) -> str:
+    """``a, b, c and 7 more``"""
+    every = list(names)
+    rest = f" and {len(every) - shown} more" if len(every) > shown else ""
+    return ", ".join(every[:shown]) + rest
+
+
+def require_plain(folder: Path, headers: Mapping[str, TensorHeader]) -> None:
+    """Refuse tensors that are only part of a value: 8-bit floats and smaller without a scale.
+
+    Raises:
+        ModelError: names them.
+    """
+    small = [f"{name} ({h.dtype} in {h.file})" for name, h in headers.items() if h.dtype[:2] in ("F8", "F4", "F6")]
+    if small:
+        raise ModelError(
+            f"checkpoint {folder} holds {len(small)} quantized tensors without a scale that its config.json's "
+            f"quantization_config would explain: {shorten(small)}. Use the bfloat16 version of the model, or restore "
+            "quantization_config"
+        )

@@ -1,0 +1,176 @@
+"""The weights of a checkpoint folder by name: plain tensors, read one by one, whatever they are stored as."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slime.models.quantized import Plan, plan, quantization_of
+from slime.models.shards import PLAIN_FLOATS, ModelError, TensorHeader, read_headers, require_plain, shorten
+
+COPIED_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.jinja",
+    "*processor*.json",
+    "*.py",
+)
+
+
+def resolve_folder(path: str | Path) -> Path:
+    """The local folder of a checkpoint: itself, or where the hub's client keeps (or puts) it."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", *COPIED_FILES]))
+
+
+def local_folder(path: str | Path) -> Path | None:
+    """The same, without a download: None for a hub id that is not on this machine."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = Path(snapshot_download(str(path), allow_patterns=["*.json"], local_files_only=True))
+    except (OSError, ValueError):  # nothing is cached, or no hub id
+        return None
+    return found if any(found.glob("*.safetensors")) else None
+
+
+class StoredWeights:
+    """The weights in a folder of safetensors files. Quantized ones (:mod:`slime.models.quantized`) are dequantized
+    as they are read, tensor by tensor, to the ``dtype`` of config.json (bfloat16 where it names none)."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers alone.
+
+        Raises:
+            ModelError: there are no safetensors files, one of them is damaged, or the quantization is not supported.
+        """
+        self.folder = folder
+        self.headers = read_headers(folder)
+        if not self.headers:
+            raise ModelError(f"{folder} holds no safetensors files: convert the checkpoint to safetensors")
+        config = _read_config(folder)
+        quantization = quantization_of(config)
+        self._opened: dict[str, Any] = {}
+        self.fault: ModelError | None = None
+        """What a read on another thread found wrong."""
+        self.dtype = _nominal_dtype(config)
+        self.plan = Plan({}, frozenset())
+        if quantization is not None:
+            self.plan = plan(str(folder), quantization, self.headers, self._read)
+        used = {part for weight in self.plan.weights.values() for part in weight.parts} | self.plan.left_out
+        self.plain: dict[str, TensorHeader] = {n: h for n, h in self.headers.items() if n not in used}
+        """Tensors that are stored as they are."""
+        require_plain(folder, self.plain)
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.plan.weights)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights by name."""
+        weights = {name: weight.shape for name, weight in self.plan.weights.items()}
+        return {**{name: header.shape for name, header in self.plain.items()}, **weights}
+
+    def is_float(self, name: str) -> bool:
+        return name in self.plan.weights or self.plain[name].dtype in PLAIN_FLOATS
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.plain or name in self.plan.weights
+
+    def where(self, name: str) -> str:
+        """The file (of the first part) of a weight, for messages."""
+        return self.headers[self.plan.weights[name].parts[0] if name in self.plan.weights else name].file
+
+    def get(self, name: str) -> Tensor:
+        """One whole weight: in the dtype of the file, or of config.json where it is dequantized.
+
+        Raises:
+            KeyError: there is none of this name.
+            ModelError: it has values that are not finite.
+        """
+        if name in self.plan.weights:
+            tensor = self.plan.weights[name].compute(self._read).to(self.dtype)
+        elif name in self.plain:
+            tensor = self._read(name)
+        else:
+            every = list(self.shapes())
+            raise KeyError(
+                f"{self.folder} has no tensor {name!r}; it has {len(every)}, for example {shorten(every, 3)}"
+            )
+        if not is_finite(tensor):
+            self.fault = ModelError(
+                f"{name!r} in {self.folder / self.where(name)} holds NaN or infinite values: the checkpoint is damaged"
+            )
+            raise self.fault
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        file = self.headers[name].file
+        if file not in self._opened:
+            self._opened[file] = safe_open(str(self.folder / file), framework="pt")
+        tensor: Tensor = self._opened[file].get_tensor(name)
+        return tensor
+
+    def lazy(self) -> dict[str, Any]:
+        """All weights as what transformers reads a tensor of when it needs it: ``[...]`` gives the tensor."""
+        return {name: _Lazy(self, name) for name in self.shapes()}
+
+    def empty(self) -> dict[str, Any]:
+        """The same, of tensors without memory (``meta``)."""
+        return {name: _Lazy(self, name, shape) for name, shape in self.shapes().items()}
+
+
+class _Lazy:
+    def __init__(self, stored: StoredWeights, name: str, shape: tuple[int, ...] | None = None) -> None:
+        self.stored, self.name, self.shape = stored, name, shape
+
+    def __getitem__(self, index: EllipsisType) -> Tensor:
+        if self.shape is not None:
+            return torch.empty(self.shape, device="meta")
+        return self.stored.get(self.name)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values of a float tensor are finite; True for others."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    total = tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())  # a sum may overflow
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} is not a JSON object")
+    return config
+
+
+def _nominal_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        named = str(part.get("dtype") or part.get("torch_dtype"))
+        if named in ("float32", "float16", "bfloat16"):
+            dtype: torch.dtype = getattr(torch, named)
+            return dtype
+    return torch.bfloat16

@@ -1,0 +1,218 @@
+"""Checkpoints that are damaged, incomplete or of another model: named before anything is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import deepseek_config, llama_config, moe_config, read_tensors, rewrite, save_model
+
+from slime.models.loading import load_hf_model
+from slime.models.shards import INDEX, ModelError, read_headers
+from slime.models.stored import StoredWeights
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+RENAMED = Q.replace("q_proj", "q_prj")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(llama_config(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(llama_config(), tmp_path_factory.mktemp("sharded"), max_shard_size="20KB")
+
+
+def load(folder: Path) -> Any:
+    return load_hf_model(folder, torch.float32, "cpu")
+
+
+def edited(llama: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], Any], **config: Any) -> Path:
+    tensors = read_tensors(llama)
+    edit(tensors)
+    return rewrite(llama, target, tensors, **config)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def test_headers_agree_with_the_tensors(sharded: Path) -> None:
+    headers, tensors = read_headers(sharded), read_tensors(sharded)
+    assert {name: (h.dtype, h.shape) for name, h in headers.items()} == {
+        name: ("F32", tuple(t.shape)) for name, t in tensors.items()
+    }
+    assert len({h.file for h in headers.values()}) > 2
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def cut_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:20])
+
+
+def wrong_size(path: Path) -> None:
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    name = next(n for n in header if n != "__metadata__")
+    header[name]["shape"] = [1, 2, 3]
+    packed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(packed)) + packed + content[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, "is truncated"),
+        (cut_header, "is truncated"),
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), "is a Git LFS pointer"),
+        (lambda path: path.write_bytes(b"\xff" * 100), "is not a safetensors file"),
+        (lambda path: path.write_bytes(struct.pack("<Q", 4) + b"nope"), "cannot be read as safetensors"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has bytes after its last tensor"),
+        (wrong_size, "has a damaged header"),
+        (Path.unlink, "is missing"),
+    ],
+)
+def test_a_damaged_shard_is_named(sharded: Path, tmp_path: Path, damage: Callable[[Path], Any], said: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sharded, folder)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    damage(shard)
+    with pytest.raises(ModelError, match=f"{shard.name} {said}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not an index"),
+        ("[]", "is not an index"),
+        ('{"weight_map": {}}', "lists no tensors"),
+        ('{"weight_map": {"a": "../secret.safetensors"}}', "outside the folder"),
+        ('{"weight_map": {"a": "model-9.safetensors"}}', "model-9.safetensors is missing"),
+    ],
+)
+def test_a_bad_index_is_named(sharded: Path, tmp_path: Path, content: str, said: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sharded, folder)
+    (folder / INDEX).write_text(content)
+    with pytest.raises(ModelError, match=said):
+        load(folder)
+
+
+def test_an_index_that_lists_a_tensor_of_no_file(sharded: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sharded, folder)
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.ghost"] = next(iter(index["weight_map"].values()))
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"do not hold: model\.ghost"):
+        load(folder)
+
+
+# --- names, shapes, types --------------------------------------------------------------------------
+
+
+def test_a_whole_checkpoint_loads_exactly(llama: Path, sharded: Path) -> None:
+    for folder in (llama, sharded):
+        state, tensors = load(folder).state_dict(), read_tensors(folder)
+        assert set(state) == set(tensors) and all(torch.equal(state[name], t) for name, t in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("edit", "config", "said"),
+    [
+        (lambda t: t.pop(Q), {}, f"lacks 1 tensors: {Q}"),
+        (lambda t: t.update({RENAMED: t.pop(Q)}), {}, rf"{Q} \(it has {RENAMED}"),
+        (lambda t: t.pop("lm_head.weight"), {}, "lacks 1 tensors: lm_head.weight"),
+        (lambda t: t.update({Q: t[Q][:8]}), {}, rf"{Q} has shape \[8, 32\] in model.safetensors, the model has \[32"),
+        (lambda t: t.update({Q: t[Q].to(torch.int8)}), {}, rf"not of a float type.*{Q} \(I8 in model.safetensors\)"),
+        (lambda t: t.update({Q: t[Q] > 0}), {}, rf"not of a float type.*{Q} \(BOOL"),
+        (lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)}), {}, rf"without a scale.*{Q} \(F8_E4M3"),
+        (lambda t: None, {"num_hidden_layers": 3}, "lacks 9 tensors: model.layers.2"),
+        (lambda t: None, {"num_hidden_layers": 1}, "layers beyond num_hidden_layers: model.layers.1"),
+        (lambda t: None, {"vocab_size": 65}, r"embed_tokens.weight has shape \[64, 32\].*\[65, 32\]"),
+        (lambda t: t[Q].view(-1)[5:6].fill_(float("nan")), {}, f"'{Q}' in .*model.safetensors holds NaN or inf"),
+        (lambda t: t[Q].view(-1)[5:6].fill_(float("inf")), {}, f"'{Q}' in .*model.safetensors holds NaN or inf"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_that_does_not_fit_is_an_error_with_the_names(
+    llama: Path, tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any], config: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        load(edited(llama, tmp_path / "model", edit, **config))
+
+
+def test_large_finite_values_are_no_fault(llama: Path, tmp_path: Path) -> None:
+    folder = edited(llama, tmp_path / "model", lambda t: t[Q].fill_(3e38))
+    assert torch.isinf(load(folder).state_dict()[Q].sum())
+
+
+def test_known_leftovers_and_tied_weights_are_no_fault(llama: Path, tmp_path: Path) -> None:
+    def add_layer(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.eh_proj.weight"] = torch.zeros(2)
+        tensors["model.mtp.weight"] = torch.zeros(2)
+
+    load(edited(llama, tmp_path / "mtp", add_layer, num_nextn_predict_layers=1))
+    with pytest.raises(ModelError, match="beyond num_hidden_layers"):
+        load(edited(llama, tmp_path / "no mtp", add_layer))
+    tied = save_model(llama_config(tie_word_embeddings=True), tmp_path / "tied")
+    assert "lm_head.weight" not in read_tensors(tied)
+    load(tied)
+
+
+def test_names_of_older_releases_are_left_to_transformers(llama: Path, tmp_path: Path) -> None:
+    """A base model's names, without the prefix, fit the causal model."""
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    model = load(edited(llama, tmp_path / "model", strip))
+    assert torch.equal(model.state_dict()[Q], read_tensors(llama)[Q])
+
+
+@pytest.mark.parametrize("config", [moe_config(), deepseek_config()], ids=["qwen3-moe", "deepseek-v3"])
+def test_experts_are_compared_one_by_one(tmp_path: Path, config: Any) -> None:
+    whole = save_model(config, tmp_path / "whole")
+    load(whole)
+    up = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with pytest.raises(ModelError, match=f"lacks 1 tensors: {up}"):
+        load(edited(whole, tmp_path / "one", lambda t: t.pop(up)))
+    with pytest.raises(ModelError, match=r"lacks 3 tensors: model\.layers\.1\.mlp\.experts\.3"):
+        load(edited(whole, tmp_path / "all", lambda t: [t.pop(n) for n in list(t) if "layers.1.mlp.experts.3." in n]))
+    with pytest.raises(ModelError, match=rf"{up} has shape"):
+        load(edited(whole, tmp_path / "shape", lambda t: t.update({up: t[up][:4]})))
+
+
+def test_pickled_checkpoints_are_compared_as_they_load(llama: Path, tmp_path: Path) -> None:
+    state = load(llama).state_dict()
+    shutil.copy(llama / "config.json", tmp_path / "config.json")
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert torch.equal(load(tmp_path).state_dict()[Q], state[Q])
+    torch.save({**state, Q: state[Q] / 0}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=f"NaN or infinite values: {Q}"):
+        load(tmp_path)
+    del state[Q]
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=f"lacks 1 tensors: {Q}"):
+        load(tmp_path)
+
+
+def test_a_folder_without_weights_says_so(llama: Path, tmp_path: Path) -> None:
+    shutil.copy(llama / "config.json", tmp_path / "config.json")
+    with pytest.raises(ModelError, match="no safetensors files"):
+        StoredWeights(tmp_path)
+    with pytest.raises(ModelError, match="holds no weights"):
+        load(tmp_path)
