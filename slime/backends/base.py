@@ -96,7 +96,10 @@ class TrainBackend(Protocol):
     def clear_memory(self) -> None:
         """Free gradients and the accelerator memory that the allocator keeps for the next step."""
 
-    def sleep(self) -> None:
-        """Give accelerator memory back (copies to pinned CPU memory); a no-op on the CPU."""
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Give accelerator memory back (copies to pinned CPU memory); a no-op on the CPU.
+
+        ``keep_weights``: optimizer state and gradients only, so that :meth:`named_weights` still works; a second call
+        without it gives the rest back."""
 
     def wake(self) -> None: ...

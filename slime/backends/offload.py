@@ -20,38 +20,52 @@ class Offloader:
     copy. It comes in pieces of a power of two, for torch rounds what it pins up to one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
-        self._host = HostArena()
+        self._device_type = device_type
+        self._host = HostArena(pinned=device_type == "cuda")
 
     @property
     def asleep(self) -> bool:
         return bool(self._asleep)
 
     @torch.no_grad()
-    def sleep(self, tensors: Iterable[Tensor]) -> int:
-        """Returns the bytes given back; 0 on the CPU, and when everything sleeps already."""
+    def sleep(self, tensors: Iterable[Tensor], keep: Iterable[Tensor] = ()) -> int:
+        """Returns the bytes given back; 0 on the CPU, and when everything sleeps already.
+
+        Args:
+            keep: tensors that stay, with all that shares their memory, until a later call puts them to sleep as well;
+                there is room for them then.
+        """
+        staying = self._storages(keep)
+        storages = {place: x for place, x in self._storages(tensors).items() if place not in staying}
+        if not storages:
+            return 0
+        start = offset = sum(nbytes for _, nbytes in self._asleep)
+        self._host.reserve(start + sum(x.nbytes() for x in [*storages.values(), *staying.values()]))
+        for storage in storages.values():
+            flat = _bytes(storage)
+            for host, part in self._host.pieces(offset, flat):
+                host.copy_(part, non_blocking=True)
+            self._asleep.append((storage, flat.numel()))
+            offset += flat.numel()
+        self._synchronize()
+        for storage in storages.values():
+            storage.resize_(0)
+        return offset - start
+
+    def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+        """What is awake on the accelerator, by address."""
         storages = {}
         for tensor in tensors:
             part = local(tensor)
-            if part.is_cuda and part.untyped_storage().nbytes():
+            if part.device.type == self._device_type and part.untyped_storage().nbytes():
                 storages[part.untyped_storage().data_ptr()] = part.untyped_storage()
-        if not storages:
-            return 0
-        assert not self._asleep, "sleep() twice without wake()"
-        self._host.reserve(sum(storage.nbytes() for storage in storages.values()))
-        offset = 0
-        for storage in storages.values():
-            device = _bytes(storage)
-            for host, part in self._host.pieces(offset, device):
-                host.copy_(part, non_blocking=True)
-            self._asleep.append((storage, device.numel()))
-            offset += device.numel()
-        torch.cuda.synchronize()
-        for storage, _ in self._asleep:
-            storage.resize_(0)
-        torch.cuda.empty_cache()
-        return offset
+        return storages
+
+    def _synchronize(self) -> None:
+        if self._device_type == "cuda":
+            torch.cuda.synchronize()
 
     @torch.no_grad()
     def wake(self) -> None:
@@ -62,7 +76,7 @@ class Offloader:
                 part.copy_(host, non_blocking=True)
             offset += nbytes
         if self._asleep:
-            torch.cuda.synchronize()
+            self._synchronize()
         self._asleep.clear()
 
 
@@ -78,12 +92,17 @@ class HostArena:
         return sum(piece.numel() for piece in self.memory)
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for ``nbytes``; never shrinks. What is left over after whole pieces gets a smaller one."""
+        """Have room for ``nbytes``; never shrinks, and keeps what it holds. What is left over after whole pieces gets a
+        smaller one."""
+        small = None
         if self.memory and self.memory[-1].numel() < self.piece_bytes and nbytes > self.nbytes:
-            self.memory.pop()  # only the last piece may be small
+            small = self.memory.pop()  # only the last piece may be small
         while (missing := nbytes - self.nbytes) > 0:
             size = min(1 << (missing - 1).bit_length(), self.piece_bytes)
             self.memory.append(torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned))
+            if small is not None:
+                self.memory[-1][: small.numel()] = small
+                small = None
 
     def pieces(self, offset: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Cut ``flat`` (uint8) where the pieces end: pairs of host memory from ``offset`` on and its part."""

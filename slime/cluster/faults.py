@@ -79,7 +79,7 @@ class Faults:
 
     def _replacements(self) -> list[str]:
         """No engine is left: wait for those that are started again, in the memory that they need. Colocated, they have
-        released it again when this returns, and the trainer is awake."""
+        released it again when this returns, and the trainer's weights are awake."""
         run = self.run
         if not run.args.use_fault_tolerance:
             raise EnginesLost("no engine is left")
@@ -94,6 +94,7 @@ class Faults:
         if run.args.offload_train:
             for group in run.groups:
                 group.wake()
+            run.make_room_for_weights()
         return urls
 
     # --- while generation is under way -------------------------------------------------------

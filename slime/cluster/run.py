@@ -347,12 +347,14 @@ class Run:
     def update_weights(self) -> None:
         """Bring the actor's weights to every engine.
 
-        Colocated: engines get room for weights first, and for their cache once the trainer sleeps.
+        Colocated: optimizer state and gradients go to sleep before the engines get room for weights, and the trainer's
+        weights before the engines get room for their cache.
         """
         if self.actor is None or not self.engine_urls:
             return
         with self.phase("update_weights"):
             urls = self.faults.targets()
+            self.make_room_for_weights()
             self._onload(("weights",))
             held = self.first_rollout if self.trained is None else max(self.trained + 1, self.first_rollout)
             self.version = f"{self.attempt}.{held}"
@@ -412,6 +414,12 @@ class Run:
                 for group in self.groups:
                     group.wake()
             self._log_memory("wake_up")
+
+    def make_room_for_weights(self) -> None:
+        """Colocated: of the trainer only the weights that engines get stay on the accelerator."""
+        if self.args.offload_train:
+            for group in self.groups:
+                group.sleep(keep_weights=group is self.actor)
 
     def _log_memory(self, phase: str) -> None:
         """``memory/<phase>/…``: GiB in use once a phase is over, where trainer and engines take turns."""

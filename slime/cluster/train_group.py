@@ -214,8 +214,8 @@ class TrainActor:
     def save_hf(self, directory: str) -> None:
         self.backend.save_hf(Path(directory))
 
-    def sleep(self) -> None:
-        self.backend.sleep()
+    def sleep(self, keep_weights: bool = False) -> None:
+        self.backend.sleep(keep_weights)
 
     def wake(self) -> None:
         self.backend.wake()
@@ -321,8 +321,8 @@ class TrainGroup:
     def refresh_old_actor(self, behind: bool) -> None:
         self._all("refresh_old_actor", behind)
 
-    def sleep(self) -> None:
-        self._all("sleep")
+    def sleep(self, keep_weights: bool = False) -> None:
+        self._all("sleep", keep_weights)
 
     def wake(self) -> None:
         self._all("wake")

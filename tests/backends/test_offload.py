@@ -43,3 +43,30 @@ def test_on_the_cpu_there_is_nothing_to_give_back() -> None:
     assert offloader.sleep([tensor]) == 0 and not offloader.asleep
     offloader.wake()
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_some_sleep_first_and_the_others_later() -> None:
+    """What shares memory with a tensor that stays is not put to sleep, and all bytes come back."""
+    offloader = Offloader("cpu")
+    offloader._host.piece_bytes = 64
+    weights = torch.arange(30, dtype=torch.int64)
+    moments, master = torch.arange(50.0), weights[10:20]
+    expected = [tensor.clone() for tensor in (weights, moments, master)]
+    assert offloader.sleep([weights, moments, master], keep=[weights]) == 200
+    assert moments.untyped_storage().nbytes() == 0 and torch.equal(weights, expected[0])
+    assert offloader.sleep([weights, moments, master], keep=[weights]) == 0, "a repeated call changes nothing"
+    assert offloader.sleep([weights, moments, master]) == 240
+    assert weights.untyped_storage().nbytes() == master.untyped_storage().nbytes() == 0
+    offloader.wake()
+    assert [torch.equal(*pair) for pair in zip((weights, moments, master), expected, strict=True)] == [True] * 3
+
+
+def test_memory_that_grows_keeps_what_sleeps_in_it() -> None:
+    """More came to life between the two calls than the first one made room for."""
+    offloader = Offloader("cpu")
+    offloader._host.piece_bytes = 64
+    first, second = torch.arange(5.0), torch.arange(100.0)
+    offloader.sleep([first])
+    offloader.sleep([first, second])
+    offloader.wake()
+    assert first.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0] and torch.equal(second, torch.arange(100.0))

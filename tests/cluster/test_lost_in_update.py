@@ -54,6 +54,7 @@ def faults_of(manager: Manager, tolerant: bool = True, colocated: bool = False) 
         manager=manager, manager_call=lambda refs, what, deadline=None: refs[0], engine_urls=[],
         display=SimpleNamespace(note=lambda text: None), groups=[Group(manager.calls)] if colocated else [],
     )  # fmt: skip
+    run.make_room_for_weights = lambda: manager.calls.append("make room") if colocated else None
     return Faults(run)
 
 
@@ -121,7 +122,11 @@ def test_the_last_engine_is_replaced_in_the_memory_that_it_needs(colocated: bool
     manager.replacements = ["new"]
     result, urls = faults_of(manager, colocated=colocated).survive(failing(torn("a")), ["a"], replace=True)
     assert result == urls == ["new"]
-    dance = ["sleep", "start_lost_engines", "offload", "wake", "onload"] if colocated else ["start_lost_engines"]
+    dance = (
+        ["sleep", "start_lost_engines", "offload", "wake", "make room", "onload"]
+        if colocated
+        else ["start_lost_engines"]
+    )
     assert manager.calls == ["lose_engines", *dance]
 
 
@@ -130,7 +135,7 @@ def test_engines_that_are_started_before_an_update_get_room_once() -> None:
     manager = Manager([])
     manager.replacements = ["new"]
     assert faults_of(manager, colocated=True).targets() == ["new"]
-    assert manager.calls == ["begin_update", "sleep", "start_lost_engines", "offload", "wake"]
+    assert manager.calls == ["begin_update", "sleep", "start_lost_engines", "offload", "wake", "make room"]
 
 
 def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:

@@ -227,10 +227,11 @@ class FsdpBackend(StepAccounting):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         self.clear_memory()
-        tensors = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.named_buffers]
-        self.offloader.sleep([*tensors, *self.optimizer.tensors().values()])
+        weights = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.named_buffers]
+        self.offloader.sleep([*weights, *self.optimizer.tensors().values()], weights if keep_weights else ())
+        self.clear_memory()
 
     def wake(self) -> None:
         self.offloader.wake()

@@ -325,12 +325,13 @@ class MegatronBackend(StepAccounting):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def sleep(self) -> None:
+    def sleep(self, keep_weights: bool = False) -> None:
         """Weights, moments and main parameters to pinned CPU memory; gradients are dropped."""
         self._finish_gather()
         for buffer in self._gradient_buffers():
             buffer.untyped_storage().resize_(0)
-        self.offloader.sleep([*(x.detach() for _, x in self.weights.tensors()), *self.optimizer.tensors()])
+        weights = [x.detach() for _, x in self.weights.tensors()]
+        self.offloader.sleep([*weights, *self.optimizer.tensors()], weights if keep_weights else ())
         self.clear_memory()
 
     def wake(self) -> None:

@@ -50,8 +50,13 @@ def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path)
     )
     before = {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
     held = torch.cuda.memory_allocated()
+    backend.sleep(keep_weights=True)
+    kept = torch.cuda.memory_allocated()
+    assert kept < held
+    for name, tensor in backend.named_weights():
+        assert torch.equal(tensor.cpu(), before[name]), name
     backend.sleep()
-    assert torch.cuda.memory_allocated() < held
+    assert torch.cuda.memory_allocated() < kept
     backend.wake()
     for name, tensor in backend.named_weights():
         assert torch.equal(tensor.cpu(), before[name]), name
