@@ -70,7 +70,8 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
 
 
 def media_fields(sample: Sample) -> dict[str, list[str]]:
-    """``image_data``, ``video_data``, ``audio_data`` of an engine request: URLs as they are, the rest as data URIs."""
+    """``image_data``, ``video_data``, ``audio_data`` of an engine request. Images are data URIs, because an engine,
+    whose port others may reach, fetches nothing. Videos and audio given as URLs or paths go as they are."""
     fields = {}
     for kind in MultimodalTypes.ALL:
         items = (sample.multimodal_inputs or {}).get(kind.processor_key)
@@ -94,7 +95,7 @@ def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
 
 
 def _as_uri(item: Any, kind: str) -> str:
-    if isinstance(item, str) and (item.startswith(("http://", "https://", "data:")) or kind != "image"):
+    if isinstance(item, str) and (item.startswith("data:") or kind != "image"):
         return item
     if kind == "image":  # read here: the engine may be on another host
         buffer = io.BytesIO()

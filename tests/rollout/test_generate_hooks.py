@@ -4,6 +4,9 @@ import asyncio
 import copy
 import logging
 import os
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -408,13 +411,21 @@ def test_model_urls():
         get_model_url(args)
 
 
-async def test_images_go_to_the_engine_as_data(tokenizer_dir):
+async def test_images_go_to_the_engine_as_data(tokenizer_dir, tmp_path):
     PIL = pytest.importorskip("PIL.Image")
     from slime.rollout.prompts import media_fields
 
-    sample = Sample(multimodal_inputs={"images": [PIL.new("RGB", (2, 2)), "https://x/y.png"], "audio": [b"ab"]})
+    PIL.new("RGB", (2, 2)).save(tmp_path / "a.png")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/a.png"
+    as_data = "data:image/png;base64,AAAA"
+    sample = Sample(multimodal_inputs={"images": [PIL.new("RGB", (2, 2)), url, as_data], "audio": [b"ab"]})
     fields = media_fields(sample)
-    assert fields["image_data"][0].startswith("data:image/png;base64,") and fields["image_data"][1] == "https://x/y.png"
+    server.shutdown()
+    server.server_close()
+    first, fetched, given = fields["image_data"]
+    assert first == fetched and first.startswith("data:image/png;base64,") and given == as_data
     assert fields["audio_data"] == ["data:audio/unknown;base64,YWI="]
 
 

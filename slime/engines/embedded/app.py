@@ -12,7 +12,8 @@ from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.web import LOADED, errors_as_json
 from slime.engines.request_guard import request_guard
 
-MAX_BODY_BYTES = 512 * 1024 * 1024
+MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20
 
 
 def make_app(loaded: Loaded, host: str = "127.0.0.1") -> web.Application:
@@ -21,7 +22,8 @@ def make_app(loaded: Loaded, host: str = "127.0.0.1") -> web.Application:
     Args:
         host: the name or address under which clients reach the server.
     """
-    app = web.Application(middlewares=[request_guard(host), errors_as_json], client_max_size=MAX_BODY_BYTES)
+    size = MAX_BODY_BYTES if loaded.images is None else MAX_BODY_BYTES_WITH_IMAGES
+    app = web.Application(middlewares=[request_guard(host), errors_as_json], client_max_size=size)
     app[LOADED] = loaded
     app[routes_control.GROUPS] = {}
     for module in (routes_generate, routes_control, routes_openai):

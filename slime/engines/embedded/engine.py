@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from slime.engines.embedded.memory import Memory
-from slime.engines.embedded.protocol import GenerateRequest
+from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
 from slime.engines.embedded.runner import Logits, Runner
 from slime.engines.embedded.sampling import draw, score_prompt
 from slime.engines.embedded.scheduler import Drawn, Plan, Scheduler
@@ -28,6 +28,16 @@ weight version of the last token."""
 IDLE_SECONDS = 0.5
 HALF_WRITTEN = "half-written"
 """The weight version after an update that broke off."""
+MAX_WAITING = 65536  # requests
+MAX_UNEXPLAINED = 3  # failed steps that no sequence fails again alone, before the thread ends
+
+
+class TooManyRequests(RuntimeError):
+    """The queue is full; another try, later or elsewhere, may succeed."""
+
+
+class StepFailed(RuntimeError):
+    """Computing a sequence raised an exception."""
 
 
 class Engine:
@@ -48,6 +58,10 @@ class Engine:
         self.generated_tokens = 0
         self.last_step = time.monotonic()
         self.failure: BaseException | None = None
+        self._unexplained = 0  # failed steps in a row
+        self._suspects: list[Sequence] = []  # to be computed one by one, before all others
+        self._probe: Sequence | None = None  # the suspect that is known to be good
+        self._blamed = False  # whether one of the suspects failed alone
         self._seeds = threading.Lock()
         self._next_seed = time.time_ns() & (2**62 - 1)
         self._listeners: dict[Sequence, Listener] = {}
@@ -94,7 +108,10 @@ class Engine:
 
         Raises:
             BadRequest: it can never fit.
+            TooManyRequests: the queue is full.
         """
+        if len(self.scheduler.waiting) >= MAX_WAITING:
+            raise TooManyRequests(f"{MAX_WAITING} requests are waiting already")
         sequence = Sequence(request, 0, self._seed(request), image_inputs=image_inputs)
 
         def add() -> None:
@@ -152,12 +169,16 @@ class Engine:
     def release(self, tags: list[str]) -> None:
         """Give memory back. Running requests wait and are computed again after the resume."""
         if "kv_cache" in tags:
-            paused = self.scheduler.paused
-            self.scheduler.pause("retract")
-            self.scheduler.paused = paused
-            self.scheduler.drop_slots()
+            self._retract_all()
         self.memory.release(tags)
         self._halt("memory", bool(self.memory.released))
+
+    def _retract_all(self) -> None:
+        """Put all running sequences back into the queue, without any KV."""
+        paused = self.scheduler.paused
+        self.scheduler.pause("retract")
+        self.scheduler.paused = paused
+        self.scheduler.drop_slots()
 
     def resume(self, tags: list[str]) -> None:
         self.memory.resume(tags)
@@ -206,11 +227,16 @@ class Engine:
 
     def _step(self) -> bool:
         """One forward; False when there was nothing to do."""
+        self._next_suspect()
         plan = None if self.halted else self.scheduler.plan()
         if plan is None:
             return False
-        drawn = self._compute(plan)
-        finished = self.scheduler.commit(plan, drawn)
+        try:
+            drawn = self._compute(plan)
+            finished = self.scheduler.commit(plan, drawn)
+        except Exception as error:
+            self._isolate(plan, error)
+            return True
         self.steps += 1
         self.generated_tokens += len(drawn)
         self.last_step = time.monotonic()
@@ -218,7 +244,63 @@ class Engine:
             if sequence.request.stream and sequence.finish_reason is None:
                 self._tell(sequence)
         self._finish(finished)
+        self._clear(plan.sampled)
         return True
+
+    # --- when a step fails ---------------------------------------------------------------------
+
+    def _isolate(self, plan: Plan, error: Exception) -> None:
+        """A step failed. Find the sequence that is to blame, and end that one only.
+
+        Everything is taken out of the KV cache and computed again: first a sequence that is known to be good, then
+        those of the plan, each alone. Samples stay the same, because draws depend on seed and position only.
+
+        Raises:
+            Exception: the failure is the engine's own: the good sequence fails as well, or it happened
+                :data:`MAX_UNEXPLAINED` times that no sequence fails again alone.
+        """
+        involved = [seq for work in plan.works for seq in (work.sequence, *work.followers)]
+        alone = self.scheduler.alone
+        if involved[0] is self._probe or (alone is None and self._unexplained >= MAX_UNEXPLAINED):
+            raise error
+        logger.exception("a step with %d sequences failed", len(involved))
+        if alone is None:
+            self._blamed, self._suspects = False, involved
+        elif alone.finish_reason is None:
+            self._blamed = True
+            message = f"computing this request failed: {type(error).__name__}: {error}"
+            alone.finish_reason = {"type": "abort", "message": message, "status_code": 500, "err_type": None}
+        done = [seq for seq in involved if seq.finish_reason is not None]  # the commit did not get to let them go
+        for sequence in done:
+            self.scheduler.leave(sequence)
+        self._finish(done)
+        self._retract_all()
+        self.runner.cache.clear()
+        request = GenerateRequest("probe", [0], SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True))
+        self._probe = Sequence(request, -1, 0)
+        self.scheduler.waiting.appendleft(self._probe)
+        self._suspects.insert(0, self._probe)
+        self.scheduler.alone = None
+
+    def _next_suspect(self) -> None:
+        """Choose whom the next steps compute alone; nobody once all suspects have drawn a token."""
+        scheduler = self.scheduler
+        while True:
+            alone = scheduler.alone
+            if alone is not None and alone.finish_reason is None and not scheduler.waits(alone):
+                return
+            scheduler.alone = self._suspects.pop(0) if self._suspects else None
+            if scheduler.alone is None:
+                return
+
+    def _clear(self, sampled: list[Sequence]) -> None:
+        """A step succeeded: who drew a token in it is no suspect any more."""
+        if self.scheduler.alone is None:
+            self._unexplained = 0
+        elif self.scheduler.alone in sampled:
+            self.scheduler.alone = None
+            if not self._suspects and not self._blamed:
+                self._unexplained += 1
 
     def _compute(self, plan: Plan) -> list[Drawn]:
         rows: dict[int, Any] = {}  # by work

@@ -9,16 +9,29 @@ from typing import Any
 
 import torch
 
-from slime.engines.embedded.protocol import BadRequest
+from slime.engines.embedded.fields import BadRequest
+
+MAX_BYTES = 32 * 2**20  # of one image as it was encoded
+MAX_PIXELS = 64 * 10**6
+MAX_IMAGES = 256  # of one prompt
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 class ImageReader:
     """Wraps the checkpoint's processor."""
 
-    def __init__(self, model_path: str, device: torch.device, dtype: torch.dtype, trust_remote_code: bool) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        trust_remote_code: bool,
+        allow_urls: bool = False,
+    ) -> None:
         from transformers import AutoProcessor
 
         self.processor = AutoProcessor.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        self.allow_urls = allow_urls
         self.device = device
         self.dtype = dtype
         tokenizer = self.processor.tokenizer
@@ -34,7 +47,9 @@ class ImageReader:
         Raises:
             BadRequest: an image cannot be read, or placeholders and images do not match.
         """
-        pictures = [load_image(item) for item in images]
+        if len(images) > MAX_IMAGES:
+            raise BadRequest(f"image_data holds {len(images)} images; at most {MAX_IMAGES} are read")
+        pictures = [load_image(item, self.allow_urls) for item in images]
         if text is not None:
             made = self.processor(text=[text], images=pictures, return_tensors="pt")
             ids = made["input_ids"][0].tolist()
@@ -73,32 +88,71 @@ class ImageReader:
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
 
 
-def load_image(item: Any) -> Any:
-    """A PIL image from base64, a ``data:`` URL, a file path, an ``http(s)`` URL, or ``{"url": …}``.
+def load_image(item: Any, allow_urls: bool = False) -> Any:
+    """A PIL image in RGB from base64, a ``data:`` URL, or ``{"url": …}`` with one of these.
+
+    Args:
+        allow_urls: also take ``http(s)`` and ``file:`` URLs and file paths. They let everyone who reaches the port read
+            this machine's files and its network.
 
     Raises:
-        BadRequest: it is none of these.
+        BadRequest: it is none of these, too large, or no image.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     if isinstance(item, dict):
         item = item.get("url") or item.get("image")
     if not isinstance(item, str) or not item:
-        raise BadRequest("image_data takes base64, a data: URL, a path or an http URL")
+        raise BadRequest("image_data takes base64 or data: URLs")
+    shown = repr(item[:60])
     try:
-        return Image.open(io.BytesIO(_image_bytes(item))).convert("RGB")
-    except (OSError, ValueError, UnidentifiedImageError) as error:
-        raise BadRequest(f"cannot read image {item[:60]!r}: {error}") from error
+        image = Image.open(io.BytesIO(_image_bytes(item, allow_urls)), formats=FORMATS)
+        if image.width * image.height > MAX_PIXELS:
+            raise BadRequest(f"image {shown} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are read")
+        return image.convert("RGB")
+    except BadRequest:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise BadRequest(f"cannot read image {shown}: {error}") from error
 
 
-def _image_bytes(item: str) -> bytes:
+def _image_bytes(item: str, allow_urls: bool) -> bytes:
     if item.startswith("data:"):
-        return base64.b64decode(item.split(",", 1)[1])
+        return _decoded(item.partition(",")[2])
+    if allow_urls and (item.startswith(("http://", "https://", "file:")) or _is_file(item)):
+        return _fetched(item)
+    if ":" in item[:8] or "." in item[:4096] or "~" in item[:4096]:  # in no base64; files are not even looked for
+        raise BadRequest("image_data takes base64 or data: URLs; URLs and paths need the server's --allow-image-urls")
+    return _decoded(item)
+
+
+def _is_file(item: str) -> bool:
+    return len(item) < 4096 and Path(item).expanduser().is_file()
+
+
+def _decoded(text: str) -> bytes:
+    if len(text) > MAX_BYTES * 4 // 3 + 4:
+        raise BadRequest(f"an image has {len(text)} characters of base64; at most {MAX_BYTES} bytes are read")
+    return base64.b64decode(text, validate=True)
+
+
+def _fetched(item: str) -> bytes:
+    """The content of a URL or file.
+
+    Raises:
+        BadRequest: it is larger than :data:`MAX_BYTES`, or no regular file.
+    """
     if item.startswith(("http://", "https://")):
         from urllib.request import urlopen
 
         with urlopen(item, timeout=20) as answer:
-            return bytes(answer.read())
-    if item.startswith("file://") or (len(item) < 4096 and Path(item).is_file()):
-        return Path(item.removeprefix("file://")).read_bytes()
-    return base64.b64decode(item, validate=True)
+            content = bytes(answer.read(MAX_BYTES + 1))
+    else:
+        path = Path(item.removeprefix("file://")).expanduser()
+        if not path.is_file():  # a device or a pipe may never end
+            raise BadRequest(f"image {str(path)!r} is no file")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise BadRequest(f"image {item[:60]!r} has more than {MAX_BYTES} bytes")
+    return content

@@ -41,6 +41,7 @@ class EngineOptions:
     trust_remote_code: bool = False
     weight_version: str = "default"
     random_seed: int = 0
+    allow_image_urls: bool = False
 
 
 @dataclass
@@ -104,7 +105,8 @@ def load_engine(options: EngineOptions) -> Loaded:
     engine = Engine(scheduler, runner, Weights(model), seed)
     images = None
     if is_multimodal(config):
-        images = ImageReader(options.model_path, device, dtype, options.trust_remote_code)
+        trust, urls = options.trust_remote_code, options.allow_image_urls
+        images = ImageReader(options.model_path, device, dtype, trust, urls)
     return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
 
 

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
-import math
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from slime.engines.embedded import fields
+from slime.engines.embedded.fields import BadRequest, Check, refuse
 
 API_VERSION = "0.5.23"
 """The generation of SGLang's native HTTP surface that this engine speaks."""
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
+MAX_SAMPLES = 1024  # n of one prompt
+MAX_REQUESTS = 8192  # prompts times n of one body
+MAX_TEXT = 64 * 2**20  # characters; the model's context is a bound of its own
 _GREEDY_BELOW = 1e-6
 _NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
-
-
-class BadRequest(ValueError):
-    """The request cannot be served as it is; answered with status 400 and this message."""
+_INT32 = 2**31 - 1
+_penalty = fields.number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
+_SAMPLING: dict[str, Check] = {
+    "max_new_tokens": fields.whole(0, _INT32),
+    "min_new_tokens": fields.whole(0, _INT32),
+    "stop": fields.one_or_list(fields.text(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
+    "stop_token_ids": fields.list_of(fields.whole(0, _INT32), 4096),
+    "temperature": fields.number(lambda value: 0 <= value <= 1e6, "must be finite and >= 0, at most 1e6"),
+    "top_p": fields.number(lambda value: 0 < value <= 1, "must be in (0, 1]"),
+    "top_k": fields.whole(-1, _INT32, "must be -1 (off) or at least 1"),
+    "min_p": fields.number(lambda value: 0 <= value <= 1, "must be in [0, 1]"),
+    "frequency_penalty": _penalty,
+    "presence_penalty": _penalty,
+    "repetition_penalty": fields.number(lambda value: 0 < value <= 2, "must be in (0, 2]"),
+    "ignore_eos": fields.truth,
+    "skip_special_tokens": fields.truth,
+    "spaces_between_special_tokens": fields.truth,
+    "no_stop_trim": fields.truth,
+    "logit_bias": fields.json_object,
+    "sampling_seed": fields.whole(-(2**63), 2**63 - 1, "must be a whole number that fits in 64 bits"),
+    "n": fields.whole(1, MAX_SAMPLES, f"must be at least 1 and at most {MAX_SAMPLES}"),
+}
+"""Type and range of each sampling parameter."""
 
 
 @dataclass(frozen=True)
@@ -85,51 +110,46 @@ class GenerateBody:
     stream: bool
 
 
-def parse_sampling_params(raw: dict[str, Any] | None, vocab_size: int) -> SamplingParams:
+def parse_sampling_params(raw: Any, vocab_size: int, where: str = "sampling_params.") -> SamplingParams:
     """Check one ``sampling_params`` object.
 
+    Args:
+        where: stands before the names of fields in error messages.
+
     Raises:
-        BadRequest: an unknown name, a value out of range, or a constraint this engine has not got.
+        BadRequest: an unknown name, a wrong type, a value out of range, or a constraint this engine has not got.
     """
-    given = {key: value for key, value in (raw or {}).items() if value is not None}
+    raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
+    given = {key: value for key, value in raw.items() if value is not None}
     for name in _NOT_SUPPORTED:
         if given.pop(name, None):
-            raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine")
+            raise BadRequest(f"{where}{name} is not supported by the embedded engine")
     for name in ("custom_params", "stream_interval"):
         given.pop(name, None)
-    unknown = sorted(set(given) - set(SamplingParams.__dataclass_fields__))
+    unknown = sorted(set(given) - set(_SAMPLING))
     if unknown:
-        raise BadRequest(f"unknown sampling_params: {', '.join(unknown)}")
-    stop = given.pop("stop", ())
-    given["stop"] = tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text)
-    given["stop_token_ids"] = frozenset(int(token) for token in given.pop("stop_token_ids", ()))
-    bias = given.pop("logit_bias", {})
-    given["logit_bias"] = tuple(sorted((int(token), float(value)) for token, value in bias.items()))
-    params = SamplingParams(**given)
-    _check_sampling(params, vocab_size)
+        raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
+    values = {name: _SAMPLING[name](value, where + name) for name, value in given.items()}
+    values["stop"] = tuple(text for text in values.get("stop", ()) if text)
+    values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
+    values["logit_bias"] = _logit_bias(values.get("logit_bias", {}), vocab_size, where)
+    params = SamplingParams(**values)
+    if params.top_k == 0:
+        raise refuse(f"{where}top_k", "must be -1 (off) or at least 1", 0)
+    if params.min_new_tokens > params.max_new_tokens:
+        raise refuse(f"{where}min_new_tokens", "must be in [0, max_new_tokens]", params.min_new_tokens)
     return params
 
 
-def _check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    low_top_k = params.top_k == 0 or params.top_k < -1
-    checks = [
-        (not math.isfinite(params.temperature) or params.temperature < 0, "temperature", "must be finite and >= 0"),
-        (not 0 < params.top_p <= 1, "top_p", "must be in (0, 1]"),
-        (not 0 <= params.min_p <= 1, "min_p", "must be in [0, 1]"),
-        (low_top_k, "top_k", "must be -1 (off) or at least 1"),
-        (not -2 <= params.frequency_penalty <= 2, "frequency_penalty", "must be in [-2, 2]"),
-        (not -2 <= params.presence_penalty <= 2, "presence_penalty", "must be in [-2, 2]"),
-        (not 0 < params.repetition_penalty <= 2, "repetition_penalty", "must be in (0, 2]"),
-        (params.max_new_tokens < 0, "max_new_tokens", "must be at least 0"),
-        (not 0 <= params.min_new_tokens <= params.max_new_tokens, "min_new_tokens", "must be in [0, max_new_tokens]"),
-        (params.n < 1, "n", "must be at least 1"),
-        (len(params.stop) > MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings"),
-        (any(not 0 <= t < vocab_size for t, _ in params.logit_bias), "logit_bias", f"keys lie in [0, {vocab_size})"),
-        (not -(2**63) <= (params.sampling_seed or 0) < 2**63, "sampling_seed", "must fit in 64 bits"),
-    ]
-    for wrong, name, rule in checks:
-        if wrong:
-            raise BadRequest(f"sampling_params.{name} {rule}, got {getattr(params, name)!r}")
+def _logit_bias(given: dict[str, Any], vocab_size: int, where: str) -> tuple[tuple[int, float], ...]:
+    finite = fields.number(lambda value: abs(value) <= 1e9, "must be a number in [-1e9, 1e9]")
+    bias = []
+    for key, value in given.items():
+        token = int(key) if key.isascii() and key.isdigit() and len(key) < 20 else -1
+        if not 0 <= token < vocab_size:
+            raise refuse(f"{where}logit_bias", f"keys lie in [0, {vocab_size})", key)
+        bias.append((token, finite(value, f"{where}logit_bias[{key}]")))
+    return tuple(sorted(bias))
 
 
 def parse_generate(body: dict[str, Any], vocab_size: int) -> GenerateBody:
@@ -139,32 +159,36 @@ def parse_generate(body: dict[str, Any], vocab_size: int) -> GenerateBody:
     all or a list with one per prompt. ``n > 1`` repeats each prompt, answers in prompt-major order; sample
     ``i`` of a seeded request draws with ``sampling_seed + i``.
     """
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
+    body = fields.json_object(body, "the body")
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
         raise BadRequest("give either text or input_ids")
     if body.get("input_embeds") is not None:
         raise BadRequest("input_embeds is not supported by the embedded engine")
+    if text is not None and not isinstance(text, str | list):
+        raise refuse("text", "must be a string or a list of strings", text)
     is_single = isinstance(text, str) if text is not None else _is_flat(input_ids)
     prompts: list[Any] = [text if text is not None else input_ids] if is_single else list(text or input_ids or ())
     if not prompts:
         raise BadRequest("an empty batch of prompts")
+    stream = fields.take(body, "stream", fields.truth, False)
     requests: list[GenerateRequest] = []
     texts: list[str | None] = []
     for index, prompt in enumerate(prompts):
         one = {key: _pick(body, key, index, len(prompts), is_single) for key in _PER_PROMPT}
         one["rid_is_shared"] = not is_single and isinstance(body.get("rid"), str)
         params = parse_sampling_params(one["sampling_params"], vocab_size)
+        if len(requests) + params.n > MAX_REQUESTS:
+            raise BadRequest(f"one body may ask for at most {MAX_REQUESTS} sequences (prompts times sampling_params.n)")
         if text is None:
             _check_ids(prompt, vocab_size)
-        elif not isinstance(prompt, str):
-            raise BadRequest("text must be a string or a list of strings")
+        else:
+            _check_text(prompt)
         for sample in range(params.n):
-            requests.append(_one_request(one, prompt if text is None else [], params, sample, index))
+            requests.append(_one_request(one, prompt if text is None else [], params, sample, index, vocab_size))
             texts.append(prompt if text is not None else None)
     single = is_single and len(requests) == 1
-    return GenerateBody(requests, texts, single, bool(body.get("stream", False)))
+    return GenerateBody(requests, texts, single, stream)
 
 
 _PER_PROMPT = (
@@ -183,31 +207,55 @@ _PER_PROMPT = (
 
 
 def _one_request(
-    one: dict[str, Any], ids: list[int], params: SamplingParams, sample: int, index: int
+    one: dict[str, Any], ids: list[int], params: SamplingParams, sample: int, index: int, vocab_size: int
 ) -> GenerateRequest:
-    rid = one["rid"] or uuid.uuid4().hex
+    rid = fields.take(one, "rid", fields.text(1024), "") or uuid.uuid4().hex
     if one["rid"] and one["rid_is_shared"]:
         rid = f"{rid}_{index}"
     if params.n > 1:
         rid = f"{rid}_{sample}"
-        seed = None if params.sampling_seed is None else params.sampling_seed + sample
-        params = SamplingParams(**{**params.__dict__, "sampling_seed": seed})
-    start = one["logprob_start_len"]
+        seed = None if params.sampling_seed is None else _wrapped(params.sampling_seed + sample)
+        params = replace(params, sampling_seed=seed)
     images = one["image_data"]
     return GenerateRequest(
         rid=rid,
         input_ids=list(ids),
         params=params,
-        return_logprob=bool(one["return_logprob"]),
-        logprob_start_len=-1 if start is None else int(start),
-        top_logprobs_num=int(one["top_logprobs_num"] or 0),
-        token_ids_logprob=list(one["token_ids_logprob"] or ()),
-        return_text_in_logprobs=bool(one["return_text_in_logprobs"]),
-        return_top_p_token_ids=bool(one["return_top_p_token_ids"]) and params.filtered,
-        stream=bool(one["stream"]),
+        return_logprob=fields.take(one, "return_logprob", fields.truth, False),
+        logprob_start_len=fields.take(one, "logprob_start_len", fields.whole(-1, _INT32), -1),
+        top_logprobs_num=fields.take(one, "top_logprobs_num", fields.whole(0, vocab_size), 0),
+        token_ids_logprob=fields.take(one, "token_ids_logprob", _ids(vocab_size), []),
+        return_text_in_logprobs=fields.take(one, "return_text_in_logprobs", fields.truth, False),
+        return_top_p_token_ids=fields.take(one, "return_top_p_token_ids", fields.truth, False) and params.filtered,
+        stream=fields.take(one, "stream", fields.truth, False),
         images=[] if images is None else images if isinstance(images, list) else [images],
-        version_plan=tuple((int(start), str(version)) for start, version in one["weight_version_plan"] or ()),
+        version_plan=fields.take(one, "weight_version_plan", _version_plan, ()),
     )
+
+
+def _wrapped(seed: int) -> int:
+    """Into 64 bits with sign."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _ids(vocab_size: int) -> Check:
+    return fields.list_of(fields.whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536)
+
+
+def _version_plan(value: Any, name: str) -> tuple[tuple[int, str], ...]:
+    pairs = fields.list_of(fields.list_of(lambda item, _: item, 2), 65536)(value, name)
+    plan = []
+    for index, pair in enumerate(pairs):
+        if len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0 or not isinstance(pair[1], str):
+            raise refuse(f"{name}[{index}]", "must be [output token, weight version]", pair)
+        plan.append((pair[0], pair[1]))
+    return tuple(plan)
+
+
+def _check_text(prompt: Any) -> None:
+    if not isinstance(prompt, str):
+        raise BadRequest("text must be a string or a list of strings")
+    fields.text(MAX_TEXT)(prompt, "text")
 
 
 def _pick(body: dict[str, Any], key: str, index: int, count: int, is_single: bool) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import torch
 from aiohttp import web
 
 from slime.config.hooks import load_function
+from slime.engines.embedded.fields import list_of, need, one_of, refuse, take, text, truth, whole
 from slime.engines.embedded.memory import TAGS
 from slime.engines.embedded.process_group import join_group
 from slime.engines.embedded.protocol import API_VERSION, BadRequest
-from slime.engines.embedded.tensor_wire import read_tensors
-from slime.engines.embedded.web import LOADED, body_of, field, json_answer, outcome
+from slime.engines.embedded.tensor_wire import DTYPES, read_tensors
+from slime.engines.embedded.web import LOADED, body_of, json_answer, outcome
 from slime.engines.embedded.weights import WeightError, overall_checksum
 from slime.engines.handle import DELTA_LOADER
 
@@ -24,15 +27,19 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 FLUSHED = "Cache flushed.\n"
 NOT_FLUSHED = "Cache not flushed: requests are running or waiting.\n"
 PAUSE_MODES = ("abort", "retract", "in_place")
+ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
+MAX_GROUPS = 4
+MAX_TENSORS = 2**20
+_NAME = text(4096)  # of a tensor, a group, a version
+_joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
+"""Joining a group waits for all of its members, up to the deadline; nothing else waits in these threads."""
 
 GROUPS: web.AppKey[dict[str, Any]] = web.AppKey("groups", dict)
 
 
 async def pause_generation(request: web.Request) -> web.Response:
     """POST /pause_generation ``{"mode": "abort" | "retract" | "in_place"}``; returns when nothing runs."""
-    mode = (await body_of(request)).get("mode", "abort")
-    if mode not in PAUSE_MODES:
-        raise BadRequest(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    mode = take(await body_of(request), "mode", one_of(*PAUSE_MODES), "abort")
     engine = request.app[LOADED].engine
     await engine.call(engine.pause, mode)
     return json_answer({"message": "Generation paused successfully.", "status": "ok"})
@@ -72,14 +79,15 @@ def _require_open(request: web.Request) -> None:
 
 async def _abort_if_asked(request: web.Request, body: dict[str, Any]) -> None:
     engine = request.app[LOADED].engine
-    if body.get("abort_all_requests"):
+    if take(body, "abort_all_requests", truth, False):
         await engine.call(engine.abort, None)
 
 
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
     """Handles to tensors (see :mod:`slime.engines.tensor_payload`), or a request to load a published delta."""
     body = await body_of(request)
-    delta = field(body, "loader_request", str) if body.get("load_format") == DELTA_LOADER else None
+    delta = need(body, "loader_request", text(65536)) if body.get("load_format") == DELTA_LOADER else None
+    version = take(body, "weight_version", _NAME)
     _require_open(request)
     await _abort_if_asked(request, body)
     engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
@@ -92,38 +100,55 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
         else:
             weights.load(read_tensors(body))
 
-    await engine.call(engine.change_weights, write, body.get("weight_version"))
+    await engine.call(engine.change_weights, write, version)
     return outcome(True, "Success")
 
 
 async def init_weights_update_group(request: web.Request) -> web.Response:
     body = await body_of(request)
-    name = body.get("group_name", "weight_update_group")
-    if name in request.app[GROUPS]:
+    name = _group_name(body)
+    groups = request.app[GROUPS]
+    if name in groups:
         raise BadRequest(f"the group {name!r} exists already; destroy it first")
+    if len(groups) >= MAX_GROUPS:
+        raise BadRequest(f"there are {len(groups)} groups already; destroy one first")
+    world_size = need(body, "world_size", whole(1, 2**20))
     arguments = (
-        field(body, "master_address", str),
-        field(body, "master_port", int),
-        field(body, "rank_offset", int),
-        field(body, "world_size", int),
+        need(body, "master_address", text(253)),
+        need(body, "master_port", whole(1, 65535)),
+        need(body, "rank_offset", whole(0, world_size - 1)),
+        world_size,
         name,
-        body.get("backend", "nccl"),
+        take(body, "backend", one_of("nccl", "gloo"), "nccl"),
         GROUP_TIMEOUT,
     )
+    groups[name] = None  # being joined
     try:
-        request.app[GROUPS][name] = await asyncio.to_thread(join_group, *arguments)
+        groups[name] = await asyncio.get_running_loop().run_in_executor(_joiners, lambda: join_group(*arguments))
     except RuntimeError as error:
         return outcome(False, f"could not join the group {name!r}: {error}")
+    finally:
+        if groups.get(name) is None:
+            groups.pop(name, None)
     return outcome(True, f"joined the group {name!r}")
+
+
+def _group_name(body: dict[str, Any]) -> str:
+    return str(take(body, "group_name", _NAME, "weight_update_group"))
 
 
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
     """One broadcast from rank 0 per tensor, in the order of ``names``."""
     body = await body_of(request)
-    names, dtypes, shapes = (field(body, key, list) for key in ("names", "dtypes", "shapes"))
-    group = request.app[GROUPS].get(body.get("group_name", "weight_update_group"))
+    names = need(body, "names", list_of(_NAME, MAX_TENSORS))
+    dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
+    shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
+    version = take(body, "weight_version", _NAME)
+    group = request.app[GROUPS].get(_group_name(body))
     if group is None:
-        raise BadRequest(f"no group {body.get('group_name')!r}; call /init_weights_update_group first")
+        raise BadRequest(f"no group {_group_name(body)!r}; call /init_weights_update_group first")
     _require_open(request)
     await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
@@ -132,7 +157,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
         return engine.weights.load(_receive(names, dtypes, shapes, group, engine.runner.device))
 
     try:
-        await engine.call(engine.change_weights, write, body.get("weight_version"))
+        await engine.call(engine.change_weights, write, version)
     except RuntimeError as error:
         return outcome(False, f"Failed to receive weights: {error}")
     return outcome(True, "Succeeded to update parameter online.")
@@ -143,7 +168,7 @@ def _receive(
 ) -> list[tuple[str, torch.Tensor]]:
     tensors, waits = [], []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        tensor = torch.empty(shape, dtype=getattr(torch, str(dtype).removeprefix("torch.")), device=device)
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=device)
         waits.append(torch.distributed.broadcast(tensor, src=0, group=group, async_op=True))
         tensors.append((name, tensor))
     for wait in waits:
@@ -152,33 +177,42 @@ def _receive(
 
 
 async def destroy_weights_update_group(request: web.Request) -> web.Response:
-    name = (await body_of(request)).get("group_name", "weight_update_group")
-    group = request.app[GROUPS].pop(name, None)
-    if group is None:
+    name = _group_name(await body_of(request))
+    groups = request.app[GROUPS]
+    if groups.get(name) is None:
         return outcome(False, f"no group {name!r}")
-    await asyncio.to_thread(torch.distributed.destroy_process_group, group)
+    group = groups.pop(name)
+    await asyncio.get_running_loop().run_in_executor(_joiners, torch.distributed.destroy_process_group, group)
     return outcome(True, f"destroyed the group {name!r}")
+
+
+def _path(value: Any, name: str) -> str:
+    path = str(text(4096)(value, name))
+    if "\0" in path:
+        raise refuse(name, "must be the path of a folder", path)
+    return os.path.expanduser(path)
 
 
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     body = await body_of(request)
-    folder = Path(field(body, "model_path", str)).expanduser()
+    folder = Path(need(body, "model_path", _path))
+    version = take(body, "weight_version", _NAME)
     await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
 
     def write() -> int:
         return engine.weights.load_folder(folder)
 
-    count = await engine.call(engine.change_weights, write, body.get("weight_version"))
+    count = await engine.call(engine.change_weights, write, version)
     running = len(engine.scheduler.running) + len(engine.scheduler.waiting)
     return outcome(True, f"loaded {count} tensors from {folder}", num_paused_requests=running)
 
 
 async def update_weight_version(request: web.Request) -> web.Response:
     body = await body_of(request)
-    version = field(body, "new_version", str)
+    version = need(body, "new_version", _NAME)
     engine = request.app[LOADED].engine
-    if body.get("abort_all_requests", True):
+    if take(body, "abort_all_requests", truth, True):
         await engine.call(engine.abort, None)
     await engine.call(engine.rename_version, version)
     return outcome(True, f"Weight version updated to {version}", new_version=version)
@@ -191,14 +225,15 @@ async def get_weight_version(request: web.Request) -> web.Response:
 async def get_weights_by_name(request: web.Request) -> web.Response:
     body = await body_of(request)
     engine = request.app[LOADED].engine
-    values = await engine.call(engine.weights.get, field(body, "name", str), int(body.get("truncate_size", 100)))
-    return json_answer(values)
+    name, most = need(body, "name", _NAME), take(body, "truncate_size", whole(0, 2**20), 100)
+    return json_answer(await engine.call(engine.weights.get, name, most))
 
 
 async def weights_checker(request: web.Request) -> web.Response:
     """``checksum``; or ``snapshot``, ``reset_tensors`` and ``compare``: was every tensor written?"""
     body = await body_of(request)
-    action, skip = body.get("action", "checksum"), body.get("skip_tensor_list") or []
+    action = take(body, "action", one_of(*ACTIONS), "checksum")
+    skip = take(body, "skip_tensor_list", list_of(_NAME, MAX_TENSORS), [])
     engine = request.app[LOADED].engine
     weights = engine.weights
     if action == "checksum":
@@ -209,13 +244,11 @@ async def weights_checker(request: web.Request) -> web.Response:
         await engine.call(weights.take_snapshot)
     elif action in ("reset_tensors", "reset"):
         await engine.call(engine.change_weights, lambda: weights.reset(skip), None)
-    elif action == "compare":
+    else:
         different = await engine.call(weights.compare, skip)
         if different:
             names = ", ".join(different[:5])
             return outcome(False, f"{len(different)} tensors differ from the snapshot: {names}")
-    else:
-        raise BadRequest(f"action must be checksum, snapshot, reset_tensors or compare, got {action!r}")
     return outcome(True, "Success")
 
 
@@ -232,11 +265,7 @@ _ALONE = {
 
 
 async def _tags(request: web.Request) -> list[str]:
-    tags = (await body_of(request)).get("tags") or list(TAGS)
-    unknown = [tag for tag in tags if tag not in TAGS]
-    if unknown:
-        raise BadRequest(f"unknown tags {unknown}; known are {', '.join(TAGS)}")
-    return list(tags)
+    return take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
 
 
 async def release_memory_occupation(request: web.Request) -> web.Response:

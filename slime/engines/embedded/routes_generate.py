@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import orjson
 from aiohttp import web
 
+from slime.engines.embedded import fields
 from slime.engines.embedded.answers import build_answer
-from slime.engines.embedded.engine import Engine
+from slime.engines.embedded.engine import Engine, StepFailed, TooManyRequests
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.protocol import (
     BadRequest,
@@ -25,6 +27,10 @@ from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
 HEALTH_SECONDS = 20.0
+CHARACTERS_PER_TOKEN = 16
+SHORT_TEXT = 4096  # characters that are tokenised on the event loop
+_readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
+T = TypeVar("T")
 Event = tuple[Sequence, int, dict[str, Any] | None, str]
 
 
@@ -42,15 +48,39 @@ async def generate(request: web.Request) -> web.StreamResponse:
 async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
     """Tokenise text and read images; off the event loop where it takes long."""
     for single, text in zip(parsed.requests, parsed.texts, strict=True):
+        if text is not None:
+            check_length(loaded, text)
         if single.images:
             if loaded.images is None:
-                raise BadRequest("this model takes no images")
+                raise BadRequest("image_data: this model takes no images")
             arguments = (single.input_ids, text, single.images)
-            single.input_ids, single.images = await asyncio.to_thread(_with_images, loaded, *arguments)
+            single.input_ids, single.images = await in_thread(_with_images, loaded, *arguments)
         elif text is not None:
-            single.input_ids = list(loaded.tokenizer(text)["input_ids"])
+            single.input_ids = await encode(loaded, text)
             if not single.input_ids:
                 raise BadRequest("text must not be empty")
+
+
+def check_length(loaded: Loaded, text: str) -> None:
+    """Refuse a text that is far too long before it is tokenised, which takes half a microsecond a character."""
+    most = CHARACTERS_PER_TOKEN * loaded.context_len
+    if len(text) > most:
+        raise BadRequest(
+            f"text has {len(text)} characters; at most {most} are tokenised "
+            f"({CHARACTERS_PER_TOKEN} for each of the context's {loaded.context_len} tokens)"
+        )
+
+
+async def encode(loaded: Loaded, text: str, **options: Any) -> list[int]:
+    """Token ids of a text."""
+    if len(text) <= SHORT_TEXT:
+        return list(loaded.tokenizer(text, **options)["input_ids"])
+    return await in_thread(lambda: list(loaded.tokenizer(text, **options)["input_ids"]))
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Run in one of the threads that only read requests, so that nothing else waits for them."""
+    return await asyncio.get_running_loop().run_in_executor(_readers, function, *arguments)
 
 
 def _with_images(loaded: Loaded, ids: list[int], text: str | None, images: list[Any]) -> tuple[list[int], list[Any]]:
@@ -60,9 +90,13 @@ def _with_images(loaded: Loaded, ids: list[int], text: str | None, images: list[
 
 
 async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
-    """Generate all to the end; when this is cancelled (the client is gone), they are aborted."""
-    watched = [await _watch(loaded.engine, single) for single in requests]
+    """Generate all to the end; when that fails, or is cancelled because the client is gone, they are aborted.
+
+    Raises:
+        StepFailed: the engine could not compute one of them.
+    """
     try:
+        watched = [await _watch(loaded.engine, single) for single in requests]
         answers = []
         for events in watched:
             event = await events.get()
@@ -70,7 +104,7 @@ async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[dict[
                 event = await events.get()
             answers.append(_answer(loaded, event))
         return answers
-    except asyncio.CancelledError:
+    except BaseException:
         _abandon(loaded.engine, requests)
         raise
 
@@ -84,6 +118,8 @@ async def _watch(engine: Engine, single: GenerateRequest) -> asyncio.Queue[Event
 
 def _answer(loaded: Loaded, event: Event) -> dict[str, Any]:
     sequence, count, finish, version = event
+    if finish is not None and finish.get("status_code"):
+        raise StepFailed(finish["message"])
     return build_answer(sequence, loaded.detokenizer, version, count, finish)
 
 
@@ -92,10 +128,16 @@ _background: set[asyncio.Task[None]] = set()
 
 def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
     """Abort without waiting: whoever waited is gone."""
-    for single in requests:
-        task = asyncio.ensure_future(engine.call(engine.abort, single.rid, True))
-        _background.add(task)
-        task.add_done_callback(_background.discard)
+    if engine.failure is not None:
+        return
+
+    def abort_all() -> None:
+        for single in requests:
+            engine.abort(single.rid, True)
+
+    task = asyncio.ensure_future(engine.call(abort_all))
+    _background.add(task)
+    task.add_done_callback(_background.discard)
 
 
 async def _stream(request: web.Request, loaded: Loaded, parsed: GenerateBody) -> web.StreamResponse:
@@ -142,6 +184,10 @@ async def send_events(
     except BadRequest as error:
         content = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
         await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
+    except (StepFailed, TooManyRequests) as error:
+        code = 500 if isinstance(error, StepFailed) else 503
+        content = {"error": {"message": str(error), "type": "server_error", "code": code}}
+        await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response
@@ -150,11 +196,12 @@ async def send_events(
 async def abort_request(request: web.Request) -> web.Response:
     """POST /abort_request: ``{"rid": …}`` or ``{"abort_all": true}``."""
     body = await body_of(request)
-    rid = body.get("rid") or ""
-    if not rid and not body.get("abort_all"):
+    rid = fields.take(body, "rid", fields.text(1024), "")
+    everything = fields.take(body, "abort_all", fields.truth, False)
+    if not rid and not everything:
         raise BadRequest("give rid, or abort_all: true")
     engine = request.app[LOADED].engine
-    await engine.call(engine.abort, None if body.get("abort_all") else rid)
+    await engine.call(engine.abort, None if everything else rid)
     return web.Response(status=200)
 
 

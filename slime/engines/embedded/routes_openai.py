@@ -9,9 +9,18 @@ from typing import Any
 
 from aiohttp import web
 
+from slime.engines.embedded import fields
 from slime.engines.embedded.loading import Loaded
-from slime.engines.embedded.protocol import BadRequest, GenerateBody, parse_generate
-from slime.engines.embedded.routes_generate import answers_as_they_come, prepare, run_all, send_events
+from slime.engines.embedded.protocol import BadRequest, GenerateBody, parse_generate, parse_sampling_params
+from slime.engines.embedded.routes_generate import (
+    answers_as_they_come,
+    check_length,
+    encode,
+    in_thread,
+    prepare,
+    run_all,
+    send_events,
+)
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
 _SAMPLING = (
@@ -36,49 +45,101 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     loaded, body = request.app[LOADED], await body_of(request)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRequest("messages must be a list with at least one message")
+    fields.need(body, "messages", _messages)
+    tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096))
+    variables = fields.take(body, "chat_template_kwargs", _template_variables, {})
     if loaded.tokenizer.chat_template is None:
         raise BadRequest("this model has no chat template; use /v1/completions")
-    prompt = loaded.tokenizer.apply_chat_template(
-        messages,
-        tools=body.get("tools"),
-        add_generation_prompt=True,
-        tokenize=False,
-        **(body.get("chat_template_kwargs") or {}),
-    )
-    ids = loaded.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    return await _complete(request, loaded, body, {"input_ids": list(ids)}, "chat.completion")
+    native = _native(body, loaded.vocab_size)  # before the work of rendering
+    prompt = await in_thread(_render, loaded.tokenizer, body["messages"], tools, variables)
+    check_length(loaded, prompt)
+    ids = await encode(loaded, prompt, add_special_tokens=False)
+    return await _complete(request, loaded, body, {**native, "input_ids": ids}, "chat.completion")
+
+
+_NOT_FOR_TEMPLATES = {"messages", "tools", "conversation", "chat_template", "tokenize", "padding", "truncation"}
+_NOT_FOR_TEMPLATES |= {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+_NOT_FOR_TEMPLATES |= {"tokenizer_kwargs"}
+
+
+def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadRequest("messages must be a list with at least one message")
+    for index, message in enumerate(fields.list_of(fields.json_object, 65536)(value, name)):
+        if message.get("role") is None:
+            raise BadRequest(f"messages[{index}].role is missing")
+        fields.text(64)(message["role"], f"messages[{index}].role")
+        content = message.get("content")
+        if content is not None and not isinstance(content, str | list):
+            raise fields.refuse(f"messages[{index}].content", "must be a string or a list of parts", content)
+    return value
+
+
+def _template_variables(value: Any, name: str) -> dict[str, Any]:
+    """Variables for the model's own template, such as ``enable_thinking``. A request may not bring a template, which is
+    a program, nor say how the result is tokenised."""
+    variables = fields.json_object(value, name)
+    for key in variables:
+        if key in _NOT_FOR_TEMPLATES:
+            raise BadRequest(f"{name}.{key} is not accepted from a request; only variables of the model's template are")
+    return variables
+
+
+def _render(tokenizer: Any, messages: list[Any], tools: list[Any] | None, variables: dict[str, Any]) -> str:
+    """The prompt's text.
+
+    Raises:
+        BadRequest: the template cannot render these messages.
+    """
+    options = {"add_generation_prompt": True, **variables}
+    try:
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+    except Exception as error:  # whatever a template does with what a client sent
+        raise BadRequest(f"the model's chat template does not take these messages: {error}") from error
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions; the prompt is text or token ids, one or several."""
     loaded, body = request.app[LOADED], await body_of(request)
     prompt = body.get("prompt")
-    if not prompt:
+    if not prompt or not isinstance(prompt, str | list):
         raise BadRequest("prompt must be text or token ids")
     first = prompt[0] if isinstance(prompt, list) else prompt
     key = "text" if isinstance(first, str) else "input_ids"
-    return await _complete(request, loaded, body, {key: prompt}, "text_completion")
+    return await _complete(request, loaded, body, {**_native(body, loaded.vocab_size), key: prompt}, "text_completion")
+
+
+_COUNT = fields.whole(0, 2**31 - 1)
+
+
+def _native(body: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A body of ``/generate``, without the prompt."""
+    sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    parse_sampling_params(sampling, vocab_size, where="")  # errors with the names that the client used
+    limits = [fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")]
+    sampling["max_new_tokens"] = next((limit for limit in limits if limit), 128)
+    sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1))
+    wanted, most = body.get("logprobs"), fields.whole(0, vocab_size)
+    if wanted is not None and type(wanted) is not bool:
+        most(wanted, "logprobs")
+    count = wanted if type(wanted) is int else 0
+    return {
+        "sampling_params": sampling,
+        "return_logprob": bool(wanted),
+        "top_logprobs_num": fields.take(body, "top_logprobs", most, 0) or count,
+        "return_text_in_logprobs": True,
+        "stream": fields.take(body, "stream", fields.truth, False),
+    }
 
 
 async def _complete(
-    request: web.Request, loaded: Loaded, body: dict[str, Any], prompt: dict[str, Any], kind: str
+    request: web.Request, loaded: Loaded, body: dict[str, Any], native: dict[str, Any], kind: str
 ) -> web.StreamResponse:
-    sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    sampling["max_new_tokens"] = body.get("max_completion_tokens") or body.get("max_tokens") or 128
-    if body.get("seed") is not None:
-        sampling["sampling_seed"] = body["seed"]
-    wants = bool(body.get("logprobs"))
-    top = int(body.get("top_logprobs") or (body["logprobs"] if wants and body["logprobs"] is not True else 0) or 0)
-    native = {**prompt, "sampling_params": sampling, "return_logprob": wants, "top_logprobs_num": top}
-    native["return_text_in_logprobs"] = True
+    model = fields.take(body, "model", fields.text(4096), "") or loaded.options.model_path
     parsed = parse_generate(native, loaded.vocab_size)
     await prepare(loaded, parsed)
-    model = body.get("model") or loaded.options.model_path
     head = {"id": uuid.uuid4().hex, "created": int(time.time()), "model": model}
-    if body.get("stream"):
+    if parsed.stream:
         return await send_events(request, _deltas(loaded, parsed, head, kind), index=False)
     answers = await run_all(loaded, parsed.requests)
     choices = [_choice(index, answer, kind) for index, answer in enumerate(answers)]

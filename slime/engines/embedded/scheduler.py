@@ -89,6 +89,7 @@ class Scheduler:
     waiting: deque[Sequence] = field(default_factory=deque)
     running: list[Sequence] = field(default_factory=list)  # by slot
     paused: bool = False
+    alone: Sequence | None = None  # only this one is computed
     arrivals: int = 0
     moves: list[Move] = field(default_factory=list)
     extended_last: bool = False
@@ -120,13 +121,17 @@ class Scheduler:
         return all(self._held(sequence) for sequence in [*self.running, *self.waiting])
 
     def _held(self, sequence: Sequence) -> bool:
+        return self.waits(sequence) or (self.alone is not None and sequence is not self.alone)
+
+    def waits(self, sequence: Sequence) -> bool:
+        """Whether its next token must come from other weights."""
         planned = sequence.planned_version if sequence.request.version_plan else None
         return planned is not None and planned != self.weight_version
 
     @property
     def held(self) -> int:
         """Sequences that have tokens, and wait for other weights to go on."""
-        return sum(sequence.num_output > 0 and self._held(sequence) for sequence in [*self.running, *self.waiting])
+        return sum(sequence.num_output > 0 and self.waits(sequence) for sequence in [*self.running, *self.waiting])
 
     def abort(self, rid: str | None, exact: bool = False, message: str = "Aborted") -> list[Sequence]:
         """End what is called ``rid`` (as in SGLang: all whose id starts so, unless ``exact``), or everything."""
@@ -137,10 +142,10 @@ class Scheduler:
         doomed = [seq for seq in [*self.running, *self.waiting] if meant(seq.request.rid)]
         for sequence in doomed:
             sequence.finish_reason = {"type": "abort", "message": message, "status_code": None, "err_type": None}
-            self._leave(sequence)
+            self.leave(sequence)
         return doomed
 
-    def _leave(self, sequence: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue or out of its slot."""
         if sequence.slot < 0:
             if sequence in self.waiting:
@@ -161,7 +166,7 @@ class Scheduler:
             return self.abort(None)
         if mode == "retract":
             for sequence in reversed(self.running.copy()):
-                self._leave(sequence)
+                self.leave(sequence)
                 sequence.retractions += 1
                 sequence.computed = 0
                 self.waiting.append(sequence)
@@ -283,7 +288,7 @@ class Scheduler:
             if sequence.finish_reason is not None:
                 finished.append(sequence)
         for sequence in finished:
-            self._leave(sequence)
+            self.leave(sequence)
         return finished
 
     def _append(self, sequence: Sequence, draw: Drawn) -> None:

@@ -26,6 +26,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--deterministic", action="store_true", help="results do not depend on the rest of the batch")
     parser.add_argument("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, else the cores")
     parser.add_argument("--trust-remote-code", action="store_true")
+    urls = "take images by URL and file path: everyone who reaches the port can then read files and the network"
+    parser.add_argument("--allow-image-urls", action="store_true", help=urls)
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--random-seed", type=int, default=0)
     parser.add_argument("--parent-pid", type=int, help="end when this process, our parent, is gone")
@@ -76,6 +78,7 @@ def _serve(options: argparse.Namespace, started: float) -> None:
             trust_remote_code=options.trust_remote_code,
             weight_version=options.weight_version,
             random_seed=options.random_seed,
+            allow_image_urls=options.allow_image_urls,
         )
     )
     app = make_app(loaded, options.host)

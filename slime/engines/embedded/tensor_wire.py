@@ -26,7 +26,7 @@ _FILE_NAME = re.compile(r"/torch_[0-9]+_[0-9]+_[0-9]+\Z")
 _HEADER_BYTES = 64  # of torch before the data in a shared memory file
 _MOST_DIMENSIONS = 16
 _LARGEST = 2**48  # bytes, far beyond any buffer
-_DTYPES: dict[str, torch.dtype] = {
+DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 
@@ -59,9 +59,9 @@ def read_tensors(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 def _view(place: Entry, flat: torch.Tensor) -> torch.Tensor:
     part = flat[place.offset : place.offset + place.nbytes]
-    if part.storage_offset() % _DTYPES[place.dtype].itemsize:
+    if part.storage_offset() % DTYPES[place.dtype].itemsize:
         part = part.clone()  # a view of another dtype needs an aligned start
-    return part.view(_DTYPES[place.dtype]).reshape(place.shape)
+    return part.view(DTYPES[place.dtype]).reshape(place.shape)
 
 
 def _entry(value: Any, where: str, nbytes: int) -> Entry:
@@ -71,11 +71,11 @@ def _entry(value: Any, where: str, nbytes: int) -> Entry:
     name, dtype, shape = value.get("name"), value.get("dtype"), value.get("shape")
     if not isinstance(name, str) or not name:
         raise BadRequest(f"{where}.name must be the name of a tensor")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise BadRequest(f"{where}.dtype {dtype!r} is no dtype of torch")
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise BadRequest(f"{where}.shape must be a list of at most {_MOST_DIMENSIONS} sizes")
-    size = _DTYPES[dtype].itemsize
+    size = DTYPES[dtype].itemsize
     for axis in shape:
         if type(axis) is not int or not 0 <= axis < _LARGEST:
             raise BadRequest(f"{where}.shape holds {axis!r}, which is no size")

@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from slime.engines.embedded.engine import StepFailed, TooManyRequests
+from slime.engines.embedded.fields import BadRequest
 from slime.engines.embedded.loading import Loaded
-from slime.engines.embedded.protocol import BadRequest
 from slime.engines.embedded.weights import WeightError
 
 logger = logging.getLogger(__name__)
@@ -39,25 +40,11 @@ async def body_of(request: web.Request) -> dict[str, Any]:
         return {}
     try:
         body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+    except (orjson.JSONDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body
-
-
-def field(body: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """A field of a control call, checked.
-
-    Raises:
-        BadRequest: it is missing (and has no default) or of another type.
-    """
-    value = body.get(name, default)
-    if value is None and default is None:
-        raise BadRequest(f"the field {name!r} is missing")
-    if not isinstance(value, kind):
-        raise BadRequest(f"the field {name!r} must be a {kind.__name__}, got {value!r}")
-    return value
 
 
 @web.middleware
@@ -69,6 +56,10 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
         return json_answer({"error": {"message": str(error)}, "success": False, "message": str(error)}, 400)
     except web.HTTPException as error:
         return json_answer({"error": {"message": f"{request.method} {request.path}: {error.reason}"}}, error.status)
+    except TooManyRequests as error:
+        return json_answer({"error": {"message": str(error)}, "success": False, "message": str(error)}, 503)
+    except StepFailed as error:  # the engine has written the traceback
+        return json_answer({"error": {"message": str(error)}, "success": False, "message": str(error)}, 500)
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         message = f"{type(error).__name__}: {error}"

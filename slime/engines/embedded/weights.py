@@ -119,6 +119,7 @@ class Weights:
 
     def get(self, name: str, truncate: int) -> list[Any]:
         view = self.resolve(name)
+        view = view if view.dim() else view[None]
         return list(view[:truncate].float().tolist())
 
     def checksums(self, skip: Sequence[str] = ()) -> dict[str, str]:

@@ -1,0 +1,225 @@
+"""Wrong types and values in every field of the embedded engine's requests: a 4xx that names the field, and the engine
+answers as before."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served_engine import Served, served
+
+from slime.engines.embedded import images
+from slime.engines.embedded.fields import BadRequest
+from slime.engines.embedded.images import load_image
+
+WRONG: list[Any] = [
+    *("x", "", "1", [], [5], [[5]], ["a"], [None], [{}], {}, {"a": 1}, True, False, 0, -1, 1.5, -0.5, 1e308, -1e308),
+    *(2**63, 2**31, -99999, 49152),
+]
+SAMPLING = (
+    *("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "no_stop_trim", "logit_bias", "sampling_seed", "n"),
+)
+NATIVE = (
+    *("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("image_data", "return_text_in_logprobs", "return_top_p_token_ids", "stream", "weight_version_plan"),
+    *("text", "input_ids", "input_embeds"),
+)
+OPENAI = (
+    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "logit_bias", "ignore_eos", "skip_special_tokens", "no_stop_trim", "n", "max_tokens"),
+    *("max_completion_tokens", "seed", "logprobs", "top_logprobs", "stream", "model"),
+)
+CHAT = (*OPENAI, "messages", "tools", "chat_template_kwargs")
+COMPLETIONS = (*OPENAI, "prompt")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[Served]:
+    with served(tiny_llama) as one:
+        yield one
+
+
+def body_for(route: str, field: str, value: Any) -> dict[str, Any]:
+    if route == "/generate":
+        sampling: dict[str, Any] = {"max_new_tokens": 2}
+        if field in SAMPLING:
+            sampling[field] = value
+            return {"input_ids": [20, 21], "sampling_params": sampling, "return_logprob": True}
+        prompt = {} if field in ("text", "input_ids") else {"input_ids": [20, 21]}
+        return {**prompt, "sampling_params": sampling, "return_logprob": True, field: value}
+    if route == "/v1/chat/completions":
+        return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, field: value}
+    return {"prompt": "hi", "max_tokens": 2, field: value}
+
+
+CASES = [
+    *(("/generate", field) for field in (*NATIVE, *SAMPLING)),
+    *(("/v1/chat/completions", field) for field in CHAT),
+    *(("/v1/completions", field) for field in COMPLETIONS),
+]
+
+
+@pytest.mark.parametrize(("route", "field"), CASES)
+def test_wrong_types_name_the_field_and_harm_nobody(engine: Served, route: str, field: str) -> None:
+    before = engine.greedy()
+    for value in WRONG:
+        status, answer = engine.ask(route, body_for(route, field, value))
+        assert status == 200 or 400 <= status < 500, (value, answer)
+        if status != 200:
+            message = answer["error"]["message"]
+            assert field in message or "prompt" in message or "text" in message or "input_ids" in message, message
+    assert engine.loaded.engine.failure is None and engine.greedy() == before
+
+
+REFUSED: dict[str, list[Any]] = {
+    "temperature": ["x", [], {}, True, -1, 2**63, 1e308],
+    "top_k": ["x", 1.5, 0, -2, True],
+    "stop": [[5], [True], [{}], 5, {}],
+    "stop_token_ids": ["x", [1.5], [True], [-1]],
+    "sampling_seed": [-0.5, "", [], 2**63],
+    "max_new_tokens": ["5", 1.5, True, -1],
+    "ignore_eos": [0, 1, "true"],
+    "logit_bias": [[], "x", {"a": 1}, {"1": "x"}, {"1": 1e300}, {"-1": 1}],
+    "n": [200_000, 0, True, "2"],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in REFUSED.items() for v in values])
+def test_wrong_sampling_parameters_are_refused(engine: Served, field: str, value: Any) -> None:
+    status, answer = engine.ask("/generate", body_for("/generate", field, value))
+    assert status == 400 and f"sampling_params.{field}" in answer["error"]["message"], answer
+
+
+CONTROL = {
+    "/pause_generation": ("mode",),
+    "/abort_request": ("rid", "abort_all"),
+    "/update_weights_from_tensor": ("load_format", "buffer", "tensors", "weight_version", "abort_all_requests"),
+    "/init_weights_update_group": ("master_address", "master_port", "rank_offset", "world_size", "group_name"),
+    "/update_weights_from_distributed": ("names", "dtypes", "shapes", "group_name", "weight_version"),
+    "/destroy_weights_update_group": ("group_name",),
+    "/update_weights_from_disk": ("model_path", "weight_version", "abort_all_requests"),
+    "/update_weight_version": ("new_version", "abort_all_requests"),
+    "/get_weights_by_name": ("name", "truncate_size"),
+    "/weights_checker": ("action", "skip_tensor_list"),
+    "/release_memory_occupation": ("tags",),
+    "/resume_memory_occupation": ("tags",),
+}
+
+
+@pytest.mark.parametrize("route", CONTROL)
+def test_control_calls_answer_wrong_types_with_400(engine: Served, route: str) -> None:
+    before = engine.greedy()
+    for field, value in itertools.product(CONTROL[route], WRONG):
+        body = {field: value}
+        if route == "/get_weights_by_name" and field == "truncate_size":
+            body["name"] = "model.norm.weight"
+        status, answer = engine.ask(route, body)
+        assert status in (200, 400), (body, status, answer)
+    for path in ("/continue_generation", "/resume_memory_occupation"):
+        assert engine.ask(path, {})[0] == 200
+    engine.ask("/update_weight_version", {"new_version": "default"})
+    assert engine.greedy() == before
+
+
+NO_OBJECTS = [b"{", b"[]", b"5", b"null x", b'{"a":' * 5000, b"\xff\xfe", b'{"text": NaN}', b'{"text": "\\ud800"}']
+
+
+@pytest.mark.parametrize("raw", NO_OBJECTS)
+def test_bodies_that_are_no_json_object(engine: Served, raw: bytes) -> None:
+    assert engine.ask("/generate", raw)[0] == 400
+
+
+# --- requests that take long or much ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"chat_template": "{{ 'a' * 20000000 }}"}, {"tokenize": True}, {"max_length": 1}, {"messages": []}],
+)
+def test_a_request_brings_no_template(engine: Served, variables: dict[str, Any]) -> None:
+    body = {**body_for("/v1/chat/completions", "n", 1), "chat_template_kwargs": variables}
+    status, answer = engine.ask("/v1/chat/completions", body)
+    assert status == 400 and next(iter(variables)) in answer["error"]["message"]
+
+
+def test_variables_of_the_models_template_are_passed_on(engine: Served) -> None:
+    body = {**body_for("/v1/chat/completions", "n", 1), "chat_template_kwargs": {"enable_thinking": False}}
+    assert engine.ask("/v1/chat/completions", body)[0] == 200
+
+
+def test_a_text_far_beyond_the_context_is_not_tokenised(engine: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenised: list[str] = []
+    tokenizer = engine.loaded.tokenizer
+
+    def counted(text: str, **options: Any) -> Any:
+        tokenised.append(text)
+        return tokenizer(text, **options)
+
+    monkeypatch.setattr(engine.loaded, "tokenizer", counted)
+    for text, status in (("a" * 16 * 512, 400), ("a" * (16 * 512 + 1), 400), ("abc", 200)):
+        assert engine.ask("/generate", {"text": text, "sampling_params": {"max_new_tokens": 1}})[0] == status
+    assert [len(text) for text in tokenised] == [16 * 512, 3]
+
+
+def test_a_batch_with_one_that_cannot_fit_leaves_nothing_running(engine: Served) -> None:
+    body = {"input_ids": [[20, 21], [20] * 600], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
+    status, answer = engine.ask("/generate", body)
+    assert status == 400 and "600 tokens" in answer["error"]["message"]
+    assert engine.greedy()
+    assert not engine.loaded.engine.scheduler.running and not engine.loaded.engine.scheduler.waiting
+
+
+def test_a_full_queue_answers_503(engine: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.engines.embedded.engine.MAX_WAITING", 0)
+    status, answer = engine.ask("/generate", body_for("/generate", "n", 1))
+    assert status == 503 and "waiting" in answer["error"]["message"]
+
+
+# --- images ----------------------------------------------------------------------------------------
+
+
+def png(width: int, height: int) -> str:
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.new("RGB", (width, height)).save(stream, format="PNG")
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    "item", ["file:///dev/zero", "file:/etc/hosts", "/etc/hosts.x", "http://127.0.0.1:1/x", "https://x/", "ftp://x"]
+)
+def test_images_by_url_and_path_are_off_by_default(item: str) -> None:
+    with pytest.raises(BadRequest, match="allow-image-urls"):
+        load_image(item)
+
+
+def test_images_by_path_where_allowed(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(base64.b64decode(png(3, 2)))
+    assert load_image(str(file), allow_urls=True).size == load_image(f"file://{file}", allow_urls=True).size == (3, 2)
+    with pytest.raises(BadRequest, match="no file"):
+        load_image("file:///dev/zero", allow_urls=True)
+
+
+def test_images_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_image(png(4, 4)).size == load_image({"url": f"data:image/png;base64,{png(4, 4)}"}).size == (4, 4)
+    monkeypatch.setattr(images, "MAX_PIXELS", 15)
+    with pytest.raises(BadRequest, match="4 x 4 pixels"):
+        load_image(png(4, 4))
+    monkeypatch.setattr(images, "MAX_BYTES", 8)
+    with pytest.raises(BadRequest, match="at most 8 bytes"):
+        load_image(png(4, 4))
+
+
+@pytest.mark.parametrize("item", [5, None, [], {}, {"url": 5}, "data:", "data:x", "bm90IGFuIGltYWdl", "%%%", "\ud800"])
+def test_what_is_no_image(item: Any) -> None:
+    with pytest.raises(BadRequest):
+        load_image(item)
