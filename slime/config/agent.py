@@ -22,7 +22,9 @@ class AgentConfig:
         help="agent program as a command line: it finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, "
         "ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON) in its environment",
     )
-    agent_timeout: float = flag(1800.0, help="seconds that an agent program may take; then its sample is left out")
+    agent_timeout: float = flag(
+        1800.0, above=0, help="seconds that an agent program may take; then its sample is left out"
+    )
     agent_tool_parser: str = flag(
         "hermes", help="reads tool calls in the model's text: hermes (Qwen's too), none, or a class of your own"
     )

@@ -37,8 +37,8 @@ class AlgorithmConfig:
     )
     eps_clip: float = flag(0.2, help="lower clip distance")
     eps_clip_high: float = flag(None, help="upper clip distance; default --eps-clip")
-    eps_clip_c: float = flag(None, help="dual-clip constant, above 1")
-    value_clip: float = flag(0.2, help="clip distance of values")
+    eps_clip_c: float = flag(None, above=1, help="dual-clip constant, above 1")
+    value_clip: float = flag(0.2, low=0, help="clip distance of values")
     entropy_coef: float = flag(0.0, help="weight of the entropy bonus")
     gamma: float = flag(1.0, help="discount")
     lambd: float = flag(1.0, help="lambda of GAE")
@@ -61,7 +61,7 @@ class AlgorithmConfig:
     )
     overlong_penalty: float = flag(1.0, help="how far they fall")
     calculate_per_token_loss: bool = flag(False, help="average over tokens instead of samples")
-    num_critic_only_steps: int = flag(0, help="rollouts that train the critic alone at the start")
+    num_critic_only_steps: int = flag(0, low=0, help="rollouts that train the critic alone at the start")
     use_rollout_entropy: bool = flag(False, help="entropy in the log-prob pass")
 
 
@@ -74,7 +74,7 @@ class KlConfig:
     kl_loss_type: str = flag("k1", choices=("k1", "k2", "k3", "low_var_kl"), help="estimator of the KL")
     kl_coef: float = flag(0.0, help="KL in the reward; excludes --kl-loss-coef")
     use_unbiased_kl: bool = flag(False, help="weigh the KL by the importance ratio")
-    ref_update_interval: int = flag(None, help="copy the actor to the reference every N rollouts")
+    ref_update_interval: int = flag(None, low=1, help="copy the actor to the reference every N rollouts")
 
 
 @dataclass
@@ -95,7 +95,7 @@ class OffPolicyConfig:
     custom_tis_function_path: str = flag(None, kind="hook", help="replaces the weight (IcePop, MIS)")
     get_mismatch_metrics: bool = flag(False, help="measure only; needs --custom-tis-function-path")
     use_opsm: bool = flag(False, help="mask sequences that drifted from the policy")
-    opsm_delta: float = flag(1e-4, help="drift from which a sequence is masked")
+    opsm_delta: float = flag(1e-4, low=0, help="drift from which a sequence is masked")
     use_routing_replay: bool = flag(
         False, help="Megatron: experts are chosen as in the pass that computed the old log-probs"
     )
@@ -118,6 +118,7 @@ class DistillationConfig:
     opd_teacher_load: str = flag(None, help="teacher of --opd-type megatron: a model of the trained one's shape")
     opd_teacher_ckpt_step: int = flag(
         None,
+        low=0,
         help="iteration of the teacher checkpoint",
         status="refused",
         reason="name the folder of that iteration with --opd-teacher-load",

@@ -13,21 +13,25 @@ class CheckpointConfig:
 
     load: str = flag(None, help="resume from here (a --save folder), or start from this Hugging Face folder")
     save: str = flag(None, help="folder of snapshots; default with --save-interval: outputs/<run>/checkpoints")
-    save_interval: int = flag(None, help="snapshot every N rollouts, and at the end")
+    save_interval: int = flag(None, low=1, help="snapshot every N rollouts, and at the end")
     save_keep_last: int = flag(
         None,
+        low=1,
         help="delete all but the last N snapshots; default: keep all, with --save-retain-interval 1",
     )
-    save_retain_interval: int = flag(None, help="of the snapshots that would be deleted, keep one every N rollouts")
+    save_retain_interval: int = flag(
+        None, low=1, help="of the snapshots that would be deleted, keep one every N rollouts"
+    )
     save_hf: str = flag(None, help="also export Hugging Face weights; {rollout_id} in the path")
     ref_load: str = flag(None, help="reference model; default --hf-checkpoint")
     ref_ckpt_step: int = flag(
         None,
+        low=0,
         help="iteration of the reference checkpoint",
         status="refused",
         reason="--ref-load is a Hugging Face folder, which has no iterations",
     )
-    ckpt_step: int = flag(None, help="iteration to load instead of the latest")
+    ckpt_step: int = flag(None, low=0, help="iteration to load instead of the latest")
     no_save_optim: bool = flag(False, help="leave the optimizer out of snapshots")
     no_load_optim: bool = flag(
         False,

@@ -22,9 +22,9 @@ class DataConfig:
     multimodal_keys: dict[str, str] | None = flag(None, help='JSON; media type to column, {"image": "images"}')
     apply_chat_template: bool = flag(False, help="render messages with the tokenizer's template")
     apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON; extra arguments of the template")
-    num_rollout: int = flag(None, help="rollout-and-train iterations; default: one epoch")
-    num_epoch: int = flag(None, help="epochs, when --num-rollout is not given")
-    start_rollout_id: int = flag(None, help="where to go on; default: after the loaded checkpoint")
+    num_rollout: int = flag(None, low=0, help="rollout-and-train iterations; default: one epoch")
+    num_epoch: int = flag(None, low=1, help="epochs, when --num-rollout is not given")
+    start_rollout_id: int = flag(None, low=0, help="where to go on; default: after the loaded checkpoint")
     rollout_shuffle: bool = flag(False, help="shuffle the prompts in each epoch")
     rollout_seed: int = flag(42, help="seed of shuffling and of sampling")
     rollout_global_dataset: bool = flag(
@@ -41,6 +41,7 @@ class DataConfig:
     buffer_filter_path: str = flag(None, kind="hook", help="chooses groups from the buffer")
     num_data_workers: int = flag(
         0,
+        low=0,
         help="processes that parse, render and count the tokens of --prompt-data; 0: the rollout manager itself. The "
         "order is the same",
     )

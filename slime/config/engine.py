@@ -17,13 +17,13 @@ class EngineConfig:
         help="dtype of the engines' weights; default: --train-dtype",
     )
     use_router: bool = flag(False, help="put sglang-router in front of a single engine too")
-    embedded_max_running_requests: int = flag(64, help="requests the embedded engine decodes together")
-    embedded_max_total_tokens: int = flag(None, help="tokens in its KV cache; default: by memory")
+    embedded_max_running_requests: int = flag(64, low=1, help="requests the embedded engine decodes together")
+    embedded_max_total_tokens: int = flag(None, low=1, help="tokens in its KV cache; default: by memory")
     embedded_device: str = flag(None, help="cpu or cuda; default: cuda where there is one")
     sglang_router_ip: str = flag(None, help="use a router that runs already")
-    sglang_router_port: int = flag(None, help="its port")
-    sglang_router_request_timeout_secs: int = flag(14400, help="the router gives a request up after this")
-    sglang_server_concurrency: int = flag(512, help="requests in flight per engine")
+    sglang_router_port: int = flag(None, low=1, high=65535, help="its port")
+    sglang_router_request_timeout_secs: int = flag(14400, low=1, help="the router gives a request up after this")
+    sglang_server_concurrency: int = flag(512, low=1, help="requests in flight per engine")
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
         help="host:port of servers that run already: they get weights and requests, and are never stopped",
@@ -33,8 +33,9 @@ class EngineConfig:
         kind="path",
         help="YAML of several models, or of groups of servers that prefill and decode",
     )
-    prefill_num_servers: int = flag(None, help="so many of the SGLang servers only prefill, the others decode")
+    prefill_num_servers: int = flag(None, low=1, help="so many of the SGLang servers only prefill, the others decode")
     logprob_gap_threshold: float = flag(
         None,
+        low=0,
         help="warn when trainer and engine log-probs differ by more in a step's mean; default: by dtype",
     )

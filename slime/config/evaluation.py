@@ -12,7 +12,7 @@ from slime.config.flag import flag
 class EvalConfig:
     _title = "evaluation"
 
-    eval_interval: int = flag(None, help="evaluate every N rollouts")
+    eval_interval: int = flag(None, low=1, help="evaluate every N rollouts")
     eval_prompt_data: list[str] | None = flag(
         None, kind="pairs", metavar="NAME PATH", help="data sets as NAME PATH pairs; may be repeated"
     )
@@ -22,14 +22,14 @@ class EvalConfig:
     eval_input_key: str = flag(None, help="default --input-key")
     eval_label_key: str = flag(None, help="default --label-key")
     eval_tool_key: str = flag(None, help="default --tool-key")
-    n_samples_per_eval_prompt: int = flag(1, help="samples per prompt")
-    eval_temperature: float = flag(None, help="default --rollout-temperature")
-    eval_top_p: float = flag(None, help="default --rollout-top-p")
-    eval_top_k: int = flag(None, help="default --rollout-top-k")
-    eval_max_response_len: int = flag(None, help="default --rollout-max-response-len")
-    eval_max_prompt_len: int = flag(None, help="default --rollout-max-prompt-len")
-    eval_min_new_tokens: int = flag(None, help="fewest new tokens")
-    eval_max_context_len: int = flag(None, help="prompt and response together, for the user's functions")
+    n_samples_per_eval_prompt: int = flag(1, low=1, help="samples per prompt")
+    eval_temperature: float = flag(None, low=0, help="default --rollout-temperature")
+    eval_top_p: float = flag(None, above=0, high=1, help="default --rollout-top-p")
+    eval_top_k: int = flag(None, low=1, off=-1, help="default --rollout-top-k")
+    eval_max_response_len: int = flag(None, low=1, help="default --rollout-max-response-len")
+    eval_max_prompt_len: int = flag(None, low=1, help="default --rollout-max-prompt-len")
+    eval_min_new_tokens: int = flag(None, low=0, help="fewest new tokens")
+    eval_max_context_len: int = flag(None, low=1, help="prompt and response together, for the user's functions")
 
 
 def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ class Flag:
     limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # per value
     metavar: str | None = None
     optional: bool = True  # None is a value
+    low: float | None = None  # least value, also of the elements of a list
+    above: float | None = None  # every value is larger
+    high: float | None = None  # largest value
+    off: float | None = None  # a value outside the range that switches something off
 
     @property
     def takes_list(self) -> bool:
@@ -64,6 +69,10 @@ def flag(
     reason: str = "",
     limits: Mapping[Any, tuple[Status, str]] | None = None,
     metavar: str | None = None,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+    off: float | None = None,
 ) -> Any:
     """Declare a field of a config dataclass as a flag.
 
@@ -73,6 +82,7 @@ def flag(
         option: as typed, when it is not the field's name with dashes.
         kind: taken from the annotation when left out.
         status, reason: see :data:`Status`. ``limits`` sets them for single values.
+        low, above, high, off: the range of a number, see :func:`out_of_range`. Every number must be finite.
     """
     meta = dict(
         help=help,
@@ -83,6 +93,10 @@ def flag(
         reason=reason,
         limits=dict(limits or {}),
         metavar=metavar,
+        low=low,
+        above=above,
+        high=high,
+        off=off,
     )
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
@@ -128,6 +142,10 @@ def _make(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag:
         limits=meta["limits"],
         metavar=meta["metavar"],
         optional=optional or default is None,
+        low=meta["low"],
+        above=meta["above"],
+        high=meta["high"],
+        off=meta["off"],
     )
 
 
@@ -172,8 +190,40 @@ def convert(flag: Flag, value: Any) -> Any:
     return _convert_one(flag, value)
 
 
+class OutOfRange(ValueError):
+    """A number of the right type that the flag does not take; the message says which ones it takes."""
+
+
+def out_of_range(flag: Flag, value: Any) -> str | None:
+    """What is wrong with a number, or with one in a list; None when nothing is."""
+    if isinstance(value, (list, tuple)):
+        return next((problem for item in value if (problem := out_of_range(flag, item))), None)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or value == flag.off:
+        return None
+    inside = (
+        (flag.low is None or value >= flag.low)
+        and (flag.above is None or value > flag.above)
+        and (flag.high is None or value <= flag.high)
+    )
+    return None if inside else f"needs to be {range_text(flag)}"
+
+
+def range_text(flag: Flag) -> str:
+    """The range in words; empty where every finite number is taken."""
+    words = [f"above {flag.above}"] if flag.above is not None else []
+    if flag.low is not None:
+        words.append(f"{flag.low} or more" if flag.low == 0 else f"at least {flag.low}")
+    if flag.high is not None:
+        words.append(f"at most {flag.high}")
+    off = f"{flag.off}, or " if flag.off is not None else ""
+    return off + " and ".join(words)
+
+
 def _convert_one(flag: Flag, value: Any) -> Any:
     converted = _to_type(flag.value_type, value)
+    problem = out_of_range(flag, converted)
+    if problem:
+        raise OutOfRange(problem)
     if flag.choices and converted not in flag.choices:
         raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}")
     return converted
@@ -193,19 +243,28 @@ def _to_type(value_type: type, value: Any) -> Any:
     if value_type is int:
         return _to_int(value)
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a number") from None
+    if not math.isfinite(number):  # no comparison with NaN is ever true: it would switch thresholds off
+        raise ValueError(f"{value!r} is not a finite number")
+    return number
+
+
+_LARGEST_INT = 2**63 - 1
 
 
 def _to_int(value: Any) -> int:
     try:
         number = float(value) if not isinstance(value, int) else value
-    except (TypeError, ValueError):
+        if number != int(number):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a whole number") from None
-    if number != number or number in (float("inf"), float("-inf")) or number != int(number):
-        raise ValueError(f"{value!r} is not a whole number")
-    return int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+    whole = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
+    if abs(whole) > _LARGEST_INT:
+        raise ValueError(f"{value!r} is too large")
+    return whole
 
 
 def _to_loose(value: Any) -> Any:
@@ -233,8 +292,13 @@ def _to_dict(value: Any) -> dict[str, Any]:
         return value
     try:
         decoded = json.loads(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{value!r} is not JSON ({error})") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{_short(value)} is not JSON ({error})") from None
     if not isinstance(decoded, dict):
-        raise ValueError(f'needs a JSON object like {{"key": 1}}, not {value!r}')
+        raise ValueError(f'needs a JSON object like {{"key": 1}}, not {_short(value)}')
     return decoded
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

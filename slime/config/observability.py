@@ -57,7 +57,7 @@ class DebugConfig:
     )
     save_debug_rollout_data: str = flag(None, help="template of a dump of each rollout, with {rollout_id}")
     load_debug_rollout_data: str = flag(None, help="train on such dumps; implies --debug-train-only")
-    load_debug_rollout_data_subsample: float = flag(None, help="share of the dump to use")
+    load_debug_rollout_data_subsample: float = flag(None, above=0, high=1, help="share of the dump to use")
     load_forge_rollout_data: str = flag(
         None,
         help="template of dumps that slime.rollout.forge_load replays with engines alive",
@@ -71,7 +71,7 @@ class DebugConfig:
         help="folder; sets both dumps to rollout_data/ and train_data/ in it and keeps the tokenizer",
     )
     record_memory_history: bool = flag(False, help="record CUDA allocations of the trainer's first rollouts")
-    memory_snapshot_num_steps: int = flag(None, help="rollouts that are recorded; default 1")
+    memory_snapshot_num_steps: int = flag(None, low=1, help="rollouts that are recorded; default 1")
     memory_snapshot_dir: str = flag(None, help="folder of the record; default: traces/ of the run")
     memory_recorder: str = flag(
         "torch",
@@ -80,8 +80,8 @@ class DebugConfig:
         limits={"memray": ("refused", "it records host memory: attach memray to the process in question")},
     )
     use_pytorch_profiler: bool = flag(False, help="traces of the trainer by torch's profiler, in traces/")
-    profile_step_start: int = flag(1, help="first rollout to profile")
-    profile_step_end: int = flag(2, help="first rollout not to")
+    profile_step_start: int = flag(1, low=0, help="first rollout to profile")
+    profile_step_end: int = flag(2, low=0, help="first rollout not to")
     profile_target: list[str] = flag(
         ["train_overall"],
         choices=("train_overall", "train_actor", "train_log_probs"),
@@ -94,7 +94,7 @@ class DebugConfig:
         False, help="part of --ci-test", status="refused", reason="there is no --ci-test"
     )
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, help="part of --ci-test", status="refused", reason="the gap is in the metrics of each step"
+        0.1, low=0, help="part of --ci-test", status="refused", reason="the gap is in the metrics of each step"
     )
     ci_save_grad_norm: str = flag(
         None, help="part of --ci-test", status="refused", reason="gradient norms are in metrics.jsonl"

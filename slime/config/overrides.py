@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from slime.config.args import FLAGS, Args
-from slime.config.flag import Flag, convert
+from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.passthrough import FAMILIES, Family, by_name
 
 
@@ -67,6 +67,8 @@ def set_value(args: Args, key: str, value: Any, new_names: bool = False) -> str 
             family, short = found
             _set_pass(args, family, short, value)
             return None
+    except OutOfRange as error:
+        return f"{key} {value}: {error}"
     except ValueError as error:
         return f"{key}: {error}"
     if new_names or name in args.__dict__:

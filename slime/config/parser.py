@@ -14,7 +14,7 @@ from slime.config import megatron_lm, passthrough
 from slime.config.args import FLAGS, Args
 from slime.config.defaults import resolve_defaults
 from slime.config.errors import ConfigError
-from slime.config.flag import Flag, convert
+from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.gone import GONE, unread_variables
 from slime.config.overrides import apply_file
 from slime.config.states import check_states
@@ -177,6 +177,8 @@ def _store(args: Args, dest: str, value: Any, given: set[str]) -> str | None:
         return None
     try:
         converted = convert(flag, value)
+    except OutOfRange as error:
+        return f"{flag.option} {' '.join(map(str, value)) if isinstance(value, list) else value}: {error}"
     except ValueError as error:
         return f"{flag.option}: {error}"
     if dest in FLAGS:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slime.config import passthrough
 from slime.config.args import FLAGS
-from slime.config.flag import Flag, Status
+from slime.config.flag import Flag, Status, range_text
 from slime.config.gone import GONE, UNREAD_VARIABLES
 from slime.config.parser import metavar
 
@@ -138,7 +138,8 @@ def _default(flag: Flag) -> str:
 
 def _meaning(flag: Flag) -> str:
     stored = f" (`args.{flag.name}`)" if flag.option[2:].replace("-", "_") != flag.name else ""
-    return flag.help + stored
+    bounds = f" ({range_text(flag)})" if range_text(flag) else ""
+    return flag.help + bounds + stored
 
 
 def _shown_readers(flag: Flag) -> str:

@@ -17,20 +17,22 @@ class RolloutConfig:
         help="the whole rollout",
     )
     custom_generate_function_path: str = flag(None, kind="hook", help="generates one sample (multi-turn, tools)")
-    max_turns: int = flag(None, help="turns of a multi-turn sample, for generate functions")
-    rollout_temperature: float = flag(1.0, help="sampling temperature, above 0")
+    max_turns: int = flag(None, low=1, help="turns of a multi-turn sample, for generate functions")
+    rollout_temperature: float = flag(1.0, low=0, help="sampling temperature, above 0")
     rollout_top_p: float = flag(
         1.0,
+        above=0,
+        high=1,
         help="nucleus; below 1, training scores tokens over the nucleus they came from (embedded engine and FSDP)",
     )
-    rollout_top_k: int = flag(-1, help="-1 is off")
-    rollout_max_response_len: int = flag(1024, help="new tokens per sample")
-    rollout_max_prompt_len: int = flag(None, help="drop longer prompts")
+    rollout_top_k: int = flag(-1, low=1, off=-1, help="-1 is off")
+    rollout_max_response_len: int = flag(1024, low=1, help="new tokens per sample")
+    rollout_max_prompt_len: int = flag(None, low=1, help="drop longer prompts")
     rollout_max_context_len: int = flag(None, help="prompt and response together")
     rollout_skip_special_tokens: bool = flag(False, help="leave special tokens out of the text")
     rollout_stop: list[str] | None = flag(None, help="stop strings")
-    rollout_stop_token_ids: list[int] | None = flag(None, help="stop token ids")
-    over_sampling_batch_size: int = flag(None, help="groups fetched at a time; default: rollout batch size")
+    rollout_stop_token_ids: list[int] | None = flag(None, low=0, help="stop token ids")
+    over_sampling_batch_size: int = flag(None, low=1, help="groups fetched at a time; default: rollout batch size")
     dynamic_sampling_filter_path: str = flag(None, kind="hook", help="keeps or drops a group (DAPO)")
     partial_rollout: bool = flag(False, help="aborted groups go on in a later rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(
@@ -49,9 +51,12 @@ class RolloutConfig:
 class AsyncConfig:
     _title = "asynchrony (train_async.py)"
 
-    async_buffer_size: int = flag(1, help="rollouts that may be finished or under way beside the one that trains")
+    async_buffer_size: int = flag(
+        1, low=1, help="rollouts that may be finished or under way beside the one that trains"
+    )
     max_weight_staleness: int = flag(
         None,
+        low=0,
         help="most steps between the weights that made a trained token and those that train on it; default: what "
         "--async-buffer-size and --update-weights-interval imply",
     )
@@ -76,8 +81,8 @@ class RewardConfig:
     reward_key: str = flag(None, help="entry of a dict reward that trains")
     eval_reward_key: str = flag(None, help="entry of a dict reward that evaluates")
     custom_reward_post_process_path: str = flag(None, kind="hook", help="raw rewards to trained rewards")
-    reward_timeout: float = flag(30.0, help="seconds a verifier may take; then the sample is left out")
-    reward_workers: int = flag(None, help="verifier processes; default: the cores, at most 8")
+    reward_timeout: float = flag(30.0, above=0, help="seconds a verifier may take; then the sample is left out")
+    reward_workers: int = flag(None, low=1, help="verifier processes; default: the cores, at most 8")
 
 
 def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:

@@ -44,5 +44,5 @@ class RunConfig:
         help="YAML file; every key becomes an attribute of args (before the checks), for the user's own hooks",
     )
     config: str = flag(None, kind="path", help="YAML of defaults", status="refused", reason="use --override FILE")
-    start_timeout: float = flag(900.0, help="seconds that an engine or the trainer may take to start")
-    phase_timeout: float = flag(3600.0, help="seconds that generate, train or a weight sync may take")
+    start_timeout: float = flag(900.0, above=0, help="seconds that an engine or the trainer may take to start")
+    phase_timeout: float = flag(3600.0, above=0, help="seconds that generate, train or a weight sync may take")

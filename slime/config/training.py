@@ -42,7 +42,9 @@ class ModelConfig:
         kind="toggle",
         help="compile each decoder layer and the passes over logits (torch.compile); default: on CUDA",
     )
-    log_probs_chunk_size: int = flag(-1, help="tokens per chunk of logits -> log-prob; -1: chosen for you")
+    log_probs_chunk_size: int = flag(
+        -1, low=1, off=-1, help="tokens per chunk of logits -> log-prob; -1: chosen for you"
+    )
     recompute_loss_function: bool = flag(
         False,
         help="recompute logits in the backward pass",
@@ -110,7 +112,7 @@ class ModelConfig:
 class WeightSyncConfig:
     _title = "weight sync"
 
-    update_weights_interval: int = flag(1, help="sync every N rollouts (train_async.py)")
+    update_weights_interval: int = flag(1, low=1, help="sync every N rollouts (train_async.py)")
     update_weight_pause_mode: str = flag(
         None,
         choices=("abort", "retract", "in_place", "drain"),
@@ -128,7 +130,7 @@ class WeightSyncConfig:
         choices=("nccl", "disk"),
         help="nccl: from process to process (shared memory or IPC on one host, else NCCL or gloo); disk: by files",
     )
-    update_weight_buffer_size: int = flag(512 * 2**20, help="bytes per bucket")
+    update_weight_buffer_size: int = flag(512 * 2**20, low=1, help="bytes per bucket")
     update_weight_disk_dir: str = flag(None, help="shared folder for the disk transport")
     update_weight_disk_keep_files: bool = flag(False, help="keep published weights")
     update_weight_delta_encoding: str = flag(
@@ -164,7 +166,7 @@ class WeightSyncConfig:
         kind="toggle",
         help="after each sync compare what engine and trainer hold",
     )
-    audit_threshold: float = flag(None, help="largest log-prob difference an audit accepts; default: by dtype")
+    audit_threshold: float = flag(None, low=0, help="largest log-prob difference an audit accepts; default: by dtype")
     check_weight_update_equal: bool = flag(
         False,
         help="once: let the engines overwrite their weights, sync the same ones again, compare: all were written",
@@ -181,22 +183,24 @@ class WeightSyncConfig:
 class BatchConfig:
     _title = "batches"
 
-    rollout_batch_size: int = flag(32, help="prompts per rollout")
-    n_samples_per_prompt: int = flag(8, help="samples per prompt: the group; with --loss-type sft_loss 1")
+    rollout_batch_size: int = flag(32, low=1, help="prompts per rollout")
+    n_samples_per_prompt: int = flag(8, low=1, help="samples per prompt: the group; with --loss-type sft_loss 1")
     global_batch_size: int = flag(
         None,
+        low=1,
         help="samples per optimizer step; default: rollout batch x samples / steps",
     )
-    num_steps_per_rollout: int = flag(None, help="optimizer steps per rollout; default 1")
-    micro_batch_size: int = flag(1, help="samples per forward pass, without --use-dynamic-batch-size")
+    num_steps_per_rollout: int = flag(None, low=1, help="optimizer steps per rollout; default 1")
+    micro_batch_size: int = flag(1, low=1, help="samples per forward pass, without --use-dynamic-batch-size")
     use_dynamic_batch_size: bool = flag(False, help="fill micro-batches up to --max-tokens-per-gpu")
-    max_tokens_per_gpu: int = flag(None, help="token budget of a micro-batch")
+    max_tokens_per_gpu: int = flag(None, low=1, help="token budget of a micro-batch")
     log_probs_max_tokens_per_gpu: int = flag(
         None,
+        low=1,
         help="token budget of log-prob passes",
         status="notice",
         reason="log-probs use the micro-batches of training",
     )
     balance_data: bool = flag(False, help="balance the work over the ranks")
     balance_by_flops: bool = flag(False, help="balance by estimated FLOPs; implies --balance-data")
-    data_pad_size_multiplier: int = flag(128, help="packs are padded to a multiple of this")
+    data_pad_size_multiplier: int = flag(128, low=1, help="packs are padded to a multiple of this")

@@ -4,81 +4,24 @@ from __future__ import annotations
 
 from slime.config.args import FLAGS, Args
 from slime.config.defaults import is_fully_async
+from slime.config.flag import out_of_range
 from slime.config.hf_config import is_hf_folder
 from slime.config.layout import ParallelLayout
 
 RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
 
-_AT_LEAST_ONE = (
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "global_batch_size",
-    "num_steps_per_rollout",
-    "micro_batch_size",
-    "max_tokens_per_gpu",
-    "num_epoch",
-    "rollout_max_response_len",
-    "eval_max_response_len",
-    "n_samples_per_eval_prompt",
-    "save_interval",
-    "save_keep_last",
-    "save_retain_interval",
-    "eval_interval",
-    "update_weights_interval",
-    "async_buffer_size",
-    "ref_update_interval",
-    "actor_num_nodes",
-    "actor_num_gpus_per_node",
-    "rollout_num_gpus_per_engine",
-    "threads_per_process",
-    "sglang_server_concurrency",
-    "prefill_num_servers",
-    "embedded_max_running_requests",
-    "embedded_max_total_tokens",
-    "update_weight_buffer_size",
-    "reward_workers",
-    "max_turns",
-)
-_NOT_NEGATIVE = (
-    "num_rollout",
-    "num_data_workers",
-    "rollout_num_gpus",
-    "lr",
-    "min_lr",
-    "weight_decay",
-    "clip_grad",
-    "num_critic_only_steps",
-    "max_weight_staleness",
-)
-_ABOVE_ZERO = (
-    "rollout_temperature",
-    "phase_timeout",
-    "start_timeout",
-    "reward_timeout",
-    "adam_eps",
-    "distributed_timeout_minutes",
-)
-
 
 def check_ranges(args: Args) -> list[str]:
+    """Ranges of values that were derived; those of the command line and of files are checked as they are read."""
     problems = []
-    for names, low, words in ((_AT_LEAST_ONE, 1, "at least 1"), (_NOT_NEGATIVE, 0, "0 or more")):
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and value < low:
-                problems.append(f"{FLAGS[name].option} {value}: needs to be {words}")
-    for name in _ABOVE_ZERO:
+    for name, flag in FLAGS.items():
         value = getattr(args, name)
-        if not value > 0:
-            hint = (
-                " (greedy sampling cannot explore; evaluate greedily with --eval-temperature 0)"
-                if name == "rollout_temperature"
-                else ""
-            )
-            problems.append(f"{FLAGS[name].option} {value}: needs to be above 0{hint}")
-    for name in ("rollout_top_p", "eval_top_p"):
-        if not 0 < getattr(args, name) <= 1:
-            problems.append(f"{FLAGS[name].option} {getattr(args, name)}: needs to be above 0 and at most 1")
+        problem = out_of_range(flag, value) if flag.status != "refused" else None
+        if problem:
+            problems.append(f"{flag.option} {value}: {problem}")
+    if args.rollout_temperature == 0:
+        hint = "greedy sampling cannot explore; evaluate greedily with --eval-temperature 0"
+        problems.append(f"--rollout-temperature 0: needs to be above 0 ({hint})")
     return problems
 
 

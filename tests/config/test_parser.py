@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pickle
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from slime.config.args import FLAGS, Args
 from slime.config.errors import ConfigError
-from slime.config.flag import Flag, convert
+from slime.config.flag import Flag, convert, out_of_range, range_text
 from slime.config.gone import GONE, UNREAD_VARIABLES, unread_variables
-from slime.config.parser import load_args, parse_args, read_command_line
+from slime.config.parser import load_args, parse_args, read_command_line, read_settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -43,9 +44,12 @@ def values_of(flag: Flag) -> st.SearchStrategy[object]:
     if flag.choices:
         one: st.SearchStrategy[object] = st.sampled_from(flag.choices)
     elif flag.value_type is int:
-        one = st.integers(-(2**40), 2**40)
+        low = -(2**40) if flag.low is None else int(flag.low)
+        one = st.integers(low, 2**40 if flag.high is None else int(flag.high))
     elif flag.value_type is float:
-        one = st.floats(allow_nan=False, allow_infinity=False)
+        low_or_above = flag.low if flag.low is not None else flag.above
+        one = st.floats(low_or_above, flag.high, exclude_min=flag.above is not None, allow_nan=False)
+        one = one.filter(math.isfinite)
     elif flag.value_type is dict:
         return st.dictionaries(text, st.one_of(text, st.integers(), st.booleans()), max_size=3)
     else:
@@ -307,3 +311,48 @@ def test_conversion_gives_the_type_or_says_why_not(value: object) -> None:
             continue
         element = converted[0] if isinstance(converted, list) and converted else converted
         assert element is None or element == [] or isinstance(element, flag.value_type)
+
+
+NUMBERS = [flag for flag in FLAGS.values() if flag.value_type in (int, float) and flag.kind in ("value", "list")]
+
+
+@pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf", "1e999", "1" * 400, float("nan"), 10**400])
+def test_every_number_is_finite(value: object) -> None:
+    """A threshold of NaN would never be passed: the alarm would be off, silently."""
+    for flag in NUMBERS:
+        with pytest.raises(ValueError):
+            convert(flag, [value] if flag.takes_list else value)
+    for option in ("--logprob-gap-threshold", "--audit-threshold", "--hidden-dropout", "--sglang-mem-fraction-static"):
+        _, problems = read_command_line([f"{option}={value}"])
+        assert len(problems) == 1 and problems[0].startswith(option), problems
+
+
+OUTSIDE = [
+    *("--rollout-max-prompt-len -5", "--data-pad-size-multiplier 0", "--data-pad-size-multiplier -5"),
+    *("--log-probs-chunk-size -5", "--log-probs-chunk-size 0", "--sglang-router-request-timeout-secs 0"),
+    *("--max-restarts -5", "--rollout-top-k 0", "--rollout-top-k -5", "--eval-top-k 0", "--eval-interval -5"),
+    *("--ckpt-step -5", "--lr-warmup-iters -5", "--lr-decay-iters -5", "--lr-wsd-decay-iters -5"),
+    *("--eval-temperature -1", "--critic-lr -1", "--agent-timeout -1", "--num-steps-per-rollout 0"),
+    *("--rollout-num-gpus 99999999999999999999", "--rollout-num-gpus 1048577", "--rollout-stop-token-ids 5 -1"),
+]
+
+
+@pytest.mark.parametrize("typed", OUTSIDE)
+def test_numbers_outside_their_range_are_refused(typed: str, tmp_path: Path) -> None:
+    option, *values = typed.split()
+    _, problems = read_command_line([option, *values])
+    assert len(problems) == 1 and problems[0].startswith(option)
+    assert "needs to be" in problems[0] or "too large" in problems[0]
+    file = tmp_path / "o.yaml"
+    file.write_text(f"{option[2:]}: {json.dumps([int(value) for value in values]) if values[1:] else values[0]}")
+    assert any(option[2:] in problem for problem in read_settings(["--override", str(file)])[1])
+
+
+def test_defaults_lie_in_their_range() -> None:
+    wrong = [flag.option for flag in NUMBERS if flag.status != "refused" and out_of_range(flag, flag.default)]
+    assert not wrong and any(range_text(flag) for flag in NUMBERS)
+
+
+def test_off_values_are_taken() -> None:
+    args, problems = read_command_line(["--rollout-top-k", "-1", "--eval-top-k", "-1", "--log-probs-chunk-size", "-1"])
+    assert problems == [] and args.rollout_top_k == args.eval_top_k == args.log_probs_chunk_size == -1
