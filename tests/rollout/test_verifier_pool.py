@@ -105,6 +105,39 @@ def test_a_verifier_that_cannot_be_imported_is_an_error_of_the_set_up(pool):
     assert call(pool, "double", 4).value == 8
 
 
+@pytest.mark.parametrize("name", ["pid", "double"])
+def test_a_process_that_is_lost_while_idle_is_replaced(pool, name):
+    """Before a function that it had loaded, and before one that it had not."""
+    before = call(pool, "pid").value
+    os.kill(before, signal.SIGKILL)
+    assert gone(before)
+    verdict = call(pool, name, *([4] if name == "double" else []))
+    assert verdict.ok and verdict.value != before
+
+
+@pytest.mark.parametrize("when", ["importing", "judging"])
+def test_a_process_that_is_lost_at_work_is_replaced_and_the_call_made_again(pool, tmp_path, when):
+    lost = (
+        "import os, signal\n\n\ndef lost():\n    mark = open(__file__ + '.lost', 'a+')\n    mark.seek(0)\n"
+        "    if len(mark.read()) < 2:\n        mark.write('x')\n        mark.flush()\n        os.kill(os.getpid(), 9)\n"
+    )
+    body = {
+        "importing": "lost()\n\n\ndef judge():\n    return 1\n",
+        "judging": "\n\ndef judge():\n    lost()\n    return 1\n",
+    }
+    path = tmp_path / "verifier.py"
+    path.write_text(f"{lost}\n\n{body[when]}")
+    assert pool.submit(f"{path}:judge", timeout=20).result(60).value == 1
+
+
+def test_a_verifier_that_always_loses_its_process(pool, tmp_path):
+    path = tmp_path / "verifier.py"
+    path.write_text("import os\n\nos.kill(os.getpid(), 9)\n")
+    with pytest.raises(VerifierLoadError, match=r"its process ended .*signal 9"):
+        pool.submit(f"{path}:judge", timeout=20).result(60)
+    assert call(pool, "double", 4).value == 8
+
+
 def test_workers_import_neither_torch_nor_ray_nor_http(pool):
     assert call(pool, "heavy_modules").value == []
     pool.submit("slime.rollout.rm_hub.math_equal.equal", "1/2", "0.5", timeout=30).result(60)

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY = 2 << 30
 STARTUP_SECONDS = 300.0  # imports of a verifier or reading of a model on a busy machine; not in a call's limit
+_TRIES = 3  # of a call whose process ends, by the system's lack of memory for instance
 Setup = tuple[Any, ...]
 """Import path of a function, then its arguments (JSON values)."""
 
@@ -39,11 +40,15 @@ class VerifierLoadError(RuntimeError):
     """A verifier cannot be imported: a fault of the set-up, not of a sample."""
 
 
+class _Lost(VerifierLoadError):
+    """The process ended while it loaded; a new one may do better."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What became of one verifier call.
 
-    ``timeout``: over its time limit. ``crashed``: its process ended. ``error``: it raised.
+    ``timeout``: over its time limit. ``crashed``: its process ended, in each of three tries. ``error``: it raised.
     """
 
     status: Literal["ok", "timeout", "crashed", "error"]
@@ -100,10 +105,10 @@ class _Worker:
             send(self.sock, request, deadline)
             reply = receive(self.sock, deadline)
         except (TimeoutError, ChannelClosed) as error:
-            why = f"took over {STARTUP_SECONDS:g} s" if isinstance(error, TimeoutError) else "its process ended"
-            raise VerifierLoadError(
-                f"loading verifier {function!r} failed: {why} (exit status {self.kill()})"
-            ) from error
+            lost = isinstance(error, ChannelClosed)
+            why = "its process ended" if lost else f"took over {STARTUP_SECONDS:g} s"
+            kind = _Lost if lost else VerifierLoadError
+            raise kind(f"loading verifier {function!r} failed: {why} (exit status {self.kill()})") from error
         if reply["status"] != "ok":
             raise VerifierLoadError(f"loading verifier {function!r} failed: {reply['detail']}")
         self.loaded.add(function)
@@ -111,6 +116,10 @@ class _Worker:
     @property
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    def reusable(self, verdict: Verdict) -> bool:
+        """Whether it may run the next call; after a MemoryError its heap is not to be trusted."""
+        return self.alive and "MemoryError" not in verdict.detail
 
     def kill(self) -> str:
         """End the whole process group; say how the process ended. Safe to call twice and from another thread."""
@@ -161,8 +170,9 @@ class VerifierPool:
             setup: function and arguments of what a process does once before its first such call, not
                 counted into ``timeout``.
 
-        The future raises :class:`VerifierLoadError` when the function cannot be imported or set up; every other
-        outcome is a :class:`Verdict`.
+        A call whose process ends is run again in another process, three times in all. The future raises
+        :class:`VerifierLoadError` when the function cannot be imported or set up; every other outcome is a
+        :class:`Verdict`.
         """
         future: Future[Verdict] = Future()
         with self._lock:
@@ -210,20 +220,32 @@ class VerifierPool:
             self._drop(worker)
 
     def _run(self, worker: _Worker | None, job: _Job) -> _Worker | None:
-        verdict = None
-        try:
-            worker = worker or self._start()
-            verdict = worker.call(job.function, job.args, job.timeout, job.setup)
-        except BaseException as error:  # whatever it is belongs to the caller, never to this thread
-            if self._closed:
-                verdict = Verdict("crashed", detail="the verifier pool was closed")
-            else:
-                job.future.set_exception(error)
-        if worker is not None and (verdict is None or not worker.alive or "MemoryError" in verdict.detail):
-            self._drop(worker)  # after a MemoryError its heap is not to be trusted
-            worker = None
-        if verdict is not None:
-            job.future.set_result(verdict)
+        """Run one job, again in a new process where its process was lost: killed from outside, it says nothing about
+        the verifier, and the numbers of a run must not depend on it."""
+        outcome: Verdict | BaseException
+        for _ in range(_TRIES):
+            if worker is not None and not worker.alive:  # it was lost while it had nothing to do
+                self._drop(worker)
+                worker = None
+            try:
+                worker = worker or self._start()
+                outcome = worker.call(job.function, job.args, job.timeout, job.setup)
+            except BaseException as error:  # whatever it is belongs to the caller, never to this thread
+                outcome = error
+            if worker is not None and (isinstance(outcome, BaseException) or not worker.reusable(outcome)):
+                self._drop(worker)
+                worker = None
+            lost = isinstance(outcome, _Lost) or (isinstance(outcome, Verdict) and outcome.status == "crashed")
+            if self._closed or not lost:
+                break
+            detail = outcome.detail if isinstance(outcome, Verdict) else outcome
+            logger.warning("verifier %s: %s", job.function, detail)
+        if isinstance(outcome, Verdict):
+            job.future.set_result(outcome)
+        elif self._closed:
+            job.future.set_result(Verdict("crashed", detail="the verifier pool was closed"))
+        else:
+            job.future.set_exception(outcome)
         return worker
 
     def _start(self) -> _Worker:
