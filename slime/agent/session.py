@@ -17,11 +17,12 @@ from slime.agent.fields import ApiError
 from slime.agent.messages import Ask, Message
 from slime.agent.tool_parsers import NoCalls, ToolParser, shown, tool_parser
 from slime.agent.trajectory import Tree, Turn
-from slime.config.hf_config import read_config
+from slime.config.context import ENGINES_OWN, served_context
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying
 from slime.rollout.abort import rest_seconds
+from slime.rollout.context import says_too_long
 from slime.rollout.generate import ask_engine, remaining, request, request_seconds
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
 Place = tuple[Turn | None, list[Message], list[int]]
 """The turn that a request goes on from, its new messages, and the ids to add there."""
-_ENGINES_OWN = 8  # tokens of the context that engines keep to themselves
 
 
 class Session:
@@ -57,7 +57,7 @@ class Session:
         self.state = GenerateState(args)
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
         self.parser: ToolParser = tool_parser(args.agent_tool_parser)
-        self.context = _context(args)
+        self.context = served_context(args)
         self.tree = Tree()
         self.counts: Counter[str] = Counter()
         self.fault: Exception | None = None
@@ -127,7 +127,7 @@ class Session:
         probe = self._probe(parent, added)
         left = (remaining(self.args, probe, self.params) or {"max_new_tokens": 0})["max_new_tokens"]
         if self.context:
-            left = min(left, self.context - _ENGINES_OWN - len(probe.tokens))
+            left = min(left, self.context - ENGINES_OWN - len(probe.tokens))
         if left < 1:
             self._overflow(parent, _too_long(self.args, self.context, len(probe.tokens)), "context_length_exceeded")
         return min(left, ask.max_tokens or left)
@@ -249,7 +249,7 @@ class Session:
         except HttpError as error:
             if error.status not in (400, 413, 422):
                 raise
-            code = "context_length_exceeded" if "context length" in str(error) else None
+            code = "context_length_exceeded" if says_too_long(error) else None
             raise ApiError(400, str(error), code) from error
 
 
@@ -266,15 +266,9 @@ def _strings(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _context(args: Any) -> int | None:
-    """Tokens that the served model takes at most, where that is known."""
-    given = (getattr(args, "sglang", None) or {}).get("context_length")
-    return given or (read_config(args.hf_checkpoint) or {}).get("max_position_embeddings")
-
-
 def _too_long(args: Any, context: int | None, tokens: int) -> str:
     limit = min(filter(None, (getattr(args, "rollout_max_context_len", None), context)), default=None)
-    if limit is not None and tokens + _ENGINES_OWN >= limit:
+    if limit is not None and tokens + ENGINES_OWN >= limit:
         return (
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} "
             f"tokens (prompt is too long: {tokens} tokens > {limit} maximum). Please reduce the length of the messages."

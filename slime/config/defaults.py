@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import FLAGS, Args
+from slime.config.context import context_notice
 from slime.config.data_peek import first_row
 from slime.config.hf_config import is_hf_folder
 from slime.config.machine import Machine, installed, this_machine
@@ -148,6 +149,8 @@ def _data(args: Args) -> None:
             args.label_key = None  # type: ignore[assignment]
     if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
         args.rollout_max_prompt_len = args.rollout_max_context_len - 1
+    if not args.debug_train_only and (notice := context_notice(args)) is not None:
+        args.notices.append(notice)
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
     _reward(args, row)

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -38,6 +39,20 @@ def read_config(checkpoint: str) -> dict[str, Any] | None:
         return None
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
+
+
+def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
+    """Tokens of the longest sequence of a model, from its config.json; None where that does not say.
+
+    Args:
+        scaled: as SGLang serves it: times the factor of its rotary scaling, where that is not part of the number.
+    """
+    length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
+    scaling = config.get("rope_scaling")
+    if not scaled or length is None or not isinstance(scaling, dict):
+        return length
+    counted = "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3"
+    return length if counted else int(length * float(scaling.get("factor") or 1))
 
 
 def media_token_ids(checkpoint: str | None) -> list[int]:

@@ -28,7 +28,10 @@ class RolloutConfig:
     rollout_top_k: int = flag(-1, low=1, off=-1, help="-1 is off")
     rollout_max_response_len: int = flag(1024, low=1, help="new tokens per sample")
     rollout_max_prompt_len: int = flag(None, low=1, help="drop longer prompts")
-    rollout_max_context_len: int = flag(None, help="prompt and response together")
+    rollout_max_context_len: int = flag(
+        None,
+        help="tokens of prompt and response together; default and most: --sglang-context-length, else the model's",
+    )
     rollout_skip_special_tokens: bool = flag(False, help="leave special tokens out of the text")
     rollout_stop: list[str] | None = flag(None, help="stop strings")
     rollout_stop_token_ids: list[int] | None = flag(None, low=0, help="stop token ids")

@@ -15,8 +15,9 @@ from slime.data.dataset import Dataset
 from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.observability import progress
+from slime.rollout.abort import rest_seconds
 from slime.rollout.base_types import RolloutFnEvalOutput
-from slime.rollout.group import generate_and_rm_group
+from slime.rollout.group import continuable, generate_and_rm_group, snapshot
 from slime.rollout.loop import DEFAULT_PHASE_SECONDS
 from slime.rollout.state import GenerateState
 
@@ -40,11 +41,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     plans = [(config, eval_groups(args, state, config)) for config in resolve_eval_datasets(args)]
     tasks = {
         config.name: [
-            asyncio.ensure_future(
-                generate_and_rm_group(
-                    args, group, eval_sampling_params(config), evaluation=True, purpose=f"eval {config.name}"
-                )
-            )
+            asyncio.ensure_future(_finished(args, group, eval_sampling_params(config), f"eval {config.name}"))
             for group in groups
         ]
         for config, groups in plans
@@ -55,6 +52,21 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
             config.name: _results(args, config, [task.result() for task in tasks[config.name]]) for config, _ in plans
         }
     )
+
+
+async def _finished(args: Any, group: Group, params: dict[str, Any], purpose: str) -> Group:
+    """The group, finished: engines end requests of an evaluation too (a weight update, a restart, another rollout's
+    abort), and these go on from their tokens so far."""
+    pristine, tries = snapshot(group), 0
+    while True:
+        before = sum(sample.response_length for sample in flatten(group))
+        group = await generate_and_rm_group(args, group, params, evaluation=True, purpose=purpose)
+        leaves = flatten(group)
+        if not any(sample.status is Sample.Status.ABORTED for sample in leaves):
+            return group
+        tries = 0 if sum(sample.response_length for sample in leaves) > before else tries + 1
+        group = continuable(group, snapshot(pristine), partial=True)
+        await asyncio.sleep(rest_seconds(f"{purpose}, prompt {leaves[0].group_index}", tries))
 
 
 async def _all(tasks: list[asyncio.Task[Group]], args: Any) -> None:
@@ -163,9 +175,9 @@ def _mean_known(rewards: list[float]) -> float:
 
 def eval_reward(args: Any, sample: Sample) -> float:
     """The number of a reward (``--eval-reward-key``, else ``--reward-key``); NaN where a verifier gave no answer."""
-    if sample.reward_timed_out:
-        return math.nan
     reward = sample.reward
+    if sample.reward_timed_out or reward is None:
+        return math.nan
     if isinstance(reward, dict):
         key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
         if key is None or key not in reward:
@@ -173,4 +185,4 @@ def eval_reward(args: Any, sample: Sample) -> float:
                 f"sample {sample.index} has the reward {reward}: name the entry that evaluates with --eval-reward-key"
             )
         reward = reward[key]
-    return float(reward)  # type: ignore[arg-type]
+    return float(reward)

@@ -7,7 +7,9 @@ import functools
 from typing import Any
 
 from slime.data.sample import Sample
+from slime.engines.http import HttpError
 from slime.observability.trace_utils import trace_span
+from slime.rollout.context import mark_too_long, says_too_long
 from slime.rollout.prompts import media_fields, prompt_ids, prompt_text
 from slime.rollout.sampling_params import cuts_off_tokens
 from slime.rollout.schedule import SCHEDULE
@@ -22,7 +24,8 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     """Generate (the rest of) one response and append it to ``sample``, token by token as the engine sampled it.
 
     A sample that was aborted goes on from its tokens so far. Its length limits,
-    ``max_new_tokens`` and ``--rollout-max-context-len``, count the whole response.
+    ``max_new_tokens`` and ``--rollout-max-context-len`` (default: what the engines take), count the whole response.
+    A prompt that leaves no room for an answer is not sent: its sample is left out.
 
     Raises:
         ValueError: the sample is finished already, or the engine gave no log-probs.
@@ -35,12 +38,16 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
         sample.tokens = prompt_ids(state, sample)
     params = remaining(args, sample, sampling_params)
     if params is None:
-        sample.status = Sample.Status.TRUNCATED
-        return sample
+        return without_room(args, sample)
     with trace_span(sample, "sglang_generate") as span:
         body, send = request(args, state, sample, params), functools.partial(ask_engine, args, state, sample)
         schedule = SCHEDULE.get()
-        output = await (send(body) if schedule is None else schedule.ask(sample, body, send))
+        try:
+            output = await (send(body) if schedule is None else schedule.ask(sample, body, send))
+        except HttpError as error:
+            if error.status != 400 or not says_too_long(error):
+                raise
+            return without_room(args, sample)  # media grow in the engine
         if output is None:
             sample.status = Sample.Status.ABORTED
             return sample
@@ -115,10 +122,19 @@ def request_seconds(args: Any) -> float:
 def remaining(args: Any, sample: Sample, params: dict[str, Any]) -> dict[str, Any] | None:
     """``params`` with the number of new tokens that is left to the response, or None when there is none."""
     left = int(params["max_new_tokens"]) - sample.response_length
-    context = getattr(args, "rollout_max_context_len", None)
-    if context:
-        left = min(left, int(context) - len(sample.tokens))
+    context = GenerateState(args).context
+    if context is not None:
+        left = min(left, context - len(sample.tokens))
     return {**params, "max_new_tokens": left} if left > 0 else None
+
+
+def without_room(args: Any, sample: Sample) -> Sample:
+    """The sample at its end: TRUNCATED, and left out where not even an answer could begin."""
+    if sample.response_length:
+        sample.status = Sample.Status.TRUNCATED
+    else:
+        mark_too_long(sample, GenerateState(args).context)
+    return sample
 
 
 async def ask_engine(args: Any, state: GenerateState, sample: Sample, body: dict[str, Any]) -> dict[str, Any] | None:

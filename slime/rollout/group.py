@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -215,3 +216,27 @@ def _check_scored(args: Any, sample: Sample, scored: bool = False) -> None:
         raise ValueError(
             f"sample {sample.index} (group {sample.group_index}) is {sample.status.value} but reward {name!r} gave None"
         )
+
+
+def snapshot(group: Group) -> Group:
+    """The group as it is now, safe from what generate functions change; media are shared."""
+    if isinstance(group, Sample):
+        kept = copy.copy(group)
+        kept.prompt, kept.metadata = copy.deepcopy(group.prompt), copy.deepcopy(group.metadata)
+        for name in ("tokens", "loss_mask", "weight_versions", "version_spans", "rollout_log_probs"):
+            value = getattr(group, name)
+            setattr(kept, name, None if value is None else list(value))
+        kept.spec_info, kept.prefix_cache_info = copy.copy(group.spec_info), copy.copy(group.prefix_cache_info)
+        return kept
+    return [snapshot(entry) for entry in group]
+
+
+def continuable(group: Group, pristine: Group, partial: bool) -> Group:
+    """A group to generate further: as far as it came, or (no partial rollout, fan-out) as it was given."""
+    if not partial or not all(isinstance(entry, Sample) for entry in group):
+        return pristine
+    for sample in flatten(group):
+        aligned = sample.rollout_log_probs is not None and len(sample.rollout_log_probs) == sample.response_length
+        if sample.status is Sample.Status.ABORTED and sample.response_length and not aligned:
+            sample.reset_response()  # only its text is known: nothing to go on from
+    return group

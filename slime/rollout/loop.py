@@ -7,7 +7,6 @@ Every group that the data source gave ends in exactly one place: in the result, 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from collections import OrderedDict, deque
@@ -20,9 +19,10 @@ from slime.data.source import RolloutDataSource
 from slime.observability import progress
 from slime.rollout.abort import abort_and_drain, rest_seconds
 from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.context import TOO_LONG, is_too_long
 from slime.rollout.counts import Counts
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
-from slime.rollout.group import generate_and_rm_group, is_finished
+from slime.rollout.group import continuable, generate_and_rm_group, is_finished, snapshot
 from slime.rollout.rm_hub.outcome import FAILURE_KEY
 from slime.rollout.schedule import SCHEDULE
 from slime.rollout.state import GenerateState
@@ -149,7 +149,7 @@ class RolloutLoop:
         while self.unstarted:
             group = self.unstarted.popleft()
             self._tell("started", group)
-            pristine = _snapshot(group)
+            pristine = snapshot(group)
             self._add(pristine, asyncio.ensure_future(self._generate(group, pristine)))
 
     def _add(self, pristine: Group, task: asyncio.Task[Group] | None = None) -> None:
@@ -185,7 +185,7 @@ class RolloutLoop:
             if self.state.aborted or not any(s.status is Sample.Status.ABORTED for s in flatten(group)):
                 return group
             self._tell("continued", group)
-            group = self._continuable(group, _snapshot(pristine), partial=True)
+            group = continuable(group, snapshot(pristine), partial=True)
             retries = 0 if _tokens(group) > before else retries + 1
             await asyncio.sleep(rest_seconds(f"group {_index(group)}", retries))
 
@@ -229,6 +229,10 @@ class RolloutLoop:
         self._tell("generated", group)
         self.judged.append(group)
         self.counts.add(self.args, leaves)
+        if all(map(is_too_long, leaves)):
+            self._drop_too_long(leaves)
+            self._tell("filtered", group, reason=TOO_LONG)
+            return
         valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
         if len(valid) < min(2, len(group)):
             self._replace(leaves)
@@ -241,6 +245,14 @@ class RolloutLoop:
         else:
             self.counts.dropped[reason] += 1
             self._tell("filtered", group, reason=reason)
+
+    def _drop_too_long(self, leaves: list[Sample]) -> None:
+        self.counts.dropped[TOO_LONG] += 1
+        if not self.accepted and self.counts.dropped[TOO_LONG] > _MOST_REPLACED * self.target:
+            raise RuntimeError(
+                f"rollout {self.rollout_id}: {self.counts.dropped[TOO_LONG]} prompts one after the other leave no room "
+                f"for an answer; the last: {leaves[-1].metadata.get(FAILURE_KEY)}"
+            )
 
     def _replace(self, leaves: list[Sample]) -> None:
         self.counts.replaced += 1
@@ -282,7 +294,7 @@ class RolloutLoop:
                     group = ticket.pristine  # all of it would be masked later: generate it anew
             else:
                 self.counts.aborted += 1
-                group = self._continuable(group, ticket.pristine, bool(getattr(self.args, "partial_rollout", False)))
+                group = continuable(group, ticket.pristine, bool(getattr(self.args, "partial_rollout", False)))
             back.append(group)
         back += self.unstarted
         self._forget()
@@ -310,17 +322,6 @@ class RolloutLoop:
                 len(groups),
                 type(self.source).__name__,
             )
-
-    def _continuable(self, group: Group, pristine: Group, partial: bool) -> Group:
-        """A group to generate further: as far as it came, or (no partial rollout, fan-out) as it was given."""
-        plain = all(isinstance(entry, Sample) for entry in group)
-        if not partial or not plain:
-            return pristine
-        for sample in group:
-            aligned = sample.rollout_log_probs is not None and len(sample.rollout_log_probs) == sample.response_length
-            if sample.status is Sample.Status.ABORTED and sample.response_length and not aligned:
-                sample.reset_response()  # only its text is known: nothing to go on from
-        return group
 
     async def _cancel_all(self) -> None:
         tasks = [ticket.task for ticket in self.tickets.values() if ticket.task is not None]
@@ -363,16 +364,3 @@ def _tokens(group: Group) -> int:
 def _index(group: Group) -> float:
     index = flatten(group)[0].index
     return float("inf") if index is None else index
-
-
-def _snapshot(group: Group) -> Group:
-    """The group as it is now, safe from what generate functions change; media are shared."""
-    if isinstance(group, Sample):
-        kept = copy.copy(group)
-        kept.prompt, kept.metadata = copy.deepcopy(group.prompt), copy.deepcopy(group.metadata)
-        for name in ("tokens", "loss_mask", "weight_versions", "version_spans", "rollout_log_probs"):
-            value = getattr(group, name)
-            setattr(kept, name, None if value is None else list(value))
-        kept.spec_info, kept.prefix_cache_info = copy.copy(group.spec_info), copy.copy(group.prefix_cache_info)
-        return kept
-    return [_snapshot(entry) for entry in group]

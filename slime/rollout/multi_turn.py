@@ -18,7 +18,7 @@ from slime.data.json_text import parse_json
 from slime.data.media import collect_media
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
-from slime.rollout.generate import generate, remaining
+from slime.rollout.generate import generate, remaining, without_room
 from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
 
@@ -95,7 +95,8 @@ class Conversation:
             max_tokens: of this turn.
 
         Returns:
-            None when there is none: the sample is then ABORTED, or TRUNCATED because turns or tokens are used up.
+            None when there is none: the sample is then ABORTED, or TRUNCATED because turns or tokens are used up (and
+            left out where its prompt alone did so).
         """
         sample, turns = self.sample, self.turns
         last = turns[-1] if turns else None
@@ -106,6 +107,9 @@ class Conversation:
             sample.status = Sample.Status.ABORTED
             return None
         if last is None or last["end"] is not None:
+            if self.left <= 0 and not sample.response_length:
+                without_room(self.args, sample)
+                return None
             if self.left <= 0 or (self.max_turns and len(turns) >= self.max_turns):
                 sample.status = Sample.Status.TRUNCATED
                 return None

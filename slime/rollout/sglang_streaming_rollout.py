@@ -15,7 +15,16 @@ import orjson
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying, session
 from slime.observability.trace_utils import trace_span
-from slime.rollout.generate import append_output, get_model_url, remaining, request, request_seconds, routing_headers
+from slime.rollout.context import says_too_long
+from slime.rollout.generate import (
+    append_output,
+    get_model_url,
+    remaining,
+    request,
+    request_seconds,
+    routing_headers,
+    without_room,
+)
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.state import GenerateState
 
@@ -39,13 +48,17 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
         sample.tokens = prompt_ids(state, sample)
     params = remaining(args, sample, sampling_params)
     if params is None:
-        sample.status = Sample.Status.TRUNCATED
-        return sample
+        return without_room(args, sample)
     body = {**request(args, state, sample, params), "stream": True}
     answer = StreamedAnswer()
     with trace_span(sample, "sglang_generate_stream"):
         async with asyncio.timeout(request_seconds(args)):
-            await retrying(lambda: read_stream(args, sample, body, answer, state), give_up=lambda: state.aborted)
+            try:
+                await retrying(lambda: read_stream(args, sample, body, answer, state), give_up=lambda: state.aborted)
+            except HttpError as error:
+                if error.status != 400 or not says_too_long(error):
+                    raise
+                return without_room(args, sample)
     if answer.meta is not None:
         append_output(args, sample, answer.output(aborted=not answer.ended))
     else:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from slime.config.context import context_limit
 from slime.config.hf_config import media_token_ids
 from slime.data.sample import Group
 from slime.rollout.sampling_params import sampling_params
@@ -34,6 +35,7 @@ class GenerateState:
 
     Attributes:
         sampling_params: defaults of training requests; copy before changing.
+        context: tokens that prompt and response may have together; None where nothing says so.
         media_token_ids: stand for images and the like in the model's input; none for a text model.
         aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
         rollout_id: the rollout under way.
@@ -47,6 +49,7 @@ class GenerateState:
 
     args: Any
     sampling_params: dict[str, Any]
+    context: int | None
     media_token_ids: frozenset[int]
     aborted: bool
     rollout_id: int | None
@@ -72,6 +75,7 @@ class GenerateState:
 
     def _start(self, args: Any) -> None:
         self._args = _reference(args)
+        self.context = context_limit(args)
         self.media_token_ids = frozenset(media_token_ids(getattr(args, "hf_checkpoint", None)))
         self.sampling_params = sampling_params(args)
         if self.media_token_ids:  # the model must not write them: see prompts.cut_at_sampled_media

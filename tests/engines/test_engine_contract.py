@@ -17,10 +17,13 @@ import pytest
 import torch
 from engine_parts import ContractEngine
 
+from slime.config.context import ENGINES_OWN
+from slime.config.hf_config import context_length, read_config
 from slime.engines import http
 from slime.engines.handle import EngineError, EngineHandle
 from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.process import free_port
+from slime.rollout.context import says_too_long
 from slime.utils.async_utils import run
 from slime.weights.update import Bucket
 
@@ -235,6 +238,18 @@ def test_bad_requests_are_400_with_a_sentence(engine_url: str, body: dict[str, A
         post(engine_url, body)
     assert failure.value.status == 400
     assert len(greedy_ids(engine_url)) == 6  # and the engine goes on
+
+
+def test_what_the_client_takes_for_the_context_is_served(engine_url: str, contract_engine: ContractEngine) -> None:
+    """The longest request that it sends is answered in full; what it would not send is refused for its length."""
+    length = context_length(read_config(str(contract_engine.model)) or {})
+    assert length is not None
+    for new in (1, 30):
+        answer = generate(engine_url, [5] * (length - ENGINES_OWN - new), new=new)
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": new}
+    with pytest.raises(http.HttpError) as refused:
+        generate(engine_url, [5] * length, new=1)
+    assert refused.value.status == 400 and says_too_long(refused.value)
 
 
 # --- abort and pause -----------------------------------------------------------------------------------
