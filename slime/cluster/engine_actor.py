@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from slime.engines.plan import EngineSpec
 
 ACTOR_MARGIN_SECONDS = 120.0  # for the actor itself to start, and its placement
-ASK_SECONDS = 30.0
+ASK_SECONDS = 15.0  # an actor that does not answer for so long is lost
+SILENT_SECONDS = 2.0  # for further calls to it
+KILL_SECONDS = 30.0
 
 
 class EngineActor:
@@ -68,6 +70,10 @@ class EngineActor:
     def log_tail(self) -> str:
         return self.process.log_tail()
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the server and all its children have used since they started."""
+        return self.process.cpu_seconds()
+
     def kill(self) -> None:
         self.process.kill()
 
@@ -85,6 +91,7 @@ class RayEngineHost:
 
     def __init__(self, actors: Sequence[Any], start_seconds: float) -> None:
         self.actors, self.start_seconds = list(actors), start_seconds
+        self._silent = False  # the last call was not answered
 
     def wait_ready(self) -> str:
         return str(self._get("wait_ready", self.start_seconds + ACTOR_MARGIN_SECONDS)[0])
@@ -96,12 +103,15 @@ class RayEngineHost:
     def log_tail(self) -> str:
         return "\n".join(self._get("log_tail"))
 
+    def cpu_seconds(self) -> float:
+        return float(sum(self._get("cpu_seconds")))
+
     def kill(self) -> None:
         """The server first, then its actor; a node that is gone has neither."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            self._get("kill")
+            self._get("kill", KILL_SECONDS)
         for actor in self.actors:
             ray.kill(actor)
 
@@ -112,9 +122,17 @@ class RayEngineHost:
             self._get("stop", ACTOR_MARGIN_SECONDS)
 
     def _get(self, method: str, seconds: float = ASK_SECONDS) -> list[Any]:
+        """Answers of all actors. Where the last call was not answered, this one gets :data:`SILENT_SECONDS` only."""
         import ray
 
-        return list(ray.get([getattr(actor, method).remote() for actor in self.actors], timeout=seconds))
+        limit = SILENT_SECONDS if self._silent else seconds
+        try:
+            answers = list(ray.get([getattr(actor, method).remote() for actor in self.actors], timeout=limit))
+        except ray.exceptions.GetTimeoutError:
+            self._silent = True
+            raise
+        self._silent = False
+        return answers
 
 
 def launcher(

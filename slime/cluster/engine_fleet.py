@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,9 @@ class EngineHost(Protocol):
 
     def log_tail(self) -> str: ...
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the server and all its children have used since they started."""
+
     def kill(self) -> None:
         """End the server with all its children at once, also a stopped one. Never raises."""
 
@@ -59,6 +62,8 @@ class Engine:
     bootstrap_port: int | None = None
     state: State = "starting"
     losses: list[float] = field(default_factory=list)  # when, time.monotonic()
+    ready_at: float = 0.0  # time.monotonic(), of its last start
+    ending: bool = False  # lost, and its processes are being ended
     last_words: str = ""
 
     @property
@@ -77,6 +82,7 @@ class Engine:
         """Block until it answers; its address is new with every start."""
         assert self.host is not None
         self.url = self.host.wait_ready()
+        self.ready_at = time.monotonic()
         if self.spec.worker_type == "prefill":
             self.bootstrap_port = self.host.describe()["bootstrap_port"]
 
@@ -114,7 +120,9 @@ class EngineFleet:
         self.fatal: str | None = None
         self.lost_count = self.restart_count = self.router_restart_count = 0
         self._lock = threading.RLock()
+        self._router_lock = threading.Lock()  # of whoever starts routers again; taken before the other
         self._starters = ThreadPoolExecutor(max(count, 1), thread_name_prefix="engine-start")
+        self._enders = ThreadPoolExecutor(max(len(self.engines), 1), thread_name_prefix="engine-end")
 
     # --- who is there ------------------------------------------------------------------------
 
@@ -145,9 +153,10 @@ class EngineFleet:
     def report(self) -> str:
         """One line per engine, with the last log lines of those that are gone."""
         lines = []
-        for engine in self.engines:
+        with ThreadPoolExecutor(max(len(self.engines), 1)) as pool:
+            answers = list(pool.map(_ask, self.engines))
+        for engine, said in zip(self.engines, answers, strict=True):
             gone = engine.state in GONE
-            said = _ask(engine.host) if engine.host is not None and not gone else {}
             dead = gone or said.get("alive") is False
             pid = f" pid {said['pid']}" if said.get("pid") else ""
             lines.append(f"engine {engine.index} {engine.url}{pid}: {'DEAD' if dead else engine.state}")
@@ -190,6 +199,7 @@ class EngineFleet:
     def stop(self) -> None:
         """Router and engines; returns when their processes are gone."""
         self._starters.shutdown(wait=False, cancel_futures=True)
+        self._enders.shutdown(wait=False)
         if self.router is not None:
             self.router.stop()
         hosts = [engine.host for engine in self.engines if engine.host is not None and engine.state not in GONE]
@@ -198,30 +208,58 @@ class EngineFleet:
 
     # --- losing ------------------------------------------------------------------------------
 
-    def lose(self, url: str, reason: str) -> None:
-        """Take an engine out: no more requests, no process. What it was doing is done again elsewhere.
+    def lose(self, reasons: Mapping[str, str]) -> None:
+        """Take engines out: no more requests, no process. What they were doing is done again elsewhere.
 
-        Without ``--use-fault-tolerance`` this ends the run (:attr:`fatal`).
+        All of them are ended at the same time, so one whose node does not answer delays no other. Without
+        ``--use-fault-tolerance`` this ends the run (:attr:`fatal`).
+
+        Args:
+            reasons: why each engine is lost, by URL. Engines that are lost already are left alone.
         """
+        self.end(self.mark_lost(reasons))
+
+    def mark_lost(self, reasons: Mapping[str, str]) -> list[Engine]:
+        """The part of :meth:`lose` that does not wait: these engines no longer count. Returns them, for
+        :meth:`end`."""
+        lost = []
         with self._lock:
-            engine = next((e for e in self.engines if e.url == url and e.state in ("serving", "unsynced")), None)
-            if engine is None:
-                return
-            engine.state = "lost"
-            engine.losses.append(time.monotonic())
-            self.lost_count += 1
-        logger.error("engine %d (%s) is lost: %s", engine.index, url, reason)
-        engine.last_words = _last_words(engine, reason)
-        self._forget(url)
-        if engine.host is not None:
-            engine.host.kill()  # also resets the connections of requests that hang there
-        with self._lock:
-            self._after_loss(engine, reason)
+            for engine in self.engines:
+                if engine.url not in reasons or engine.state not in ("serving", "unsynced"):
+                    continue
+                engine.state, engine.ending = "lost", True
+                engine.losses.append(time.monotonic())
+                engine.last_words = reasons[engine.url]
+                self.lost_count += 1
+                lost.append(engine)
+                if not self.tolerant:
+                    why = "--use-fault-tolerance goes on without it and starts it again"
+                    self.fatal = self.fatal or f"{_lost_words(engine, reasons[engine.url])}\n{why}"
+        for engine in lost:
+            logger.error("engine %d (%s) is lost: %s", engine.index, engine.url, engine.last_words)
+        return lost
+
+    def end(self, lost: Sequence[Engine], wait: bool = True) -> None:
+        """End the processes of lost engines, all at once; with ``wait`` return when that is done or given up."""
+        ending = [self._enders.submit(self._end, engine) for engine in lost]
+        if wait:
+            for future in ending:
+                future.result()
+
+    def _end(self, engine: Engine) -> None:
+        reason = engine.last_words
+        try:
+            engine.last_words = _last_words(engine, reason)
+            self._forget(engine.url)
+            if engine.host is not None:
+                engine.host.kill()  # also resets the connections of requests that hang there
+        finally:
+            with self._lock:
+                engine.ending = False
+                self._after_loss(engine, reason)
 
     def _after_loss(self, engine: Engine, reason: str) -> None:
-        what = f"engine {engine.index} ({engine.url}) was lost: {reason}"
-        if not self.tolerant:
-            self.fatal = self.fatal or f"{what}\n--use-fault-tolerance goes on without it and starts it again"
+        what = _lost_words(engine, reason)
         recent = [at for at in engine.losses if at > time.monotonic() - LOSSES_SECONDS]
         if not engine.external and len(recent) >= MOST_LOSSES:
             engine.state = "given up"
@@ -248,7 +286,7 @@ class EngineFleet:
         if not self.tolerant or self.fatal is not None:
             return
         with self._lock:
-            lost = [engine for engine in self.engines if engine.state == "lost" and not engine.external]
+            lost = [e for e in self.engines if e.state == "lost" and not e.external and not e.ending]
             for engine in lost:
                 engine.state = "starting"
         for engine in lost:
@@ -261,13 +299,13 @@ class EngineFleet:
             engine.host = self.launch(engine.index)
             engine.wait_ready()
         except Exception as error:  # whatever it was: the next look starts it again, a few times
+            logger.error("engine %d could not be started again: %s", engine.index, error)
+            if engine.host is not None:
+                engine.host.kill()
             with self._lock:
                 engine.state = "lost"
                 engine.losses.append(time.monotonic())
                 engine.last_words = str(error)
-                if engine.host is not None:
-                    engine.host.kill()
-                logger.error("engine %d could not be started again: %s", engine.index, error)
                 self._after_loss(engine, f"it could not be started again: {error}")
             return
         with self._lock:
@@ -293,7 +331,7 @@ class EngineFleet:
                 if self.router is not None:
                     self.router.add_worker(engine.worker)
             except (ServerFailed, OSError) as error:
-                self.lose(url, f"the router did not take it: {error}")
+                self.lose({url: f"the router did not take it: {error}"})
                 continue
             with self._lock:
                 serves = engine.state == "unsynced" and engine.url == url
@@ -305,16 +343,23 @@ class EngineFleet:
                 self._forget(url)  # lost meanwhile
 
     def settled(self, deadline: float | None = None) -> list[str]:
-        """Wait (``--start-timeout``) until no engine is being started; returns URLs of those that answer."""
-        starting = lambda: not self.urls("starting")  # noqa: E731
-        wait_for("engines that are started again", starting, deadline or self.args.start_timeout, report=self.report)
+        """Wait (``--start-timeout``) until no engine is being started or ended; returns URLs of those that answer."""
+
+        def done() -> bool:
+            with self._lock:
+                return not any(engine.state == "starting" or engine.ending for engine in self.engines)
+
+        wait_for("engines that are started again", done, deadline or self.args.start_timeout, report=self.report)
         return self.urls()
 
     # --- the router --------------------------------------------------------------------------
 
     def check_router(self) -> None:
-        """Start routers that ended again; one that does not start is tried again at the next look."""
-        with self._lock:
+        """Start routers that ended or hang again; one that does not start is tried again at the next look.
+
+        A start takes a while with many engines. The fleet's lock is free meanwhile, and what changed is made up for.
+        """
+        with self._router_lock:
             if self.router is None or self.fatal is not None:
                 return
             for model, words in self.router.dead():
@@ -323,19 +368,32 @@ class EngineFleet:
                     self.fatal = f"{words}\n--use-fault-tolerance starts it again"
                     return
                 self.router_restart_count += 1
+                with self._lock:
+                    workers = self._workers()
                 try:
-                    self.router.restart(model, self._workers())
+                    self.router.restart(model, workers)
+                    with self._lock:
+                        serving = {engine.url for engine in self.engines if engine.state == "serving"}
+                    for worker in workers:
+                        if worker.url not in serving:
+                            self.router.remove_worker(worker.url)
                 except (ServerFailed, OSError) as error:  # a worker that hangs, say: the checks find it
                     logger.error("the router could not be started again: %s", error)
                     continue
                 logger.warning("the router serves again at %s", self.router.by_model[model].url)
 
 
-def _ask(host: EngineHost) -> dict[str, Any]:
+def _ask(engine: Engine) -> dict[str, Any]:
+    if engine.host is None or engine.state in GONE:
+        return {}
     try:
-        return host.describe()
+        return engine.host.describe()
     except Exception as error:  # the node is gone, say
         return {"alive": False, "error": str(error)}
+
+
+def _lost_words(engine: Engine, reason: str) -> str:
+    return f"engine {engine.index} ({engine.url}) was lost: {reason}"
 
 
 def _last_words(engine: Engine, reason: str) -> str:

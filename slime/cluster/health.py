@@ -7,18 +7,24 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_fleet import EngineFleet
+    from slime.cluster.engine_fleet import Engine, EngineFleet
 
 logger = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0  # between looks at processes, which cost nothing
 AGAIN_SECONDS = 1.0
-PATIENCE = 3  # checks in a row that a run without fault tolerance lets an engine miss before it ends
+MISSES = 2  # checks in a row that an engine may miss before it is replaced
+PATIENCE = 3  # the same without fault tolerance, where the run ends
+RECHECK_SECONDS = 5.0  # after a miss, with fault tolerance
+WAKE_SECONDS = 5.0  # between checks that failed requests cause
+PAUSE_SECONDS = 5.0  # that a pause waits for checks under way; an engine that is well answers sooner
+NO_TOKEN = "no token"
+BUSY_SHARE = 0.1  # of a core: a process that uses less is not at work
 
 
 class HealthMonitor:
@@ -26,40 +32,70 @@ class HealthMonitor:
 
     Whether processes live is asked every second; whether an engine makes tokens (``/health_generate``) every
     ``interval`` seconds, by threads and sockets of its own, so that a busy event loop never makes a healthy
-    engine look dead. Nothing is looked at while :meth:`paused` or :meth:`pause` is in force: engines that load
+    engine look dead. No engine is waited for before another is looked at: questions that are not answered yet are
+    looked at again later. Nothing is looked at while :meth:`paused` or :meth:`pause` is in force: engines that load
     weights or have released their memory make no tokens.
 
     Args:
         interval: seconds between checks.
         timeout: seconds an engine has to make a token.
         first_wait: seconds of grace after each pause.
+        start_seconds: age up to which an engine that makes no token but uses the CPU is believed to compile its
+            kernels, and is not lost.
     """
 
-    def __init__(self, fleet: EngineFleet, interval: float, timeout: float, first_wait: float) -> None:
+    def __init__(
+        self, fleet: EngineFleet, interval: float, timeout: float, first_wait: float, start_seconds: float = 0.0
+    ) -> None:
         self.fleet, self.interval, self.timeout, self.first_wait = fleet, interval, timeout, first_wait
+        self.start_seconds = start_seconds
         self.missed: dict[str, int] = {}  # checks in a row, by URL
+        self.processes = ProcessWatch(fleet)
+        self._lock = threading.Lock()
         self._reasons: set[str] = set()
-        self._looking = threading.Lock()
-        self._stop = threading.Event()
+        self._pauses = 0  # so far: what was asked before a pause and answered after it says nothing
+        self._ended = threading.Event()
+        self._look_now = threading.Event()
+        self._grace = time.monotonic() + first_wait
         self._next = time.monotonic() + max(first_wait, interval)
+        self._wakes_from = 0.0
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="engine-check")
+        self._checking: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="engine-health", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._ended.set()
+        self._look_now.set()
+
+    def wake(self) -> None:
+        """Look now, and let every engine make a token: a request has just failed. Returns at once."""
+        now = time.monotonic()
+        if now >= self._wakes_from:
+            self._wakes_from = now + WAKE_SECONDS
+            self._next = max(min(self._next, now), self._grace)
+            self._look_now.set()
 
     def pause(self, reason: str) -> None:
-        """Look away until :meth:`resume`; returns when no look is under way."""
-        with self._looking:
+        """Look away until :meth:`resume`: no engine is lost or started again from now on.
+
+        Returns when no engine is asked for a token, but waits no longer than :data:`PAUSE_SECONDS` for one that
+        hangs.
+        """
+        with self._lock:
             self._reasons.add(reason)
+            self._pauses += 1
+            checking = self._checking
+        if checking is not None:
+            wait([checking], PAUSE_SECONDS)
 
     def resume(self, reason: str) -> None:
-        with self._looking:
+        with self._lock:
             self._reasons.discard(reason)
             self.missed.clear()
-            self._next = time.monotonic() + self.first_wait
+            self._grace = self._next = time.monotonic() + self.first_wait
 
     @contextlib.contextmanager
     def paused(self, reason: str) -> Iterator[None]:
@@ -70,57 +106,118 @@ class HealthMonitor:
             self.resume(reason)
 
     def _work(self) -> None:
-        while not self._stop.wait(LOOK_SECONDS):
+        while not self._ended.is_set():
+            self._look_now.wait(LOOK_SECONDS)
+            self._look_now.clear()
             try:
-                with self._looking:
-                    if not self._reasons:
-                        self.look()
+                if not self._reasons and not self._ended.is_set():
+                    self.look()
             except Exception:  # the watchman stays, whatever he sees
                 logger.exception("the health monitor failed")
 
     def look(self) -> None:
         """One look: processes, then (when it is time) answers, then start what was lost."""
-        check_processes(self.fleet)  # first: a router does not start with a worker that is dead
+        pauses = self._pauses
+        self._lose(self.processes.ended(LOOK_SECONDS), pauses)  # first: a router takes no worker that is dead
         self.fleet.check_router()
-        if time.monotonic() >= self._next:
-            self.check(self.fleet.urls())
+        with self._lock:
+            if self._pauses != pauses:
+                return
+            if time.monotonic() >= self._next and (self._checking is None or self._checking.done()):
+                self._next = time.monotonic() + self.interval
+                self._checking = self._checker.submit(self._check_all, pauses)
+            self.fleet.restart_lost()
+
+    def _check_all(self, pauses: int) -> None:
+        try:
+            self.check(self.fleet.urls(), pauses)
             away = [engine.url for engine in self.fleet.engines if engine.external and engine.state == "lost"]
             silent = unhealthy(away, self.timeout)
             for url in away:
                 if url not in silent:
                     self.fleet.readmit(url)
-            self._next = time.monotonic() + self.interval
-        self.fleet.restart_lost()
+        except Exception:
+            logger.exception("a health check failed")
 
-    def check(self, urls: Sequence[str]) -> None:
-        """Ask these engines for a token; those that do not give one are lost."""
-        enough = 1 if self.fleet.tolerant else PATIENCE
+    def check(self, urls: Sequence[str], pauses: int | None = None) -> None:
+        """Ask these engines for a token; those that do not give one :data:`MISSES` times in a row are lost.
+
+        Args:
+            pauses: how many there had been when this check was begun. Its results do not count when there was
+                another since.
+        """
+        pauses = self._pauses if pauses is None else pauses
+        enough = MISSES if self.fleet.tolerant else PATIENCE
         bad = unhealthy(urls, self.timeout)
-        ended = check_processes(self.fleet) if bad else []  # the better reason, if it is one
-        bad = {url: reason for url, reason in bad.items() if url not in ended}
-        self.missed = {url: self.missed.get(url, 0) + 1 for url in bad}
-        for url, reason in bad.items():
-            logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
-            if self.missed[url] >= enough:
-                self.fleet.lose(url, reason)
+        gone = self.processes.ended(LOOK_SECONDS) if bad else {}  # the better reason, if it is one
+        bad = {url: reason for url, reason in bad.items() if url not in gone}
+        with ThreadPoolExecutor(max(len(bad), 1)) as pool:
+            spared = list(pool.map(self._is_compiling, bad, bad.values()))
+        bad = {url: reason for (url, reason), spare in zip(bad.items(), spared, strict=True) if not spare}
+        with self._lock:
+            if self._pauses != pauses:
+                return
+            self.missed = {url: self.missed.get(url, 0) + 1 for url in bad}
+            for url, reason in bad.items():
+                logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
+            if bad and self.fleet.tolerant:
+                self._next = min(self._next, time.monotonic() + RECHECK_SECONDS)
+        self._lose({**gone, **{url: reason for url, reason in bad.items() if self.missed[url] >= enough}}, pauses)
 
-
-def check_processes(fleet: EngineFleet) -> list[str]:
-    """Lose the engines whose process is gone; returns their URLs."""
-    gone = {}
-    for engine in fleet.engines:
-        if engine.host is None or engine.state not in ("serving", "unsynced"):
-            continue
+    def _is_compiling(self, url: str, reason: str) -> bool:
+        """Whether a young engine that makes no token in time uses the CPU all the same."""
+        engine = next((engine for engine in self.fleet.engines if engine.url == url), None)
+        if engine is None or engine.host is None or not reason.startswith(NO_TOKEN):
+            return False
+        if time.monotonic() - engine.ready_at > self.start_seconds:
+            return False
         try:
-            said = engine.host.describe()
-        except Exception as error:
-            gone[engine.url] = f"its node does not answer: {type(error).__name__}: {error}"
-            continue
-        if not said["alive"]:
-            gone[engine.url] = f"its process {said['pid']} ended"
-    for url, reason in gone.items():
-        fleet.lose(url, reason)
-    return list(gone)
+            before = engine.host.cpu_seconds()
+            time.sleep(AGAIN_SECONDS)
+            used = engine.host.cpu_seconds() - before
+        except Exception:  # its node is gone, say: the next look at processes says so
+            return False
+        if used < BUSY_SHARE * AGAIN_SECONDS:
+            return False
+        logger.warning("engine %s: %s, but it uses the CPU and is young: it is left alone", url, reason)
+        return True
+
+    def _lose(self, reasons: Mapping[str, str], pauses: int) -> None:
+        with self._lock:
+            lost = self.fleet.mark_lost(reasons) if self._pauses == pauses else []
+        self.fleet.end(lost, wait=False)
+
+
+class ProcessWatch:
+    """Asks the hosts of all engines at once whether their processes live. A host that does not answer is not asked
+    again before its call has ended, and delays nobody."""
+
+    def __init__(self, fleet: EngineFleet) -> None:
+        self.fleet = fleet
+        self._pool = ThreadPoolExecutor(max(len(fleet.engines), 1), thread_name_prefix="engine-processes")
+        self._asked: dict[str, tuple[Engine, Future[dict[str, Any]]]] = {}
+        self._lock = threading.Lock()
+
+    def ended(self, seconds: float) -> dict[str, str]:
+        """URLs of engines whose process or node is gone, with the reason, as far as that is known after
+        ``seconds``."""
+        with self._lock:
+            for engine in self.fleet.engines:
+                host = engine.host
+                if host is not None and engine.state in ("serving", "unsynced") and engine.url not in self._asked:
+                    self._asked[engine.url] = engine, self._pool.submit(host.describe)
+            wait([call for _, call in self._asked.values()], seconds)
+            known = {url: call for url, (_, call) in self._asked.items() if call.done()}
+            for url in known:
+                del self._asked[url]
+        gone = {}
+        for url, call in known.items():
+            error = call.exception()
+            if error is not None:
+                gone[url] = f"its node does not answer: {type(error).__name__}: {error}"
+            elif not call.result()["alive"]:
+                gone[url] = f"its process {call.result()['pid']} ended"
+        return gone
 
 
 def unhealthy(urls: Sequence[str], timeout: float) -> dict[str, str]:
@@ -138,7 +235,7 @@ def answers(url: str, timeout: float) -> str | None:
     A refused or reset connection may be a moment's trouble: it is tried once more.
     """
     reason = _token(url, timeout)
-    if reason is None or reason.startswith("no token"):
+    if reason is None or reason.startswith(NO_TOKEN):
         return reason
     time.sleep(AGAIN_SECONDS)
     return _token(url, timeout)
@@ -151,7 +248,7 @@ def _token(url: str, timeout: float) -> str | None:
         connection.request("GET", "/health_generate")
         status = connection.getresponse().status
     except TimeoutError:
-        return f"no token within {timeout:g} s (--rollout-health-check-timeout)"
+        return f"{NO_TOKEN} within {timeout:g} s (--rollout-health-check-timeout)"
     except (OSError, http.client.HTTPException) as error:
         return f"cannot be reached: {error or type(error).__name__}"
     finally:

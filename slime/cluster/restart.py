@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime.cluster.wait import WaitExpired
+from slime.cluster.waiting import NoStatus
 
 if TYPE_CHECKING:
     from slime.cluster.run import Run
@@ -36,25 +37,33 @@ def goes_on(run: Run, error: Exception) -> bool:
 
 
 def _lost(run: Run, error: Exception) -> list[str]:
+    """What died or fell silent. A wait that expired while everybody answers is no loss: a restart would not be
+    faster."""
     import ray
 
     named = {"the rollout manager": run.manager} if run.manager is not None else {}
     for group in run.groups:
         named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
-    dead = [name for name, actor in named.items() if _is_dead(actor)]
-    if not dead and isinstance(error, ray.exceptions.RayActorError | WaitExpired) and not _never_was(error):
+    asked = {actor.status.remote(): name for name, actor in named.items()}
+    if not asked:
+        return []
+    answers, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
+    lost = [asked[answer] for answer in answers if _has_died(answer)]
+    if isinstance(error, WaitExpired):
+        lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
+    if not lost and isinstance(error, ray.exceptions.RayActorError | NoStatus) and not _never_was(error):
         return [f"an answer ({type(error).__name__})"]
-    return dead
+    return lost
 
 
-def _is_dead(actor: Any) -> bool:
+def _has_died(answer: Any) -> bool:
     import ray
 
     try:
-        ray.get(actor.status.remote(), timeout=ASK_SECONDS)
+        ray.get(answer)
     except ray.exceptions.RayActorError as error:
         return not _never_was(error)
-    except ray.exceptions.RayError:  # it is busy, or failed otherwise
+    except ray.exceptions.RayError:  # it failed otherwise
         return False
     return False
 

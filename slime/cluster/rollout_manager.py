@@ -52,7 +52,7 @@ class RolloutManager:
         from slime.cluster.engine_actor import launcher
         from slime.cluster.engine_fleet import EngineFleet
         from slime.cluster.health import HealthMonitor
-        from slime.engines.http import init_http_client
+        from slime.engines.http import init_http_client, watch_faults
         from slime.engines.plan import plan_engines
         from slime.observability import progress
 
@@ -68,8 +68,10 @@ class RolloutManager:
             args.rollout_health_check_interval,
             args.rollout_health_check_timeout,
             args.rollout_health_check_first_wait,
+            args.start_timeout,
         )
         self.monitor.start()
+        watch_faults(self.monitor.wake)
         return urls
 
     def engine_status(self) -> dict[str, Any]:
@@ -90,13 +92,14 @@ class RolloutManager:
     def lose_engines(self, blamed: dict[str, str]) -> dict[str, Any]:
         """A call to the engines failed. Those that are blamed for it, and those that make no token any more, are
         lost. Returns URLs by state, as :meth:`begin_update`."""
-        from slime.cluster.health import check_processes, unhealthy
+        from slime.cluster.engine_actor import ASK_SECONDS
+        from slime.cluster.health import unhealthy
 
-        lost = dict(blamed)
-        if not check_processes(self.fleet) and not blamed:  # torn engines make no token, but then there is blame
+        gone = self.monitor.processes.ended(ASK_SECONDS)
+        lost = {**blamed, **gone}
+        if not lost:  # torn engines make no token, but then there is blame
             lost = unhealthy(self.fleet.urls(), self.args.rollout_health_check_timeout)
-        for url, reason in lost.items():
-            self.fleet.lose(url, reason)
+        self.fleet.lose(lost)
         return dict(self.fleet.status())
 
     def start_lost_engines(self) -> dict[str, Any]:
@@ -131,10 +134,10 @@ class RolloutManager:
         from slime.weights.fleet import on_each
 
         _, failed = run(on_each(self.handles(), call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))
-        for url, error in failed.items():
+        for error in failed.values():
             if not self.fleet.tolerant:
                 raise error
-            self.fleet.lose(url, str(error))
+        self.fleet.lose({url: str(error) for url, error in failed.items()})
 
     # --- the loop ----------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Run:
         self.dir = RunDir.create(args, resume=self.resumes)
         self.display = Display(args, self.dir)
         self.stop = StopSignals()
-        self.waiter = Waiter(self.stop, self._show)
+        self.waiter = Waiter(self.stop, self._show, args.status_timeout or None)
         self.metrics_log: Any = None
         self.pending: dict[str, float] = {}  # metrics of the step under way
         self.manager: Any = None

@@ -7,10 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
 from slime.cluster.wait import WaitExpired
+
+POLL_SECONDS = 0.25
+POLLED_ACTORS = 16  # asked for their status at a time
 
 
 class StopRequested(Exception):
@@ -62,17 +66,28 @@ def _end_at_once(code: int) -> None:
     os._exit(code)
 
 
+class NoStatus(WaitExpired):
+    """A process that was waited for has not said for too long what it is doing: it is frozen, or cut off."""
+
+
 class Waiter:
     """``ray.get`` for the driver.
 
     Args:
         stop: looked at while waiting, unless a wait must not be cut short.
         on_status: shown what the waited-for processes report, about twice a second.
+        silence: seconds after which an actor that answered ``status()`` before and does not any more counts as lost;
+            None: it is waited for until the deadline.
     """
 
-    def __init__(self, stop: StopSignals, on_status: Callable[[dict[str, Any]], None] | None = None) -> None:
-        self.stop = stop
-        self.on_status = on_status
+    def __init__(
+        self,
+        stop: StopSignals,
+        on_status: Callable[[dict[str, Any]], None] | None = None,
+        silence: float | None = None,
+    ) -> None:
+        self.stop, self.on_status, self.silence = stop, on_status, silence
+        self._polls: dict[str, _Poll] = {}  # by the names of actors; they outlive a wait
 
     def get(
         self,
@@ -86,6 +101,9 @@ class Waiter:
     ) -> list[Any]:
         """Results of ``refs`` in order.
 
+        The number of calls to Ray does not grow with the number of refs or actors, except for the call that returns
+        the results.
+
         Args:
             what: names the wait, e.g. ``"rollout 3 to be generated"``.
             deadline: seconds from now.
@@ -94,18 +112,20 @@ class Waiter:
 
         Raises:
             WaitExpired: with what each actor says it is doing.
+            NoStatus: an actor has not answered for ``silence`` seconds.
             StopRequested: the user asked to stop and the wait is ``interruptible``.
             RayError: as soon as one of the refs failed, though others are still running.
         """
         import ray
 
         start = time.monotonic()
-        status = _StatusPoll(actors or {})
+        status = _StatusPoll(actors or {}, self._polls)
         pending = list(refs)
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=0.25)
-            ray.get(ready)  # a failure of one rank ends the wait for all
-            if status.poll() and self.on_status:
+            ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+            if ready:
+                ray.get(ready)  # a failure of one rank ends the wait for all
+            if pending and status.poll() and self.on_status:
                 self.on_status(next(iter(status.latest.values())))
             if interruptible:
                 self.stop.check()
@@ -116,40 +136,76 @@ class Waiter:
                 raise WaitExpired(
                     f"waited {waited:.0f} s (deadline {deadline:.0f} s, --phase-timeout) for {what}\n{status.report()}"
                 )
+            silent = status.silent(self.silence) if pending and self.silence is not None else []
+            if silent:
+                raise NoStatus(
+                    f"{', '.join(silent)} said nothing for {self.silence:.0f} s (--status-timeout); waited for {what}\n"
+                    f"{status.report()}"
+                )
         return list(ray.get(list(refs)))
 
 
-class _StatusPoll:
-    """Ask actors what they are doing without ever waiting for the answer."""
+@dataclass
+class _Poll:
+    """What is known of one actor."""
 
-    def __init__(self, actors: Mapping[str, Any]) -> None:
-        self.actors = actors
+    actor: Any
+    asked: Any = None  # reference to an answer that has not come yet
+    asked_at: float = 0.0  # time.monotonic()
+    said: dict[str, Any] = field(default_factory=dict)
+    answered: bool = False  # ever: one that is still being started says nothing for a while
+
+
+class _StatusPoll:
+    """Ask actors what they are doing without ever waiting for the answer, :data:`POLLED_ACTORS` of them at a time.
+
+    Args:
+        known: polls by name, kept from earlier waits.
+    """
+
+    def __init__(self, actors: Mapping[str, Any], known: dict[str, _Poll]) -> None:
+        for name, actor in actors.items():
+            if name not in known or known[name].actor is not actor:
+                known[name] = _Poll(actor)
+        self.polls = {name: known[name] for name in actors}
         self.latest: dict[str, dict[str, Any]] = {}
-        self._asked: dict[str, Any] = {}
+        self._turn = list(self.polls)
 
     def poll(self) -> bool:
         """Ask and collect; True when an answer came."""
         import ray
 
-        news = False
-        for name, actor in self.actors.items():
-            ref = self._asked.get(name)
-            if ref is None:
-                self._asked[name] = actor.status.remote()
-                continue
-            done, _ = ray.wait([ref], timeout=0)
-            if done:
-                news = True
-                del self._asked[name]
-                try:
-                    self.latest[name] = ray.get(done[0])
-                except ray.exceptions.RayError as error:
-                    self.latest[name] = {"phase": f"does not answer: {type(error).__name__}"}
-        return news
+        names, self._turn = self._turn[:POLLED_ACTORS], self._turn[POLLED_ACTORS:] + self._turn[:POLLED_ACTORS]
+        asked = {poll.asked: name for name in names if (poll := self.polls[name]).asked is not None}
+        done = ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else []
+        for ref in done:
+            poll = self.polls[asked[ref]]
+            poll.asked = None
+            try:
+                poll.said, poll.answered = ray.get(ref), True
+            except ray.exceptions.RayError as error:
+                poll.said = {"phase": f"does not answer: {type(error).__name__}"}
+            self.latest[asked[ref]] = poll.said
+        for name in names:
+            poll = self.polls[name]
+            if poll.asked is None:
+                poll.asked, poll.asked_at = poll.actor.status.remote(), time.monotonic()
+        return bool(done)
+
+    def silent(self, seconds: float) -> list[str]:
+        """Names of the actors that have owed an answer for ``seconds``, as of the last :meth:`poll` of each."""
+        before = time.monotonic() - seconds
+        late = {n: poll for n, poll in self.polls.items() if poll.answered and poll.asked and poll.asked_at < before}
+        if not late:
+            return []
+        import ray
+
+        came = set(ray.wait([poll.asked for poll in late.values()], num_returns=len(late), timeout=0)[0])
+        return [name for name, poll in late.items() if poll.asked not in came]
 
     def report(self) -> str:
         lines = []
-        for name in self.actors:
+        for name in self.polls:
             said = self.latest.get(name)
             if not said:
                 lines.append(f"  {name}: has not answered")

@@ -45,4 +45,10 @@ class RunConfig:
     )
     config: str = flag(None, kind="path", help="YAML of defaults", status="refused", reason="use --override FILE")
     start_timeout: float = flag(900.0, above=0, help="seconds that an engine or the trainer may take to start")
+    status_timeout: float = flag(
+        120.0,
+        low=0,
+        help="seconds without an answer after which the rollout manager or a training rank counts as lost, long before "
+        "--phase-timeout; 0: never",
+    )
     phase_timeout: float = flag(3600.0, above=0, help="seconds that generate, train or a weight sync may take")

@@ -112,6 +112,19 @@ class ServerProcess:
             self.child.wait(STOP_SECONDS)
         wait_gone(tree, STOP_SECONDS)
 
+    def cpu_seconds(self) -> float:
+        """CPU time that the process and all below it have used; 0 once it has ended."""
+        import psutil
+
+        used = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self.pid)
+            for process in (top, *top.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    times = process.cpu_times()
+                    used += times.user + times.system
+        return used
+
     def log_tail(self) -> str:
         """The last lines that it wrote."""
         if self.log_path is None or not self.log_path.exists():

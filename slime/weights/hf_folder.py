@@ -19,6 +19,7 @@ __all__ = ["HfFolder", "copy_companions", "copy_config", "resolve_folder", "writ
 
 SHARD_BYTES = 4 * 1024**3
 
+
 class HfFolder(StoredWeights):
     """Weights of a safetensors checkpoint by name, read when asked for."""
 

@@ -41,6 +41,9 @@ class FakeHost:
     def log_tail(self) -> str:
         return "last line"
 
+    def cpu_seconds(self) -> float:
+        return 1.0
+
     def kill(self) -> None:
         self.running = False
         self.killed += 1
@@ -110,8 +113,8 @@ class Started:
 def test_a_lost_engine_serves_again_only_after_it_was_synced(tmp_path: Path) -> None:
     started = Started(tmp_path)
     fleet, (first, second) = started.fleet, started.hosts
-    fleet.lose(first.url, "struck")
-    fleet.lose(first.url, "struck again")  # nothing more happens
+    fleet.lose({first.url: "struck"})
+    fleet.lose({first.url: "struck again"})  # nothing more happens
     assert first.killed == 1 and fleet.router.known == [second.url] and fleet.urls() == [second.url]
     fleet.restart_lost()
     assert sorted(fleet.settled(10)) == [second.url, started.hosts[2].url]
@@ -130,7 +133,7 @@ def test_a_lost_engine_serves_again_only_after_it_was_synced(tmp_path: Path) -> 
 
 def test_without_fault_tolerance_a_loss_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     started = Started(tmp_path, tolerant=False)
-    started.fleet.lose(started.hosts[0].url, "its process 1 ended")
+    started.fleet.lose({started.hosts[0].url: "its process 1 ended"})
     fatal = started.fleet.status()["fatal"]
     assert "engine 0 (http://127.0.0.1:5000) was lost: its process 1 ended" in fatal
     assert "--use-fault-tolerance" in fatal
@@ -142,7 +145,7 @@ def test_without_fault_tolerance_a_loss_ends_the_run_with_its_reason(tmp_path: P
 def test_an_engine_that_never_comes_back_is_given_up(tmp_path: Path) -> None:
     started = Started(tmp_path, count=1)
     started.fails = True
-    started.fleet.lose(started.hosts[0].url, "struck")
+    started.fleet.lose({started.hosts[0].url: "struck"})
     until = time.monotonic() + 20
     while started.fleet.fatal is None:
         started.fleet.restart_lost()
@@ -156,7 +159,7 @@ def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
     url = "http://127.0.0.1:9"
     started = Started(tmp_path, count=1, external=(url,))
     fleet = started.fleet
-    fleet.lose(url, "cannot be reached")
+    fleet.lose({url: "cannot be reached"})
     fleet.restart_lost()
     assert len(started.hosts) == 1 and fleet.fatal is None
     assert "start it again by hand" in fleet.report()
@@ -164,8 +167,8 @@ def test_external_engines_are_watched_but_not_started(tmp_path: Path) -> None:
     assert fleet.urls("unsynced") == [url] and url not in fleet.router.known
     fleet.synced([url])
     assert url in fleet.router.known
-    fleet.lose(url, "cannot be reached")
-    fleet.lose(started.hosts[0].url, "struck")
+    fleet.lose({url: "cannot be reached"})
+    fleet.lose({started.hosts[0].url: "struck"})
     assert fleet.fatal is None  # ours comes back
 
 
@@ -174,13 +177,13 @@ def test_engines_with_weights_of_their_own_serve_as_soon_as_they_are_up(tmp_path
     started = Started(tmp_path)
     fleet, host = started.fleet, started.hosts[1]
     fleet.engines[1].spec = EngineSpec(1, "judge", model="judge", updates=False)
-    fleet.lose(host.url, "struck")
+    fleet.lose({host.url: "struck"})
     fleet.restart_lost()
     fleet.settled(10)
     assert started.hosts[2].url in fleet.router.known and fleet.status()["unsynced"] == []
     started.fails = True
     while fleet.fatal is None:
-        fleet.lose(started.hosts[2].url, "struck")
+        fleet.lose({started.hosts[2].url: "struck"})
         fleet.restart_lost()
         time.sleep(0.005)
     assert "no engine (regular) of model judge is left" in fleet.fatal
@@ -203,7 +206,7 @@ def test_the_report_names_engines_whose_actors_are_gone(tmp_path: Path) -> None:
         host.__class__ = GoneHost
     fleet = started.fleet
     fleet.engines[0].losses = [time.monotonic()] * MOST_LOSSES
-    fleet.lose(started.hosts[0].url, "struck")
+    fleet.lose({started.hosts[0].url: "struck"})
     assert fleet.engines[0].state == "given up"
     started.hosts[1].killed = 1  # and nobody has noticed yet
     report = fleet.report()
@@ -241,6 +244,181 @@ def test_an_engine_that_is_lost_while_it_joins_does_not_serve(tmp_path: Path) ->
     assert fleet.urls("lost") == [first.url] and first.url not in fleet.router.known
 
 
+def look_until(monitor: HealthMonitor, done: Callable[[], bool], seconds: float = 60.0) -> None:
+    """What the monitor's thread does, without its clock."""
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        monitor.look()
+        time.sleep(0.002)
+
+
+class FrozenHost(FakeHost):
+    """Its node answers nothing until the test is over."""
+
+    over: threading.Event
+
+    def describe(self) -> dict[str, Any]:
+        self.over.wait(60)
+        raise TimeoutError("no answer")
+
+    def log_tail(self) -> str:
+        self.over.wait(60)
+        raise TimeoutError("no answer")
+
+    def kill(self) -> None:
+        self.over.wait(60)
+        super().kill()
+
+
+@pytest.fixture
+def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Started, HealthMonitor]]:
+    """16 engines, the first 8 on a node that does not answer."""
+    monkeypatch.setattr("slime.cluster.health.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: {})
+    started = Started(tmp_path, count=16)
+    FrozenHost.over = threading.Event()
+    for host in started.hosts[:8]:
+        host.__class__ = FrozenHost
+    yield started, HealthMonitor(started.fleet, interval=1000.0, timeout=0.1, first_wait=0.0)
+    FrozenHost.over.set()
+    started.fleet.stop()
+
+
+def test_a_frozen_node_delays_nobody(frozen: tuple[Started, HealthMonitor]) -> None:
+    """Neither looks at other engines nor the pause before a weight update, before and after it is given up."""
+    started, monitor = frozen
+    fleet, hosts = started.fleet, started.hosts
+    monitor.look()
+    hosts[9].running = False
+    look_until(monitor, lambda: hosts[9].url not in fleet.urls())
+    with monitor.paused("update"):
+        assert len(fleet.urls("serving")) == 15
+
+    def silent() -> dict[str, Any]:
+        raise TimeoutError("no answer")
+
+    for host in hosts[:8]:
+        host.describe = silent  # type: ignore[method-assign]
+    FrozenHost.over.set()
+    FrozenHost.over = threading.Event()  # describe gave up; log_tail and kill hang
+    look_until(monitor, lambda: len(fleet.urls("serving")) == 7)
+    assert not any(host.killed for host in hosts[:8])
+    hosts[10].running = False
+    look_until(monitor, lambda: hosts[10].url not in fleet.urls())
+    with monitor.paused("update"):
+        assert len(fleet.urls("serving")) == 6
+    FrozenHost.over.set()
+    look_until(monitor, lambda: len(fleet.urls("unsynced")) == 10)
+    assert all(host.killed for host in [*hosts[:8], hosts[9], hosts[10]])
+
+
+def test_what_was_asked_before_a_pause_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that loads weights or has released its memory makes no token."""
+    started = Started(tmp_path)
+    fleet = started.fleet
+    monitor = HealthMonitor(fleet, interval=0.0, timeout=0.1, first_wait=1000.0)
+    asked, answer, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(urls: Any, timeout: float) -> dict[str, str]:
+        asked.set()
+        answer.wait(60)
+        return {url: "no token" for url in urls}
+
+    monkeypatch.setattr("slime.cluster.health.unhealthy", hang)
+    monkeypatch.setattr("slime.cluster.health.MISSES", 1)
+    monkeypatch.setattr("slime.cluster.health.PAUSE_SECONDS", 0.01)
+    monitor._next = 0.0
+    monitor.look()
+    assert asked.wait(60)
+    monitor.pause("update")  # returns although the check is under way
+    assert monitor._checking is not None
+    monitor._checking.add_done_callback(lambda _: answered.set())
+    answer.set()
+    assert answered.wait(60)
+    assert len(fleet.urls("serving")) == 2 and fleet.counts()["rollout/engine_lost_count"] == 0
+    fleet.stop()
+
+
+def test_a_failed_request_causes_a_check_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = Started(tmp_path)
+    checks: list[int] = []
+    checked = threading.Event()
+
+    def note(urls: Any, timeout: float) -> dict[str, str]:
+        checks.append(len(urls))
+        if urls:
+            checked.set()
+        return {}
+
+    monkeypatch.setattr("slime.cluster.health.unhealthy", note)
+    monitor = HealthMonitor(started.fleet, interval=1000.0, timeout=0.1, first_wait=0.0)
+    monitor.look()
+    assert not checks
+    monitor.start()
+    monitor.wake()
+    monitor.wake()
+    assert checked.wait(60)
+    monitor.stop()
+    assert checks.count(2) == 1, "many failures at once are one check"
+    monitor.first_wait = 1000.0
+    monitor.resume("update")
+    monitor._wakes_from = 0.0
+    monitor.wake()
+    assert monitor._next > time.monotonic() + 900, "the grace after a pause holds"
+
+
+@pytest.mark.parametrize(
+    ("age", "used", "reason", "lost"),
+    [
+        (10.0, 0.9, "no token within 30 s", False),  # it compiles its kernels
+        (10.0, 0.0, "no token within 30 s", True),
+        (1000.0, 0.9, "no token within 30 s", True),
+        (10.0, 0.9, "cannot be reached", True),
+    ],
+)
+def test_a_young_engine_that_works_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age: float, used: float, reason: str, lost: bool
+) -> None:
+    started = Started(tmp_path, count=1)
+    (url,) = started.fleet.urls()
+    started.fleet.engines[0].ready_at = time.monotonic() - age
+    total = iter(range(100))
+    started.hosts[0].cpu_seconds = lambda: next(total) * used  # type: ignore[method-assign]
+    monkeypatch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: {url: reason})
+    monkeypatch.setattr("slime.cluster.health.time.sleep", lambda seconds: None)
+    monitor = HealthMonitor(started.fleet, 1.0, 30.0, 0.0, start_seconds=900.0)
+    for _ in range(2):
+        assert started.fleet.urls() == [url]
+        monitor.check([url])
+    assert (started.fleet.urls() == []) == lost
+    started.fleet.stop()
+
+
+def test_a_router_start_leaves_the_fleet_free_and_takes_back_what_was_lost_meanwhile(tmp_path: Path) -> None:
+    started = Started(tmp_path, count=3)
+    fleet = started.fleet
+    started_again, go_on = threading.Event(), threading.Event()
+    restart = fleet.router.restart
+
+    def slow(model: str, workers: list[Worker]) -> None:
+        started_again.set()
+        assert go_on.wait(60)
+        restart(model, workers)
+
+    fleet.router.restart, fleet.router.ended = slow, True
+    looking = threading.Thread(target=fleet.check_router)
+    looking.start()
+    assert started_again.wait(60)
+    lost = started.hosts[0].url
+    fleet.lose({lost: "struck"})
+    assert lost not in fleet.status()["serving"]
+    go_on.set()
+    looking.join(60)
+    assert not looking.is_alive() and fleet.router.known == [host.url for host in started.hosts[1:]]
+    fleet.stop()
+
+
 @pytest.mark.parametrize("blow", ["ended", "hangs"])
 def test_router_and_engine_that_end_together_both_come_back(tmp_path: Path, blow: str) -> None:
     """A router does not start with a worker that is dead: the engine must be found first, or in spite of that."""
@@ -255,10 +433,9 @@ def test_router_and_engine_that_end_together_both_come_back(tmp_path: Path, blow
         patch.setattr(
             "slime.cluster.health.unhealthy", lambda urls, timeout: {u: w for u, w in hung.items() if u in urls}
         )
-        monitor.look()
-        monitor.look()
+        patch.setattr("slime.cluster.health.RECHECK_SECONDS", 0.0)
+        look_until(monitor, lambda: bool(fleet.urls("unsynced")))
     assert not fleet.router.ended and fleet.router.known == [second.url]
-    fleet.settled(10)
     assert first.killed == 1 and fleet.urls("unsynced") == [started.hosts[2].url]
     fleet.stop()
 

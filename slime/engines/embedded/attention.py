@@ -11,6 +11,7 @@ Two ways, chosen per step:
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,12 +84,19 @@ class StepContext:
 
 
 _step: StepContext | None = None
+_progressed_at = 0.0
 
 
 def set_step(step: StepContext | None) -> None:
     """Name the step that the next forward belongs to. One model thread per process, hence a global."""
     global _step
     _step = step
+
+
+def progressed_at() -> float:
+    """When a layer was last begun in this process (``time.monotonic()``; 0.0 for never): a long prefill makes no
+    token for a while, but it goes on."""
+    return _progressed_at
 
 
 def register() -> None:
@@ -116,6 +124,8 @@ def slots_attention(
     Returns:
         ``[1, rows, heads, value_dim]``.
     """
+    global _progressed_at
+    _progressed_at = time.monotonic()
     step = _step
     if step is None:
         raise RuntimeError("attention called outside of an engine step")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from slime.engines.embedded import fields
+from slime.engines.embedded import attention, fields
 from slime.engines.embedded.answers import build_answer
 from slime.engines.embedded.engine import Engine, StepFailed, TooManyRequests
 from slime.engines.embedded.loading import Loaded
@@ -214,7 +214,7 @@ async def health(request: web.Request) -> web.Response:
 
 
 async def health_generate(request: web.Request) -> web.Response:
-    """GET /health_generate: a token was made since the question came.
+    """GET /health_generate: a token was made since the question came, or a forward that takes longer goes on.
 
     A busy engine makes one anyway; an idle one is asked for one. While generation is paused, or memory is
     released, an answer of the model's thread has to do.
@@ -233,7 +233,8 @@ async def health_generate(request: web.Request) -> web.Response:
                 await asyncio.sleep(0.02)
                 paused = engine.resting
     except TimeoutError:
-        return json_answer({"error": {"message": f"no token within {HEALTH_SECONDS:.0f} s"}}, 503)
+        if attention.progressed_at() < since:
+            return json_answer({"error": {"message": f"no token within {HEALTH_SECONDS:.0f} s"}}, 503)
     return web.Response(status=200)
 
 
