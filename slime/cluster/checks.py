@@ -15,7 +15,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     from slime.config.parser import parse_args
 
     words = list(argv) if argv is not None else None
-    checks = (_check_data, _check_checkpoints, _check_snapshots, _check_server_options)
+    checks = (_check_data, _check_checkpoints, _check_snapshots, _check_save_folder, _check_server_options)
     return parse_args(words, asynchronous=asynchronous, extra_checks=checks)
 
 
@@ -87,6 +87,33 @@ def _check_snapshots(args: Args) -> list[str]:
     except SnapshotError as error:
         problems.append(str(error))
     return problems
+
+
+def _check_save_folder(args: Args) -> list[str]:
+    """This machine can write to ``--save``, and a snapshot has room there."""
+    from slime.checkpoint.shared_folder import try_to_write
+
+    if not args.save:
+        return []
+    problem = try_to_write(Path(args.save).expanduser(), _snapshot_bytes(args))
+    return [f"--save {args.save} {problem}: name another folder, or make room"] if problem else []
+
+
+def _snapshot_bytes(args: Args) -> int:
+    """About how large one snapshot is: float32 weights and Adam's two moments; 0 where it cannot be known."""
+    from math import prod
+
+    from slime.models.shards import ModelError, read_headers
+    from slime.models.stored import local_folder
+
+    try:
+        folder = local_folder(args.hf_checkpoint) if args.hf_checkpoint else None
+        headers = read_headers(folder) if folder is not None else {}
+    except ModelError:  # already told
+        return 0
+    per_parameter = 4 if args.no_save_optim or args.use_stateless_adam else 12
+    count = sum(prod(header.shape) for header in headers.values())
+    return count * per_parameter * (2 if args.use_critic else 1)
 
 
 def _check_server_options(args: Args) -> list[str]:

@@ -12,6 +12,7 @@ from slime.cluster.garbage import GarbageCollection
 from slime.engines.background import run
 
 if TYPE_CHECKING:
+    from slime.checkpoint.shared_folder import Answer
     from slime.cluster.placement import Placement
     from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
@@ -44,6 +45,12 @@ class RolloutManager:
         self.fleet: Any = None  # EngineFleet, once the engines are started
         self.monitor: Any = None
         self.pool: Any = None  # StandingPool of a fully asynchronous run
+
+    def try_folder(self, folder: str, token: str) -> Answer:
+        """See :mod:`slime.checkpoint.shared_folder`."""
+        from slime.checkpoint.shared_folder import answer
+
+        return answer(folder, token, "rollout manager")
 
     # --- engines -----------------------------------------------------------------------------
 

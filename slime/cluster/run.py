@@ -113,6 +113,7 @@ class Run:
             self.num_rollout = self._resolve_num_rollout()  # the trainers' schedules depend on it
             if slots.train:
                 self._start_training()
+            self._try_save_folder()
             if starting is not None and not in_turn:
                 self._engines_started(starting, release=self.args.offload_rollout and slots.train > 0)
             for group in self.groups:
@@ -146,6 +147,20 @@ class Run:
         )  # fmt: skip
         self.actor = make("actor")
         self.critic = make("critic") if self.args.use_critic else None
+
+    def _try_save_folder(self) -> None:
+        """Every process that writes snapshots reaches the folder that the driver commits them in; found before the
+        models are loaded."""
+        from slime.checkpoint.shared_folder import FolderTrial
+
+        if not self.args.save:
+            return
+        with FolderTrial(Path(self.args.save)) as trial:
+            where = str(trial.folder), trial.token
+            answers = {"rollout manager": self.manager_call([self.manager.try_folder.remote(*where)], "to look")}
+            for group in self.groups:
+                answers |= group.try_folder(*where)
+            trial.check(answers)
 
     @property
     def groups(self) -> list[Any]:

@@ -12,6 +12,7 @@ from slime.config.layout import ParallelLayout
 from slime.config.roles import role_args
 
 if TYPE_CHECKING:
+    from slime.checkpoint.shared_folder import Answer
     from slime.cluster.placement import Placement
     from slime.cluster.waiting import Waiter
     from slime.config.args import Args
@@ -233,6 +234,12 @@ class TrainActor:
         if self.transport is not None:
             run(self.transport.close())
 
+    def try_folder(self, folder: str, token: str, who: str) -> Answer:
+        """See :mod:`slime.checkpoint.shared_folder`."""
+        from slime.checkpoint.shared_folder import answer
+
+        return answer(folder, token, who)
+
     def status(self) -> dict[str, Any]:
         from slime.observability import progress
 
@@ -266,6 +273,12 @@ class TrainGroup:
 
     def wait_started(self) -> None:
         self._call(self.starting, "to load the model", self.args.start_timeout)
+
+    def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
+        """What each rank finds in a folder that all of them are to write to, by their names."""
+        refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
+        answers = self._call(refs, "to look into --save", self.args.start_timeout)
+        return dict(zip(self._named, answers, strict=True))
 
     def train(self, rollout_id: int, batch_refs: Sequence[Any], values: Sequence[Any] | None = None) -> dict[str, Any]:
         """Train every rank on its part; the step is never cut short by a signal.
@@ -349,7 +362,9 @@ class TrainGroup:
 
 
 def with_status_group(cls: type) -> type:
-    """``status`` answers on a thread of its own, so that it does while a step runs."""
+    """``status`` and ``try_folder`` answer on a thread of their own, so that they do while a step runs or a model is
+    loaded."""
     import ray
 
-    return type(cls.__name__, (cls,), {"status": ray.method(concurrency_group="status")(cls.status)})  # type: ignore[attr-defined]
+    aside = {name: ray.method(concurrency_group="status")(getattr(cls, name)) for name in ("status", "try_folder")}
+    return type(cls.__name__, (cls,), aside)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.checkpoint import snapshot
-from slime.cluster.checks import _check_checkpoints, _check_snapshots
+from slime.cluster.checks import _check_checkpoints, _check_save_folder, _check_snapshots, _snapshot_bytes
 from slime.config.args import Args
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
@@ -76,3 +76,18 @@ def test_sglang_with_a_quantized_checkpoint_is_refused(model: Path, tmp_path: Pa
     assert "is quantized (fp8)" in problem and "tools/dequantize_hf.py" in problem
     args.rollout_backend = "embedded"
     assert _check_checkpoints(args) == []
+
+
+def test_a_save_folder_that_cannot_be_written_or_has_no_room_is_told(model: Path, tmp_path: Path) -> None:
+    args = Args()
+    assert _check_save_folder(args) == []
+    args.hf_checkpoint, args.save = str(model), str(tmp_path / "save")
+    assert _check_save_folder(args) == [] and not (tmp_path / "save").exists()
+    parameters = sum(t.numel() for t in read_tensors(model).values())
+    assert _snapshot_bytes(args) == 12 * parameters
+    args.no_save_optim = True
+    assert _snapshot_bytes(args) == 4 * parameters
+    (tmp_path / "file").touch()
+    args.save = str(tmp_path / "file" / "save")
+    (problem,) = _check_save_folder(args)
+    assert problem.startswith(f"--save {args.save} cannot be written on")

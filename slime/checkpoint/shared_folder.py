@@ -1,0 +1,124 @@
+"""Whether a folder can be written, has room, and is the same folder for all processes of a run.
+
+A snapshot is written by many processes, on any number of machines, into one folder. A folder that is not shared shows
+only when the first snapshot is committed, hours later, so it is tried out at the start: the driver writes a file, every
+process reads it and writes one of its own beside it, and the driver looks for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+_GIB = 2**30
+
+
+class FolderError(RuntimeError):
+    """A folder cannot hold snapshots; the message says for whom, why, and what to do."""
+
+
+class Answer(NamedTuple):
+    """What one process found."""
+
+    host: str
+    error: str | None
+
+
+def try_to_write(folder: Path, needed: int = 0) -> str | None:
+    """What is wrong with a folder that this machine is to write to; what has to be made for the trial is removed.
+
+    Args:
+        needed: bytes that must be free.
+    """
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    trial = folder / f".trial-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(trial, "wb") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"cannot be written on {socket.gethostname()} ({error})"
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink()
+        for path in absent:
+            with contextlib.suppress(OSError):  # it was not made, or someone else uses it by now
+                path.rmdir()
+    if free < needed:
+        return f"has {free / _GIB:.1f} GiB free, and one snapshot takes about {needed / _GIB:.1f} GiB"
+    return None
+
+
+class FolderTrial:
+    """The driver's side; a context manager that removes the files again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.token = folder, secrets.token_hex(8)
+        self.place = folder / f".trial-{self.token}"
+
+    def __enter__(self) -> FolderTrial:
+        try:
+            self.place.mkdir(parents=True)
+            (self.place / "driver").write_text(self.token)
+        except OSError as error:
+            shutil.rmtree(self.place, ignore_errors=True)
+            raise FolderError(f"--save {self.folder} cannot be written on {socket.gethostname()} ({error})") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def check(self, answers: Mapping[str, Answer]) -> None:
+        """
+        Args:
+            answers: of all processes by their names, from :func:`answer`.
+
+        Raises:
+            FolderError: one of them could not read or write there, or wrote to another folder.
+        """
+        refused = {f"{who} on {a.host}": a.error for who, a in answers.items() if a.error is not None}
+        unseen = [f"{who} on {a.host}" for who, a in answers.items() if a.error is None and not self._sees(who)]
+        if not refused and not unseen:
+            return
+        problems = [f"{who}: {error}" for who, error in refused.items()]
+        problems += [f"what {who} wrote is not there on {socket.gethostname()}, the driver's host" for who in unseen]
+        shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
+        raise FolderError(
+            f"--save {self.folder} is not one folder for all processes of the run: {shown}. All ranks write one "
+            "snapshot together: name a folder on a file system that every node mounts at the same path"
+        )
+
+    def _sees(self, who: str) -> bool:
+        os.listdir(self.place)  # makes a network file system look again
+        return (self.place / _file_name(who)).is_file()
+
+
+def answer(folder: str, token: str, who: str) -> Answer:
+    """The other side: read the driver's file and write one beside it."""
+    place, host = Path(folder) / f".trial-{token}", socket.gethostname()
+    try:
+        os.listdir(place.parent)
+        if (place / "driver").read_text() != token:
+            return Answer(host, "the driver's file has other content there")
+        (place / _file_name(who)).write_text(token)
+    except FileNotFoundError:
+        return Answer(host, "the driver's file is not there")
+    except OSError as error:
+        return Answer(host, str(error))
+    return Answer(host, None)
+
+
+def _file_name(who: str) -> str:
+    return who.replace(" ", "-").replace("/", "-")
