@@ -1,4 +1,4 @@
-"""Extra state beside the weights: any picklable value in a ``torch.save`` file.
+"""Extra state beside the weights: plain values in a ``torch.save`` file.
 
 The data source's state lies in a snapshot at ``rollout/global_dataset_state_dict_<id>.pt``;
 :func:`slime.checkpoint.snapshot.commit` also publishes a copy at the documented path
@@ -11,20 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from slime.checkpoint.files import write_atomically
+from slime.data.plain_files import load_plain, plain
 
 
 def write_state(path: Path, state: Any) -> None:
     """Write ``state`` so that ``torch.load(path)`` reads it; never visible half-written."""
     import torch
 
-    write_atomically(path, lambda file: torch.save(state, file))
+    write_atomically(path, lambda file: torch.save(plain(state), file))
 
 
 def read_state(path: Path) -> Any:
-    """Read what :func:`write_state` wrote. Only for files of one's own: pickles run code."""
-    import torch
+    """Read what :func:`write_state` wrote; nothing in the file is run (:mod:`slime.data.plain_files`).
 
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnsafeFileError: it holds something else than plain values.
+    """
     if not path.is_file():
         present = ", ".join(sorted(p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "no such folder"
         raise FileNotFoundError(f"state file {path} is missing (there: {present or 'nothing'})")
-    return torch.load(path, map_location="cpu", weights_only=False)
+    return load_plain(path)

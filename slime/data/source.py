@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
+from slime.data.plain_files import load_plain, plain
 from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.tokenizers import load_processor, load_tokenizer
@@ -136,20 +137,18 @@ class RolloutDataSource:
         path = _state_path(self.args.save, rollout_id)
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.tmp")
-        torch.save(self.state_dict(), aside)
+        torch.save(plain(self.state_dict()), aside)
         aside.rename(path)
 
     def load(self, rollout_id: int | None = None) -> None:
         """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout, start afresh."""
         if not self.args.load or rollout_id is None or rollout_id < 0:
             return
-        import torch
-
         path = _state_path(self.args.load, rollout_id)
         if not path.is_file():
             logger.warning("%s does not exist: the prompts start from the beginning", path)
             return
-        self.load_state_dict(torch.load(path, map_location="cpu", weights_only=False))
+        self.load_state_dict(load_plain(path))
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):

@@ -1,7 +1,7 @@
 """Rollouts as files: write what a run generated, train on it again without an engine.
 
 A file is what ``torch.save`` makes of ``{"rollout_id": int | "eval_<int>", "samples": [Sample.to_dict(), ...]}``.
-Its name comes from a template with ``{rollout_id}``. Read only files that you trust: they are pickles.
+Its name comes from a template with ``{rollout_id}``. Nothing in a file is run when it is read.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def load_rollout(args: Args, rollout_id: int | str) -> list[list[Sample]]:
     ``--load-debug-rollout-data-subsample`` keeps that share (or, above 1, that number) of the samples:
     whole groups from the head and the tail, so that the mix of an ordered file stays.
     """
-    import torch
-
+    from slime.data.plain_files import UnsafeFileError, load_plain
     from slime.data.sample import Sample
 
     path = _path(args.load_debug_rollout_data, rollout_id, "--load-debug-rollout-data")
     if not path.is_file():
         raise DebugDataError(f"--load-debug-rollout-data: no dump of rollout {rollout_id} at {path}")
-    dump = torch.load(path, weights_only=False, map_location="cpu")
+    try:
+        dump = load_plain(path)
+    except UnsafeFileError as error:
+        raise DebugDataError(f"--load-debug-rollout-data: {error}") from error
     if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
         raise DebugDataError(f"--load-debug-rollout-data: {path} holds no {{'rollout_id', 'samples'}} dict")
     groups = _group([Sample.from_dict(sample) for sample in dump["samples"]])
@@ -122,9 +124,11 @@ def _path(template: str, rollout_id: int | str, flag: str) -> Path:
 def _save(value: dict[str, Any], path: Path) -> Path:
     import torch
 
+    from slime.data.plain_files import plain
+
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(value, temporary)
+    torch.save(plain(value), temporary)
     temporary.replace(path)
     return path
 

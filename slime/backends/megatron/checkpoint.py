@@ -110,7 +110,7 @@ def load_training_state(backend: MegatronBackend, path: Path) -> None:
         _load_with_optimizer(backend, path, meta)
     rng = path / f"rng_{backend.rank}.pt"
     if rng.is_file() and not args.no_load_rng and not args.finetune:
-        _set_rng_state(torch.load(rng, weights_only=False))
+        _set_rng_state(torch.load(rng, weights_only=True))
 
 
 def load_weights(chunks: list[Any], layout: ParallelLayout, path: Path, part: str | None = None) -> None:
