@@ -17,11 +17,13 @@ FILE = ".metadata"
 _MODULES = frozenset({
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint._fsspec_filesystem",
 })  # fmt: skip
 _CLASSES = frozenset({
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
     "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+    "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",  # megatron-core keeps its plans
 })  # fmt: skip
 _OTHERS = frozenset({
     ("pathlib", "PosixPath"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),

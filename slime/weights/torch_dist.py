@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from slime.config.hf_config import megatron_folder
+from slime.weights.dcp_metadata import require_tensors
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import Entry, Family, Settings
 
@@ -113,6 +114,7 @@ def hf_tensors(
         KeyError: the checkpoint lacks a parameter; names it.
     """
     settings = {**settings, "vocab_size": vocab_size or settings["vocab_size"]}
+    require_tensors(path / TENSORS)
     reader = dcp.FileSystemReader(path / TENSORS)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     for entry in family.entries(settings):

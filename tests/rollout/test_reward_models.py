@@ -42,6 +42,27 @@ async def test_an_encoders_batch_does_not_change_its_scores(minilm):
         assert float(vector.norm()) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_an_encoder_without_all_its_weights_is_refused(minilm, tmp_path):
+    """They would be random, and so would the rewards; the pooler is not used."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
+
+    shutil.copytree(minilm, tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    without_pooler = {name: tensor for name, tensor in tensors.items() if "pooler" not in name}
+    save_file(without_pooler, file, metadata={"format": "pt"})
+    EmbeddingSimilarity(str(tmp_path / "model"))
+    gone = next(name for name in sorted(without_pooler) if "encoder.layer.1" in name and "weight" in name)
+    del without_pooler[gone]
+    save_file(without_pooler, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"--rm-model-path .* lacks 1 tensors of BertModel"):
+        EmbeddingSimilarity(str(tmp_path / "model"))
+
+
 async def test_an_encoder_rewards_a_rollout(tokenizer_dir, minilm):
     args = arguments(tokenizer_dir, custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0)
     async with SmallEngine() as engine:

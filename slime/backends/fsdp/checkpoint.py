@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from slime.backends.saving import BackgroundSave
+from slime.weights.dcp_metadata import require_tensors
 
 if TYPE_CHECKING:
     from slime.backends.fsdp.backend import FsdpBackend
@@ -68,7 +69,7 @@ def load_training_state(backend: FsdpBackend, path: Path) -> None:
 
     Raises:
         FileNotFoundError: there is no such state.
-        ValueError: it belongs to the other role.
+        ValueError: it belongs to the other role, or its index could run code.
     """
     if not (path / META).is_file():
         raise FileNotFoundError(
@@ -83,6 +84,7 @@ def load_training_state(backend: FsdpBackend, path: Path) -> None:
         backend.bank.copy("actor", tag)  # makes room of the right shape
         backend.moving_copies.add(tag)
     state = _state(backend, copies, meta["optimizer"] and not args.no_load_optim)
+    require_tensors(path / "dcp")
     dcp.load(state, checkpoint_id=path / "dcp", no_dist=not dist.is_initialized())
     if not args.no_load_optim:
         backend.optimizer.steps = meta["steps"]

@@ -27,6 +27,7 @@ from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
 from slime.backends.saving import BackgroundSave
 from slime.config.layout import ParallelLayout
+from slime.weights.dcp_metadata import require_tensors
 from slime.weights.torch_dist import META, RANK_FILES, TENSORS, describe, read_meta
 
 if TYPE_CHECKING:
@@ -232,6 +233,7 @@ def _in_background(writes: list[_Write]) -> BackgroundSave:
 
 @torch.no_grad()
 def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    require_tensors(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)

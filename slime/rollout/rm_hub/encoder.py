@@ -19,6 +19,9 @@ class EmbeddingSimilarity:
 
     Args:
         model_path: Hugging Face folder of an encoder and its tokenizer. On CUDA where there is one.
+
+    Raises:
+        ValueError: the folder lacks tensors of the encoder.
     """
 
     def __init__(self, model_path: str) -> None:
@@ -27,7 +30,15 @@ class EmbeddingSimilarity:
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        self.model: Any = AutoModel.from_pretrained(model_path).eval().to(self.device)
+        model: Any
+        model, info = AutoModel.from_pretrained(model_path, output_loading_info=True)
+        lost = sorted(name for name in info["missing_keys"] if not name.startswith("pooler."))  # which is not used
+        if lost:
+            raise ValueError(
+                f"--rm-model-path {model_path} lacks {len(lost)} tensors of {type(model).__name__}, for example "
+                f"{lost[0]}: scores of random weights mean nothing. Restore the files"
+            )
+        self.model = model.eval().to(self.device)
         limits = (
             getattr(self.model.config, "max_position_embeddings", None),
             self.tokenizer.model_max_length,

@@ -1,0 +1,61 @@
+"""The index of a distributed checkpoint names tensors and nothing that could run code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from slime.weights.dcp_metadata import FILE, UnsafeMetadataError, require_tensors
+
+
+class RunsCode:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    state = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16), "n": torch.tensor([3])}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return tmp_path / "dcp"
+
+
+def test_what_torch_writes_for_tensors_passes(checkpoint: Path) -> None:
+    require_tensors(checkpoint)
+
+
+def test_an_index_that_would_run_code_is_refused(checkpoint: Path) -> None:
+    target = checkpoint / "made by the file"
+    metadata = pickle.loads((checkpoint / FILE).read_bytes())
+    metadata.planner_data = RunsCode(target)
+    (checkpoint / FILE).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UnsafeMetadataError, match=r"\.metadata could run code: it names posix\.mkdir"):
+        require_tensors(checkpoint)
+    assert not target.exists()
+    pickle.loads((checkpoint / FILE).read_bytes())
+    assert target.exists()  # the file is as hostile as it should be
+
+
+def test_entries_that_would_be_unpickled_are_refused(tmp_path: Path) -> None:
+    dcp.save({"a": torch.zeros(2), "model/x": {"any": "object"}, "y": 3}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(UnsafeMetadataError, match=r"no tensors and would be unpickled: .*y"):
+        require_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"cos\nsystem\n.", pickle.dumps({"a": 1})])
+def test_damage_is_named(checkpoint: Path, content: bytes) -> None:
+    (checkpoint / FILE).write_bytes(content)
+    with pytest.raises(UnsafeMetadataError, match=r"\.metadata (cannot be read|could run code)"):
+        require_tensors(checkpoint)
+    (checkpoint / FILE).unlink()
+    with pytest.raises(FileNotFoundError, match=r"\.metadata is missing"):
+        require_tensors(checkpoint)
