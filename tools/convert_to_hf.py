@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     from slime.backends.create import create_backend
-    from slime.checkpoint.snapshot import latest
+    from slime.checkpoint.snapshot import SnapshotError, latest
     from slime.config.defaults import resolve_defaults
     from slime.config.parser import read_settings
     from slime.engines.process import free_port
@@ -32,6 +32,10 @@ def main() -> None:
     problems += resolve_defaults(args)
     if args.load is None or args.hf_checkpoint is None:
         problems.append("--load and --hf-checkpoint are needed: what to convert, and the config and tokenizer to keep")
+    try:
+        snapshot = latest(Path(args.load), args.ckpt_step) if args.load else None
+    except SnapshotError as error:
+        problems.append(str(error))
     if problems:
         parser.error("; ".join(problems))
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -41,7 +45,6 @@ def main() -> None:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     # under torchrun its agent's store, at MASTER_PORT, is the only one that torch looks for
     backend = create_backend(args, "actor", rank, ranks, host, port or free_port(host), local)
-    snapshot = latest(Path(args.load), args.ckpt_step)
     if snapshot is not None:
         backend.load(snapshot.path / "actor")
     backend.save_hf(options.output_dir)

@@ -42,7 +42,10 @@ def main() -> None:
     origin = resolve_folder(options.origin_hf_dir or meta["hf_checkpoint"])
     family = get_family(options.model_name or meta["model_type"])
     named = torch_dist.hf_tensors(folder, family, meta["settings"], options.vocab_size)
-    write_tensors(named, options.output_dir, writer=True)
+    try:
+        write_tensors(named, options.output_dir, writer=True)
+    except (KeyError, ValueError) as error:
+        parser.error(str(error.args[0]))
     copy_companions(origin, options.output_dir)
     copy_config(origin, options.output_dir, **({"vocab_size": options.vocab_size} if options.vocab_size else {}))
     print(f"{options.output_dir}: {family.name} from {folder}")

@@ -213,7 +213,10 @@ def foreign(path: Path) -> list[str]:
 
 def refuse_foreign(path: Path, option: str = "--save") -> None:
     """Raise :class:`SnapshotError` where ``path`` holds checkpoints of another program (:func:`foreign`)."""
-    if found := foreign(path):
+    found = foreign(path)
+    if found == [TRACKER] and option == "--save":
+        return  # nothing can be lost: the checkpoints that it counted are gone
+    if found:
         shown = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
         use = (
             "slime would write among them and replace their tracker file: give another folder"
@@ -307,11 +310,27 @@ def verify(snapshot: Snapshot, digests: bool = True) -> None:
 def _read(path: Path) -> Snapshot:
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SnapshotError(f"{path / MANIFEST} is not JSON ({error}): it was changed after it was written") from error
-    if manifest.get("format") != FORMAT:
-        raise SnapshotError(f"{path / MANIFEST} has format {manifest.get('format')}, this version reads {FORMAT}")
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise SnapshotError(f"{path / MANIFEST} has format {found}, this version reads {FORMAT}")
+    if problem := _manifest_problem(manifest):
+        raise SnapshotError(f"{path / MANIFEST} was changed after it was written: {problem}")
     return Snapshot(path, manifest)
+
+
+def _manifest_problem(manifest: Mapping[str, Any]) -> str | None:
+    """What a hand-edited manifest lacks of what every reader relies on."""
+    for name, kind in (("rollout_id", int), ("sequence", int), ("files", list)):
+        if type(manifest.get(name)) is not kind:
+            return f"{name} is {str(manifest.get(name))[:40]!r}, not {'a list' if kind is list else 'a number'}"
+    for entry in manifest["files"]:
+        if not isinstance(entry, dict) or not {"path", "size", "digest"} <= entry.keys():
+            return f"an entry of files is {str(entry)[:80]!r}, not a path with its size and digest"
+        if not isinstance(entry["path"], str) or ".." in Path(entry["path"]).parts or entry["path"].startswith("/"):
+            return f"an entry of files names {str(entry['path'])[:80]!r}, outside the snapshot"
+    return None
 
 
 def _number(path: Path) -> int | None:

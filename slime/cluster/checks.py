@@ -73,7 +73,8 @@ def _check_quantized_engines(args: Args) -> list[str]:
 
 def _check_snapshots(args: Args) -> list[str]:
     """``--load`` and ``--save`` name no checkpoints of another program."""
-    from slime.checkpoint.snapshot import SnapshotError, latest, refuse_foreign
+    from slime.checkpoint.snapshot import SnapshotError, kind, latest, refuse_foreign
+    from slime.config.hf_config import megatron_folder
 
     problems = []
     try:
@@ -83,10 +84,40 @@ def _check_snapshots(args: Args) -> list[str]:
         problems.append(str(error))
     try:
         if args.load:
-            latest(Path(args.load).expanduser(), args.ckpt_step, digests=False)
+            folder = Path(args.load).expanduser()
+            found = latest(folder, args.ckpt_step, digests=False)
+            problems += _wrong_backend(args, found.path if found is not None else folder)
+            if args.load != args.save and kind(folder) == "empty" and not megatron_folder(args.load):
+                problems += _nothing_to_load(args.load, folder)
     except SnapshotError as error:
         problems.append(str(error))
     return problems
+
+
+def _nothing_to_load(named: str, folder: Path) -> list[str]:
+    """A folder that is not empty and holds nothing to go on from: a run would silently start afresh."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    there = sorted(entry.name for entry in entries if not entry.name.startswith("."))
+    shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
+    return [
+        f"--load {named}: neither snapshots (iter_*), nor a Hugging Face folder (config.json), nor Megatron weights "
+        f"(torch_dist); there is {shown}"
+    ] if there else []  # fmt: skip
+
+
+def _wrong_backend(args: Args, folder: Path) -> list[str]:
+    """Each training backend reads what it wrote."""
+    from slime.config.hf_config import megatron_folder
+
+    megatron = megatron_folder(str(folder)) is not None
+    fsdp = (folder / "actor" / "dcp").is_dir()
+    if not (megatron and args.train_backend == "fsdp") and not (fsdp and args.train_backend == "megatron"):
+        return []
+    other = "megatron" if megatron else "fsdp"
+    return [
+        f"--load {args.load} was saved with --train-backend {other}, and this is {args.train_backend}: load it with "
+        "that, or convert it to a Hugging Face folder (tools/convert_to_hf.py) and load this"
+    ]
 
 
 def _check_save_folder(args: Args) -> list[str]:
@@ -103,16 +134,16 @@ def _snapshot_bytes(args: Args) -> int:
     """About how large one snapshot is: float32 weights and Adam's two moments; 0 where it cannot be known."""
     from math import prod
 
-    from slime.models.shards import ModelError, read_headers
-    from slime.models.stored import local_folder
+    from slime.models.shards import ModelError
+    from slime.models.stored import StoredWeights, local_folder
 
     try:
         folder = local_folder(args.hf_checkpoint) if args.hf_checkpoint else None
-        headers = read_headers(folder) if folder is not None else {}
-    except ModelError:  # already told
+        shapes = StoredWeights(folder).shapes() if folder is not None else {}
+    except ModelError:  # told already, or PyTorch's older format
         return 0
     per_parameter = 4 if args.no_save_optim or args.use_stateless_adam else 12
-    count = sum(prod(header.shape) for header in headers.values())
+    count = sum(map(prod, shapes.values()))
     return count * per_parameter * (2 if args.use_critic else 1)
 
 

@@ -112,7 +112,11 @@ def hf_tensors(
 
     Raises:
         KeyError: the checkpoint lacks a parameter; names it.
+        ValueError: ``vocab_size`` is above the rows that are stored.
     """
+    stored_rows = settings["vocab_size"]
+    if vocab_size and vocab_size > stored_rows:
+        raise ValueError(f"--vocab-size {vocab_size}: {path} has embeddings of {stored_rows} tokens and no more")
     settings = {**settings, "vocab_size": vocab_size or settings["vocab_size"]}
     require_tensors(path / TENSORS)
     reader = dcp.FileSystemReader(path / TENSORS)

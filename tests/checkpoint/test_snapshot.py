@@ -157,6 +157,33 @@ def test_a_manifest_that_was_edited_is_an_error(tmp_path: Path) -> None:
         snapshot.latest(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("rollout_id", None, "rollout_id is 'None', not a number"),
+        ("rollout_id", "3", "rollout_id is '3'"),
+        ("sequence", 1.5, "sequence is '1.5'"),
+        ("files", {}, "files is '{}', not a list"),
+        ("files", ["a"], "entry of files is 'a'"),
+        ("files", [{"path": "a", "size": 1}], "not a path with its size and digest"),
+        ("files", [{"path": "../a", "size": 1, "digest": "x"}], "'../a', outside the snapshot"),
+        ("files", [{"path": 3, "size": 1, "digest": "x"}], "names '3'"),
+    ],
+)
+def test_entries_of_a_manifest_that_were_edited_are_named(tmp_path: Path, name: str, value: object, said: str) -> None:
+    path = save(tmp_path, 3)
+    values = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**values, name: value}))
+    for call in (snapshot.latest, lambda folder: snapshot.prune(folder, 1), lambda folder: save(folder, 4)):
+        with pytest.raises(SnapshotError, match=r"manifest.json was changed after it was written: ") as caught:
+            call(tmp_path)
+        assert said in str(caught.value)
+    for content in ("[]", "3", "[" * 100_000):
+        (path / "manifest.json").write_text(content)
+        with pytest.raises(SnapshotError, match=r"manifest\.json"):
+            snapshot.latest(tmp_path)
+
+
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.integers() | st.text() | st.none(), min_size=1))
 @settings(max_examples=50)
 def test_changed_settings_are_named(values: dict[str, object]) -> None:
@@ -193,7 +220,7 @@ def test_a_checkpoint_of_another_program_is_refused(
     megatron_checkpoint(tmp_path, *names, tracker=tracker)
     with pytest.raises(SnapshotError, match=r"slime did not write .*convert_torch_dist_to_hf"):
         snapshot.latest(tmp_path / load)
-    if load == ".":
+    if load == "." and names:
         with pytest.raises(SnapshotError, match=r"--save .*give another folder"):
             snapshot.begin(tmp_path, 1)
     assert all((tmp_path / name / "common.pt").read_bytes() == b"theirs" for name in names)

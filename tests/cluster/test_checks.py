@@ -40,6 +40,34 @@ def test_a_missing_iteration_and_a_damaged_snapshot_are_named_before_the_start(t
     assert "a has 2 bytes instead of 3" in _check_snapshots(args)[0]
 
 
+def test_a_folder_with_nothing_to_load_is_no_silent_fresh_start(tmp_path: Path) -> None:
+    args = Args()
+    args.load, args.save, args.train_backend = str(tmp_path / "load"), str(tmp_path / "save"), "fsdp"
+    (tmp_path / "load").mkdir()
+    assert _check_snapshots(args) == []  # empty: a first run
+    (tmp_path / "load" / "logs").mkdir()
+    (problem,) = _check_snapshots(args)
+    assert "neither snapshots" in problem and problem.endswith("there is logs")
+    args.save = args.load
+    assert _check_snapshots(args) == []
+
+
+@pytest.mark.parametrize(("inside", "backend"), [("torch_dist", "megatron"), ("dcp", "fsdp")])
+def test_a_snapshot_of_the_other_backend_is_told_before_the_start(tmp_path: Path, inside: str, backend: str) -> None:
+    temp = snapshot.begin(tmp_path, 3)
+    (temp / "actor" / inside).mkdir(parents=True)
+    for name in ("trainer.json", f"{inside}/.metadata"):
+        (temp / "actor" / name).write_text("{}")
+    snapshot.commit(temp, {"rollout_id": 3})
+    args = Args()
+    args.load = args.save = str(tmp_path)
+    args.train_backend = backend
+    assert _check_snapshots(args) == []
+    args.train_backend = {"fsdp": "megatron", "megatron": "fsdp"}[backend]
+    (problem,) = _check_snapshots(args)
+    assert f"was saved with --train-backend {backend}" in problem
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(llama_config(), tmp_path_factory.mktemp("model"))

@@ -77,6 +77,19 @@ def test_a_plain_copy_of_a_quantized_checkpoint(plain: Path, tmp_path: Path, mon
         run(monkeypatch, "dequantize_hf", "--hf-checkpoint", plain, "--save", tmp_path / "none")
 
 
+def test_a_vocabulary_larger_than_the_stored_one_is_refused(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "convert_hf_to_torch_dist", "--hf-checkpoint", plain, "--save", tmp_path / "dist")
+    words = ["--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "back", "--vocab-size"]
+    with pytest.raises(SystemExit):
+        run(monkeypatch, "convert_torch_dist_to_hf", *words, 200)
+    assert "--vocab-size 200" in capsys.readouterr().err and not (tmp_path / "back" / "config.json").exists()
+    run(monkeypatch, "convert_torch_dist_to_hf", *words, 100)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 100
+    assert load_hf_model(tmp_path / "back", torch.float32, "cpu").get_input_embeddings().weight.shape[0] == 100
+
+
 def test_an_incomplete_checkpoint_is_not_converted(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
