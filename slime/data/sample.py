@@ -9,63 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import numpy as np
 
 from slime.data import token_fields
+from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.engine_meta import extended_nuclei, extended_spans, merged_experts
 from slime.data.token_fields import TOKEN_FIELDS, Normalised, Packed, TokenField, as_array, is_unset
 
 RolloutBatch = dict[str, Any]
 Group = list[Any]
 """The samples of one prompt. An element is a Sample, or a list of them where one rollout fanned out."""
-
-
-@dataclass(slots=True)
-class SpecInfo:
-    """Counters of speculative decoding, summed over the engine calls of a sample."""
-
-    spec_accept_token_num: int = 0
-    spec_draft_token_num: int = 0
-    spec_verify_ct: int = 0
-    completion_token_num: int = 0
-
-    @property
-    def accept_rate(self) -> float:
-        """Accepted draft tokens per drafted one; 0 before the first draft."""
-        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens produced per verification step; 0 before the first."""
-        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
-
-    def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counters of one answer's ``meta_info``."""
-        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
-        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
-        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
-        self.completion_token_num += meta_info.get("completion_tokens", 0)
-
-
-@dataclass(slots=True)
-class PrefixCacheInfo:
-    """How much of the prompts the engine found in its cache, summed over the engine calls of a sample."""
-
-    cached_tokens: int = 0
-    total_prompt_tokens: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
-
-    def add(self, meta_info: Mapping[str, Any]) -> None:
-        """Add the counters of one answer's ``meta_info``."""
-        self.cached_tokens += meta_info.get("cached_tokens", 0)
-        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
 
 
 @dataclass
@@ -300,10 +257,15 @@ class Sample:
         """All attributes, further ones included; the status as its string, per-token fields as lists. Values are not
         copied."""
         data = {key: value.values.tolist() if isinstance(value, Packed) else value for key, value in vars(self).items()}
-        data["status"] = self.status.value
-        data["spec_info"] = asdict(self.spec_info)
-        data["prefix_cache_info"] = asdict(self.prefix_cache_info)
-        return data
+        return {**data, **self.infos()}
+
+    def infos(self) -> dict[str, Any]:
+        """What :meth:`to_dict` gives in another form: the status as its string, the counters as dicts."""
+        return {
+            "status": self.status.value,
+            "spec_info": {name: getattr(self.spec_info, name) for name in SpecInfo.__slots__},
+            "prefix_cache_info": {name: getattr(self.prefix_cache_info, name) for name in PrefixCacheInfo.__slots__},
+        }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Sample:
@@ -345,6 +307,12 @@ setattr(Sample, "metadata", Normalised("metadata", lambda value: {} if value is 
 
 _FIELDS = tuple(f.name for f in fields(Sample))
 _STATUS_OF_FINISH = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+_ATOMS = frozenset({str, int, float, bool, type(None), Status})
+_SHARED = frozenset({"multimodal_inputs", "multimodal_train_inputs", "rollout_routed_experts"}) | {
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+}
+"""Fields of a saved sample that are not copied: they are large, and replaced instead of changed."""
 _GENERATED_FIELDS = (
     "tokens",
     "multimodal_train_inputs",
@@ -377,13 +345,45 @@ def flatten(samples: Any) -> list[Sample]:
 
 
 def groups_to_dicts(groups: Iterable[Any]) -> list[Any]:
-    """Nested lists of samples as nested lists of dicts that share nothing with them: a value to save."""
-    return [copy.deepcopy(g.to_dict()) if isinstance(g, Sample) else groups_to_dicts(g) for g in groups]
+    """Nested lists of samples as nested lists of dicts that share nothing with them that can change: a value to save.
+
+    Samples are packed, and their arrays, tensors and media are shared, so the cost does not depend on their lengths.
+    """
+    return [_saved(g) if isinstance(g, Sample) else groups_to_dicts(g) for g in groups]
 
 
 def groups_from_dicts(groups: Iterable[Any]) -> list[Any]:
     """The reverse of :func:`groups_to_dicts`."""
-    return [Sample.from_dict(copy.deepcopy(g)) if isinstance(g, Mapping) else groups_from_dicts(g) for g in groups]
+    return [_restored(g) if isinstance(g, Mapping) else groups_from_dicts(g) for g in groups]
+
+
+def _saved(sample: Sample) -> dict[str, Any]:
+    sample.pack()
+    data = sample.infos()
+    for key, value in vars(sample).items():
+        if key not in data:
+            data[key] = value.values if isinstance(value, Packed) else value if key in _SHARED else _own(value)
+    return data
+
+
+def _restored(data: Mapping[str, Any]) -> Sample:
+    sample = Sample.from_dict({key: value if key in _SHARED else _own(value) for key, value in data.items()})
+    sample.pack()
+    return sample
+
+
+def _own(value: Any) -> Any:
+    """A deep copy; of what JSON could hold several times faster than by :func:`copy.deepcopy`."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is list:
+        return [_own(entry) for entry in value]
+    if kind is tuple:
+        return tuple([_own(entry) for entry in value])
+    if kind is dict:
+        return {key: _own(entry) for key, entry in value.items()}
+    return copy.deepcopy(value)
 
 
 @dataclass

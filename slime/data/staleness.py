@@ -38,8 +38,9 @@ def sample_staleness(sample: Sample, step: int) -> int | None:
     if sample.remove_sample or sample.reward_timed_out:
         return None
     ages = token_staleness(sample, step)
-    if sample.loss_mask is not None and len(sample.loss_mask) == len(ages):
-        ages = ages[np.asarray(sample.loss_mask) != 0]
+    mask = sample.array("loss_mask")
+    if mask is not None and len(mask) == len(ages):
+        ages = ages[mask != 0]
     return int(ages.max()) if len(ages) and ages.max() != UNKNOWN else None
 
 
@@ -73,8 +74,10 @@ def mask_older_versions(sample: Sample) -> None:
     if len({version for version, _, _ in sample.version_spans}) < 2:
         return
     newest = sample.version_spans[-1][0]
-    mask = [1] * sample.response_length if sample.loss_mask is None else list(sample.loss_mask)
+    given = sample.array("loss_mask")
+    mask = np.ones(sample.response_length, np.int8) if given is None else given.copy()
     for version, start, end in sample.version_spans:
         if version != newest:
-            mask[start:end] = [0] * (end - start)
-    sample.loss_mask = mask
+            mask[start:end] = 0
+    sample.loss_mask = mask.tolist()
+    sample.pack()

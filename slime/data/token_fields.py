@@ -114,7 +114,7 @@ def as_array(name: str, values: Any) -> np.ndarray:
         exact: np.ndarray = np.asarray(values, np.float64)
         with np.errstate(over="ignore"):
             array: np.ndarray = exact.astype(np.float32)
-        if not np.array_equal(array, exact, equal_nan=True):
+        if not np.array_equal(array, exact):
             array = exact
     else:
         array = np.asarray(values, dtype)

@@ -13,7 +13,7 @@ def mark_too_long(sample: Sample, limit: int | None) -> None:
     """Leave out a sample whose prompt leaves no room for an answer: no engine takes it, and nothing can be trained."""
     sample.status = Sample.Status.TRUNCATED
     room = f"of {limit} (--rollout-max-context-len, or the model's context)" if limit else "than the engine takes"
-    mark_unscored(sample, TOO_LONG, f"its {len(sample.tokens)} tokens leave no room for an answer {room}")
+    mark_unscored(sample, TOO_LONG, f"its {sample.num_tokens} tokens leave no room for an answer {room}")
 
 
 def is_too_long(sample: Sample) -> bool:

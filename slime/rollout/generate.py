@@ -6,6 +6,8 @@ import asyncio
 import functools
 from typing import Any
 
+import numpy as np
+
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.observability.trace_utils import trace_span
@@ -18,6 +20,8 @@ from slime.rollout.state import GenerateState
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 _POLICIES_WITH_KEYS = ("consistent_hashing", "manual")
 _REQUEST_SECONDS = 14400.0
+_UNFINISHED = "\ufffd"  # what decoders show for a part of a character
+_CHARACTER_TOKENS = 16  # more than a character can be divided into
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -34,8 +38,9 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(f"sample {sample.index} is {sample.status.value}: there is nothing left to generate")
     state = GenerateState(args)
-    if not sample.tokens:
+    if not sample.num_tokens:
         sample.tokens = prompt_ids(state, sample)
+        sample.pack()  # so that the answer is appended as arrays
     params = remaining(args, sample, sampling_params)
     if params is None:
         return without_room(args, sample)
@@ -66,7 +71,7 @@ def request(args: Any, state: GenerateState, sample: Sample, params: dict[str, A
     if sample.multimodal_inputs and getattr(args, "rollout_backend", None) != "embedded":
         body["text"] = prompt_text(state, sample) + sample.response
     else:
-        body["input_ids"] = sample.tokens
+        body["input_ids"] = [] if (ids := sample.array("tokens")) is None else ids.tolist()
     if getattr(args, "use_rollout_routing_replay", False):
         body["return_routed_experts"] = True
     cuts = cuts_off_tokens(params.get("top_p"), params.get("top_k"))
@@ -84,13 +89,38 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
             f"the engine's answer for sample {sample.index} has no output_token_logprobs; "
             f"meta_info has {', '.join(sorted(meta))}"
         )
-    sample.append_response_tokens(
-        args,
-        tokens=[int(item[1]) for item in scored],
-        log_probs=[float(item[0]) for item in scored],
-        meta_info=meta,
-        text=output["text"],
-    )
+    tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
+    if sample.response_length and text.startswith(_UNFINISHED):
+        text = _finish_character(GenerateState(args), sample, tokens, text)
+    log_probs = np.array([item[0] for item in scored], np.float64)
+    if np.isnan(log_probs).any():
+        raise ValueError(f"the engine gave no number as the log-prob of a token of sample {sample.index}")
+    sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text)
+
+
+def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, text: str) -> str:
+    """Put a character together whose bytes are divided between the response so far and an answer that continues it.
+
+    Both parts were decoded on their own and show U+FFFD there. The character is added to ``sample.response``.
+
+    Args:
+        tokens: of the answer.
+        text: of the answer.
+
+    Returns:
+        The rest of the text.
+    """
+    ids = sample.array("tokens")
+    assert ids is not None
+    before = ids[len(ids) - min(sample.response_length, _CHARACTER_TOKENS) :].tolist()
+    skip = bool(state.sampling_params["skip_special_tokens"])
+    kept = state.tokenizer.decode(before, skip_special_tokens=skip).rstrip(_UNFINISHED)
+    rest = state.tokenizer.decode(tokens.tolist(), skip_special_tokens=skip).lstrip(_UNFINISHED)
+    whole = state.tokenizer.decode([*before, *tokens.tolist()], skip_special_tokens=skip)
+    if not whole.startswith(kept) or not whole.endswith(rest) or len(whole) < len(kept) + len(rest):
+        return text  # not a tokenizer whose text is the sum of its tokens' bytes
+    sample.response = sample.response.rstrip(_UNFINISHED) + whole[len(kept) : len(whole) - len(rest)]
+    return text.lstrip(_UNFINISHED)
 
 
 def get_model_url(args: Any, model_name: str | None = None, path: str = "/generate") -> str:
@@ -124,7 +154,7 @@ def remaining(args: Any, sample: Sample, params: dict[str, Any]) -> dict[str, An
     left = int(params["max_new_tokens"]) - sample.response_length
     context = GenerateState(args).context
     if context is not None:
-        left = min(left, context - len(sample.tokens))
+        left = min(left, context - sample.num_tokens)
     return {**params, "max_new_tokens": left} if left > 0 else None
 
 

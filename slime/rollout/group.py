@@ -223,10 +223,6 @@ def snapshot(group: Group) -> Group:
     if isinstance(group, Sample):
         kept = copy.copy(group)
         kept.prompt, kept.metadata = copy.deepcopy(group.prompt), copy.deepcopy(group.metadata)
-        for name in ("tokens", "loss_mask", "weight_versions", "version_spans", "rollout_log_probs"):
-            value = getattr(group, name)
-            setattr(kept, name, None if value is None else list(value))
-        kept.spec_info, kept.prefix_cache_info = copy.copy(group.spec_info), copy.copy(group.prefix_cache_info)
         return kept
     return [snapshot(entry) for entry in group]
 
@@ -236,7 +232,8 @@ def continuable(group: Group, pristine: Group, partial: bool) -> Group:
     if not partial or not all(isinstance(entry, Sample) for entry in group):
         return pristine
     for sample in flatten(group):
-        aligned = sample.rollout_log_probs is not None and len(sample.rollout_log_probs) == sample.response_length
+        log_probs = sample.array("rollout_log_probs")
+        aligned = log_probs is not None and len(log_probs) == sample.response_length
         if sample.status is Sample.Status.ABORTED and sample.response_length and not aligned:
             sample.reset_response()  # only its text is known: nothing to go on from
     return group

@@ -57,6 +57,7 @@ class RolloutLoop:
         self.deterministic = bool(getattr(args, "deterministic", False))
         path = getattr(args, "dynamic_sampling_filter_path", None)
         self.filter = load_function(path) if path else None
+        self.all_samples_path: str | None = getattr(args, "rollout_all_samples_process_path", None)
         # A pool holds thousands of groups, so nothing below looks at all of them for each one that ends.
         self.tickets: OrderedDict[int, _Ticket] = OrderedDict()  # under way or finished, in order of submission
         self._finished: deque[int] = deque()  # the finished ones, in order of completion
@@ -72,7 +73,7 @@ class RolloutLoop:
         """Nothing collected yet."""
         self.rollout_id = self.state.rollout_id = rollout_id
         self.accepted: list[Group] = []
-        self.judged: list[Group] = []  # accepted, dropped and replaced ones: what the all-samples hook sees
+        self.judged: list[Group] = []  # what the all-samples hook sees: accepted, dropped and replaced ones
         self.counts = Counts()
 
     async def run(self) -> RolloutFnTrainOutput:
@@ -183,7 +184,7 @@ class RolloutLoop:
             before = _tokens(group)
             group = await generate_and_rm_group(self.args, group, self.state.sampling_params)
             if self.state.aborted or not any(s.status is Sample.Status.ABORTED for s in flatten(group)):
-                return group
+                return _packed(group)
             self._tell("continued", group)
             group = continuable(group, snapshot(pristine), partial=True)
             retries = 0 if _tokens(group) > before else retries + 1
@@ -227,7 +228,8 @@ class RolloutLoop:
         group = ticket.group
         leaves = flatten(group)
         self._tell("generated", group)
-        self.judged.append(group)
+        if self.all_samples_path:
+            self.judged.append(group)
         self.counts.add(self.args, leaves)
         if all(map(is_too_long, leaves)):
             self._drop_too_long(leaves)
@@ -245,6 +247,7 @@ class RolloutLoop:
         else:
             self.counts.dropped[reason] += 1
             self._tell("filtered", group, reason=reason)
+        _packed(group)  # the filter may have read lists
 
     def _drop_too_long(self, leaves: list[Sample]) -> None:
         self.counts.dropped[TOO_LONG] += 1
@@ -333,10 +336,9 @@ class RolloutLoop:
         path = getattr(self.args, "rollout_sample_filter_path", None)
         if path:
             load_function(path)(self.args, self.accepted)
-        path = getattr(self.args, "rollout_all_samples_process_path", None)
-        if path:
+        if self.all_samples_path:
             self.judged.sort(key=_index)
-            load_function(path)(self.args, self.judged, self.source)
+            load_function(self.all_samples_path)(self.args, self.judged, self.source)
 
     # --- reports -----------------------------------------------------------------------------
 
@@ -355,6 +357,13 @@ class RolloutLoop:
 def _error(ticket: _Ticket) -> BaseException | None:
     task = ticket.task
     return None if task is None or not task.done() or task.cancelled() else task.exception()
+
+
+def _packed(group: Group) -> Group:
+    """The same group, its per-token fields as arrays: nobody has other names for its lists any more."""
+    for sample in flatten(group):
+        sample.pack()
+    return group
 
 
 def _tokens(group: Group) -> int:

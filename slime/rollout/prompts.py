@@ -7,6 +7,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from slime.data.media import MultimodalTypes, load_image, processor_inputs
 from slime.data.sample import Sample
 from slime.rollout.state import GenerateState
@@ -85,13 +87,16 @@ def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
     there are no features to put in its place, so no trainer can score it. Those of tools' answers stay."""
     if not state.media_token_ids or not sample.response_length:
         return
-    response = sample.tokens[-sample.response_length :]
-    mask = sample.loss_mask or [1] * len(response)
-    found = (i for i, (token, m) in enumerate(zip(response, mask, strict=True)) if m and token in state.media_token_ids)
-    length = next(found, None)
-    if length is not None:
+    tokens, mask = sample.array("tokens"), sample.array("loss_mask")
+    assert tokens is not None
+    response = tokens[len(tokens) - sample.response_length :]
+    found = np.isin(response, list(state.media_token_ids))
+    if mask is not None and len(mask):
+        found &= mask != 0
+    if found.any():
+        length = int(found.argmax())
         skip = bool(state.sampling_params["skip_special_tokens"])
-        sample.cut_response(length, state.tokenizer.decode(response[:length], skip_special_tokens=skip))
+        sample.cut_response(length, state.tokenizer.decode(response[:length].tolist(), skip_special_tokens=skip))
 
 
 def _as_uri(item: Any, kind: str) -> str:

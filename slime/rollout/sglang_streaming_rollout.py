@@ -44,8 +44,9 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
         TimeoutError: no end within ``--sglang-router-request-timeout-secs``.
     """
     state = GenerateState(args)
-    if not sample.tokens:
+    if not sample.num_tokens:
         sample.tokens = prompt_ids(state, sample)
+        sample.pack()
     params = remaining(args, sample, sampling_params)
     if params is None:
         return without_room(args, sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 from types import SimpleNamespace
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.data.convert import samples_to_train_data, split_train_data
-from slime.data.sample import Sample
-from slime.data.token_fields import UnsetMask
+from slime.data.sample import Sample, flatten, groups_from_dicts, groups_to_dicts
+from slime.data.staleness import add_staleness, staleness_metrics
+from slime.data.token_fields import TokenField, UnsetMask
 from slime.data.wire import to_rank_batch
+from slime.rollout.metrics import rollout_metrics
 
 
 def make_args(**more: Any) -> SimpleNamespace:
@@ -250,3 +253,30 @@ def test_routing_of_samples_that_nothing_is_trained_of() -> None:
     group[1] = make_sample(1)
     with pytest.raises(ValueError, match=r"1 of 2 samples .* rollout_routed_experts"):
         samples_to_train_data(args, [group])
+
+
+def test_nothing_behind_the_hooks_makes_lists_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Millions of tokens pass through these functions in the process that drives generation."""
+    more = {"loss_mask": [1, 0], "rollout_log_probs": [-0.5, 0.0], "teacher_log_probs": [-1.0, -2.0]}
+    groups = [[make_sample(2 * g + k, g, version_spans=[("0.1", 0, 2)], **more) for k in range(2)] for g in range(2)]
+    plain = copy.deepcopy(groups)
+    for sample in flatten(groups):
+        sample.pack()
+
+    def fail(field: TokenField, instance: Any, owner: type) -> Any:
+        raise AssertionError(f"a list was made of {field.name}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenField, "__get__", fail)
+        args = make_args(rollout_num_gpus=1)
+        data = samples_to_train_data(args, groups)
+        add_staleness(data, flatten(groups), 3)
+        parts = split_train_data(args, data, 2)
+        metrics = [rollout_metrics(args, flatten(groups), 1.0), staleness_metrics(flatten(groups), 3)]
+        restored = groups_from_dicts(groups_to_dicts(groups))
+        copies = [copy.copy(sample) for sample in flatten(groups)]
+    assert restored == plain and copies == flatten(plain)
+    from_lists = samples_to_train_data(args, plain)
+    add_staleness(from_lists, flatten(plain), 3)
+    assert pickle.dumps(parts) == pickle.dumps(split_train_data(args, from_lists, 2))
+    assert metrics == [rollout_metrics(args, flatten(plain), 1.0), staleness_metrics(flatten(plain), 3)]

@@ -1,0 +1,205 @@
+"""What the rollout manager spends per response token between an engine's answer and the trainers' batches.
+
+    python benchmarks/rollout_data.py                                   # 512 samples of 8,192 tokens
+    python benchmarks/rollout_data.py --samples 2048 --tokens 9500      # a step of 19M tokens
+
+All figures are CPU time of one process (two cores shared with other work change them little), except for the longest
+time for which the event loop did not answer, which is wall time: once while a rollout is completed with all samples in
+the pool (the state for a snapshot is taken on the event loop), once while another thread converts and splits them.
+``--lists`` reads every field once before the conversion, as hooks that look at the samples do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from slime.cluster.garbage import GarbageCollection
+from slime.cluster.rollout_state import Rollout, RolloutState
+from slime.config.defaults import default_args
+from slime.data.convert import samples_to_train_data, split_train_data
+from slime.data.sample import Sample, flatten
+from slime.data.source import RolloutDataSourceWithBuffer
+from slime.data.staleness import add_staleness, staleness_metrics
+from slime.rollout.generate import append_output
+from slime.rollout.metrics import rollout_metrics
+
+PROMPT = 200
+GROUP = 16
+
+
+def main() -> None:
+    options = parse()
+    args = make_args(options)
+    result: dict[str, float] = {}
+    tokens = options.samples * options.tokens
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        started = time.process_time()
+        value = call()
+        result[name] = (time.process_time() - started) / tokens * 1e6
+        return value
+
+    groups = make_groups(options)
+    garbage = GarbageCollection()  # as in the rollout manager
+    fill(options, args, groups, result)
+    garbage.collect()
+    leaves = [sample for group in groups for sample in group]
+    timed("pack", lambda: [sample.pack() for sample in leaves if hasattr(sample, "pack")])
+    if options.lists:
+        timed("hooks_read_lists", lambda: [(s.tokens, s.loss_mask, s.rollout_log_probs) for s in leaves])
+    asyncio.run(stalls(args, groups, result, timed))
+    result["convert_staleness_split"] = sum(result[name] for name in ("convert", "staleness", "split"))
+    for name, value in result.items():
+        unit = "ms" if name.startswith("loop") else "µs of CPU per token"
+        print(f"{name:28s} {value:9.3f} {unit}")
+    print(json.dumps({"samples": options.samples, "tokens": options.tokens, **result}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=8192, help="of each response")
+    parser.add_argument("--ranks", type=int, default=8, help="data-parallel ranks")
+    parser.add_argument("--lists", action="store_true", help="hooks read all per-token fields before the conversion")
+    return parser.parse_args()
+
+
+def make_args(options: argparse.Namespace) -> Any:
+    return default_args(
+        hf_checkpoint="unused",
+        rollout_batch_size=options.samples // GROUP,
+        n_samples_per_prompt=GROUP,
+        global_batch_size=options.samples,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=4 * options.tokens,
+        save_interval=1000,
+        save="unused",
+        rollout_num_gpus=options.ranks,
+    )
+
+
+def make_groups(options: argparse.Namespace) -> list[list[Any]]:
+    messages = [{"role": "user", "content": "How much is 2 + 2? " * 40}]
+    return [
+        [
+            Sample(group_index=i // GROUP, index=i + k, prompt=messages, label="4", metadata={"tags": ["a"]})
+            for k in range(GROUP)
+        ]
+        for i in range(0, options.samples, GROUP)
+    ]
+
+
+def fill(options: argparse.Namespace, args: Any, groups: list[list[Any]], result: dict[str, float]) -> None:
+    """Append one answer to each sample, as it comes out of the JSON parser."""
+    draw = random.Random(0)
+    scored = [[round(-3 * draw.random(), 6), draw.randrange(150_000), None] for _ in range(options.tokens)]
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0.3", "output_token_logprobs": scored}
+    body = orjson.dumps({"text": "The answer " * (options.tokens // 2), "meta_info": meta})
+    used = parsing = 0.0
+    for group in groups:
+        for sample in group:
+            sample.tokens = list(range(PROMPT))
+            if hasattr(Sample, "pack"):
+                sample.pack()  # as ``generate`` leaves it
+            started = time.process_time()
+            output = orjson.loads(body)
+            parsed = time.process_time()
+            append_output(args, sample, output)
+            del output
+            parsing, used = parsing + parsed - started, used + time.process_time() - parsed
+            sample.reward, sample.status = float(sample.index % 2), Sample.Status.COMPLETED
+    result["orjson"] = parsing / (options.samples * options.tokens) * 1e6
+    result["append_output"] = used / (options.samples * options.tokens) * 1e6
+
+
+async def stalls(args: Any, groups: list[list[Any]], result: dict[str, float], timed: Callable[..., Any]) -> None:
+    """The longest time for which it stood still: while a rollout was completed, and while it was converted."""
+    longest = [0.0]
+
+    async def beat() -> None:
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest[0] = max(longest[0], time.perf_counter() - started - 0.001)
+
+    async def measured(name: str, call: Callable[[], Any]) -> Any:
+        await asyncio.sleep(0.05)
+        longest[0] = 0.0
+        value = await call()
+        await asyncio.sleep(0.01)
+        result[name] = longest[0] * 1e3
+        return value
+
+    task = asyncio.ensure_future(beat())
+
+    state = state_with(args, groups)
+
+    async def complete() -> None:
+        timed("complete", lambda: state.complete(0, Rollout([], {}, 1.0)))
+
+    await measured("loop_stood_still_completing", complete)
+    await measured("loop_stood_still_converting", lambda: in_thread(lambda: convert(args, groups, timed)))
+    task.cancel()
+
+
+def state_with(args: Any, groups: list[list[Any]]) -> RolloutState:
+    """State of a run whose pool has these groups under way."""
+    source = RolloutDataSourceWithBuffer(args, _NoPrompts())
+    source.under_way = lambda: groups
+    state = RolloutState(args, Path(tempfile.mkdtemp()), source)
+    state.ledger.strict = False
+    return state
+
+
+async def in_thread(call: Callable[[], None]) -> None:
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        call()
+        loop.call_soon_threadsafe(done.set)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    await done.wait()
+    thread.join()
+
+
+def convert(args: Any, groups: list[list[Any]], timed: Callable[..., Any]) -> None:
+    """Everything of ``RolloutManager.generate`` that looks at tokens."""
+    samples = flatten(groups)
+
+    def staleness() -> None:
+        add_staleness(data, samples, 5)
+        staleness_metrics(samples, 5)
+
+    timed("metrics", lambda: rollout_metrics(args, samples, 1.0))
+    data = timed("convert", lambda: samples_to_train_data(args, groups))
+    timed("staleness", staleness)
+    timed("split", lambda: split_train_data(args, data, args.rollout_num_gpus))
+
+
+class _NoPrompts:
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> Any:
+        raise AssertionError("not asked for")
+
+    def shuffle(self, epoch_id: int) -> None:
+        """The order does not matter."""
+
+
+if __name__ == "__main__":
+    main()
