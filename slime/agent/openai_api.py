@@ -233,7 +233,8 @@ class Responses:
         }
 
     def __init__(self, ask: Ask) -> None:
-        self.ask, self.number, self.said = ask, 0, ""
+        self.ask, self.number = ask, 0
+        self.said: list[str] = []
         self.item = f"msg_{ask.id}"
 
     def begin(self) -> bytes:
@@ -248,18 +249,18 @@ class Responses:
             item = {"id": self.item, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
             opened = self._event("response.output_item.added", output_index=0, item=item)
             opened += self._event("response.content_part.added", **place, part=_part(""))
-        self.said += new
+        self.said.append(new)
         return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
 
     def end(self, turn: Turn) -> bytes:
         """The end of the message, the calls, the whole answer."""
         parts = []
         response = self.whole(self.ask, [turn])
-        if self.said:
+        if text := "".join(self.said):
             place = {"item_id": self.item, "output_index": 0, "content_index": 0}
-            parts.append(self._event("response.output_text.done", **place, text=self.said, logprobs=[]))
-            parts.append(self._event("response.content_part.done", **place, part=_part(self.said)))
-            said = _message_item(turn, self.said)
+            parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
+            parts.append(self._event("response.content_part.done", **place, part=_part(text)))
+            said = _message_item(turn, text)
             parts.append(self._event("response.output_item.done", output_index=0, item=said))
             response["output"] = [said, *(i for i in response["output"] if i["type"] != "message")]
         for index, item in enumerate(response["output"]):

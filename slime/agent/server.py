@@ -161,7 +161,7 @@ async def _stream(
     task = asyncio.ensure_future(session.answer(ask, prepared, texts.put_nowait))
     task.add_done_callback(lambda _: texts.put_nowait(None))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    sent = ""
+    pieces: list[str] = []
     try:
         text = await texts.get()
         if text is None:
@@ -169,15 +169,14 @@ async def _stream(
         await response.prepare(request)
         await response.write(encoder.begin())
         while text is not None:
-            if len(text) > len(sent) and text.startswith(sent):
-                await response.write(encoder.text(text[len(sent) :]))
-                sent = text
+            await response.write(encoder.text(text))
+            pieces.append(text)
             text = await texts.get()
         turn = _result(task)
         if isinstance(turn, ApiError):
             await response.write(encoder.failed(turn))
         else:
-            content = turn.answer["content"]
+            content, sent = turn.answer["content"], "".join(pieces)
             rest = content[len(sent) :] if content.startswith(sent) else ""
             more = encoder.text(rest) if rest.strip() or (rest and not turn.answer.get("tool_calls")) else b""
             await response.write(more + encoder.end(turn))

@@ -15,7 +15,7 @@ import xxhash
 from slime.agent.chat import ChatTemplate
 from slime.agent.fields import ApiError
 from slime.agent.messages import Ask, Message
-from slime.agent.tool_parsers import NoCalls, ToolParser, shown, tool_parser
+from slime.agent.tool_parsers import NoCalls, Shown, ToolParser, tool_parser
 from slime.agent.trajectory import Tree, Turn
 from slime.config.context import ENGINES_OWN, served_context
 from slime.config.seeds import derive_seed
@@ -155,7 +155,7 @@ class Session:
 
         Args:
             prepared: of :meth:`prepare`.
-            on_text: called with all of the text so far that can be shown.
+            on_text: called with new text that can be shown.
 
         Raises:
             ApiError: the rollout was aborted, or the engine refused.
@@ -171,7 +171,7 @@ class Session:
         most = self._room(parent, added, ask)
         parser = self.parser if ask.tools else NoCalls()
         try:
-            outputs = await self._generate(probe, params, most, on_text, (*parser.marks, *stops))
+            outputs = await self._generate(probe, params, most, _filtered(on_text, (*parser.marks, *stops)))
         except asyncio.CancelledError:
             self.counts["cancelled"] += 1
             raise
@@ -206,25 +206,25 @@ class Session:
         return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
 
     def _text(self, outputs: list[dict[str, Any]], params: dict[str, Any]) -> str:
-        """Without what ended it; decoded in one piece where an engine was interrupted (a character may lie across)."""
-        if len(outputs) == 1:
+        """Without what ended it; decoded in one piece where an engine was interrupted (a character may lie across) or
+        stopped at a string (a stream has told of its beginning)."""
+        matched = outputs[-1]["meta_info"]["finish_reason"].get("matched")
+        if len(outputs) == 1 and not isinstance(matched, str):
             return str(outputs[0]["text"])
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
-        matched = outputs[-1]["meta_info"]["finish_reason"].get("matched")
         ids = ids[:-1] if isinstance(matched, int) else ids
         text = str(self.state.tokenizer.decode(ids, skip_special_tokens=bool(params.get("skip_special_tokens"))))
         return text.partition(matched)[0] if isinstance(matched, str) and matched else text
 
     async def _generate(
-        self, probe: Sample, params: dict[str, Any], most: int, on_text: OnText | None, marks: tuple[str, ...]
+        self, probe: Sample, params: dict[str, Any], most: int, on_text: OnText | None
     ) -> list[dict[str, Any]]:
         """The engine's answers, until one has an end of its own: a weight update or a lost engine may interrupt it."""
         outputs: list[dict[str, Any]] = []
         tries = 0
         while True:
             body = request(self.args, self.state, probe, {**params, "max_new_tokens": most})
-            before = "".join(output["text"] for output in outputs)
-            output = await self._ask(probe, body, _cutting(on_text, before, marks))
+            output = await self._ask(probe, body, on_text)
             self.check_open()  # an answer that the abort cut is none
             new = [int(item[1]) for item in output["meta_info"]["output_token_logprobs"]] if output else []
             if output and new:
@@ -253,9 +253,17 @@ class Session:
             raise ApiError(400, str(error), code) from error
 
 
-def _cutting(on_text: OnText | None, before: str, marks: tuple[str, ...]) -> OnText | None:
-    """``on_text`` with all of the text, less what may be the beginning of a call or of a stop string."""
-    return None if on_text is None else lambda text: on_text(shown(before + text, marks))
+def _filtered(on_text: OnText | None, marks: tuple[str, ...]) -> OnText | None:
+    """``on_text`` for the text that can be shown, less what may be the beginning of a call or of a stop string."""
+    if on_text is None:
+        return None
+    shown = Shown(marks)
+
+    def show(text: str) -> None:
+        if new := shown.add(text):
+            on_text(new)
+
+    return show
 
 
 def _digest(ids: list[int], seed: int = 0) -> int:

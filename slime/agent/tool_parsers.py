@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
 from slime.agent.messages import call
@@ -117,10 +118,28 @@ def tool_parser(name: str) -> ToolParser:
     return PARSERS[name]() if name in PARSERS else load_function(name)()
 
 
-def shown(text: str, marks: tuple[str, ...]) -> str:
+class Shown:
     """The part of a text under way that can be passed on: up to a mark, or to what may become one."""
-    for mark in marks:
-        text = text.partition(mark)[0]
-        held = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-        text = text[: len(text) - held]
-    return text
+
+    def __init__(self, marks: Iterable[str]) -> None:
+        self._marks = [mark for mark in marks if mark]
+        self._held = ""
+        self._ended = False
+
+    def add(self, text: str) -> str:
+        """What new text lets pass."""
+        if self._ended:
+            return ""
+        text = self._held + text
+        found = [at for mark in self._marks if (at := text.find(mark)) >= 0]
+        if found:
+            self._ended = True
+            return text[: min(found)]
+        keep = max((overlap(text, mark) for mark in self._marks), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def overlap(text: str, mark: str) -> int:
+    """Characters at the end of ``text`` that ``mark`` begins with, less than all of it."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
 
 TURNS = "model_turns"  # key of sample.metadata: where each turn of the model lies, so that an aborted sample can go on
+_MARGIN = 4  # tokens: a tokenizer may write the first of a text otherwise
 _MARK = "slime.4f1d.turn"  # stands for the model's words while the chat template renders what comes after them
 
 
@@ -215,8 +216,7 @@ class Conversation:
         looks for it in what it generates alone."""
         sample, decode = self.sample, self.state.tokenizer.decode
         ids = sample.tokens[len(sample.tokens) - sample.response_length + turn["start"] :]
-        found = (n for n in range(before + 1, len(ids) + 1) if any(s in decode(ids[:n]) for s in stop))
-        length = next(found, None)
+        length = first_stop(decode, ids, before, stop)
         if length is not None:
             text = decode(ids[:length])
             sample.cut_response(
@@ -236,6 +236,35 @@ class Conversation:
         sample.append_response_tokens(self.args, tokens=tokens, log_probs=None, trainable=False, text=text)
         self.turns[-1]["answered"] = True
         return True
+
+
+def first_stop(decode: Callable[[list[int]], str], ids: list[int], before: int, stop: Sequence[str]) -> int | None:
+    """The least ``n`` above ``before`` for which the text of ``ids[:n]`` holds a stop string; None where there is none.
+
+    In time linear in the number of ids: each text that is looked at begins a little before what is known to hold none.
+    A token is a byte or more, so a stop string of ``b`` bytes begins at most ``b`` tokens before its end.
+    """
+    stops = [text for text in stop if text]
+    if not stops or before >= len(ids):
+        return None
+    margin = max(len(text.encode()) for text in stops) + _MARGIN
+
+    def stopped(known: int, end: int) -> bool:
+        text = decode(ids[max(known - margin, 0) : end])
+        return any(stop in text for stop in stops)
+
+    if stopped(0, before + 1):
+        return before + 1
+    low, step = before + 1, 1  # ids[:low] hold none
+    while not stopped(low, min(low + step, len(ids))):
+        if low + step >= len(ids):
+            return None
+        low, step = low + step, 2 * step
+    high = min(low + step, len(ids))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stopped(low, middle) else (middle, high)
+    return high
 
 
 def _join_media(sample: Sample, new: Sample) -> None:

@@ -7,9 +7,11 @@ An aborted rollout keeps every token that has arrived, without waiting for the e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import base64
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 
 from slime.data.sample import Sample
@@ -68,27 +70,43 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
 
 
 class StreamedAnswer:
-    """What has arrived. SGLang sends text and log-probs cumulatively, or (a server flag) piece by piece.
+    """What has arrived.
+
+    Engines that this program starts send what is new, so a stream costs what its answer does; others may send text and
+    log-probs cumulatively, as SGLang does without ``--incremental-streaming-output``.
 
     Args:
-        on_text: called with the text so far, each time that some comes.
+        on_text: called with new text, each time that some comes.
     """
 
     def __init__(self, on_text: Callable[[str], None] | None = None) -> None:
         self.on_text = on_text
-        self.text = ""
         self.scored: list[Any] = []
         self.meta: dict[str, Any] | None = None
+        self._parts: list[str] = []
+        self._length = 0  # characters
+        self._nuclei: list[tuple[str, str]] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
 
     def add(self, chunk: dict[str, Any]) -> None:
-        self.meta = chunk["meta_info"]
-        scored = self.meta.get("output_token_logprobs") or []
-        if len(scored) == self.meta.get("completion_tokens", len(scored)):
-            self.text, self.scored = chunk["text"], scored
+        meta, text = chunk["meta_info"], chunk["text"]
+        scored = meta.get("output_token_logprobs") or []
+        nuclei = [(meta["top_p_token_ids"], meta["top_p_token_offsets"])] if "top_p_token_ids" in meta else []
+        cumulative = len(scored) == meta.get("completion_tokens", len(scored))
+        if cumulative:
+            new = text[self._length :]
+            self._parts, self.scored, self._nuclei = [text], scored, nuclei
         else:
-            self.text, self.scored = self.text + chunk["text"], self.scored + scored
-        if self.on_text is not None:
-            self.on_text(self.text)
+            new = text
+            self._parts.append(text)
+            self.scored += scored
+            self._nuclei += nuclei
+        self.meta, self._length = meta, len(text) if cumulative else self._length + len(text)
+        if self.on_text is not None and new:
+            self.on_text(new)
 
     @property
     def ended(self) -> bool:
@@ -96,9 +114,39 @@ class StreamedAnswer:
 
     def output(self, aborted: bool) -> dict[str, Any]:
         meta = {**(self.meta or {}), "output_token_logprobs": self.scored}
+        if self._nuclei:
+            meta |= join_nuclei(self._nuclei)
         if aborted:
             meta["finish_reason"] = {"type": "abort"}
         return {"text": self.text, "meta_info": meta}
+
+
+def join_nuclei(parts: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """``top_p_token_ids`` and ``top_p_token_offsets`` of an answer from those of its pieces: base64 of int32."""
+    decoded = [[np.frombuffer(base64.b64decode(item), np.int32) for item in part] for part in parts]
+    sizes = np.concatenate([[0], *(np.diff(offsets) for _, offsets in decoded)])
+    joined = {
+        "top_p_token_ids": np.concatenate([ids for ids, _ in decoded]),
+        "top_p_token_offsets": np.cumsum(sizes).astype(np.int32),
+    }
+    return {name: base64.b64encode(value.tobytes()).decode() for name, value in joined.items()}
+
+
+class Lines:
+    """Lines of any length out of bytes as they come, in linear time."""
+
+    def __init__(self) -> None:
+        self._open: list[bytes] = []
+
+    def add(self, part: bytes) -> list[bytes]:
+        """The lines that ``part`` completes, without their ends."""
+        first, *rest = part.split(b"\n")
+        self._open.append(first)
+        if not rest:
+            return []
+        done = [b"".join(self._open), *rest[:-1]]
+        self._open = [rest[-1]]
+        return done
 
 
 async def read_stream(
@@ -138,19 +186,22 @@ def _status(error: Any) -> int:
 
 async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[dict[str, Any]]:
     """``data:`` lines as objects, until ``[DONE]``, the end of the stream or an abort."""
-    line: asyncio.Task[bytes] | None = None
+    lines, part = Lines(), None
     try:
         while not state.aborted:
-            line = line or asyncio.ensure_future(response.content.readline())
-            done, _ = await asyncio.wait([line], timeout=_LOOK_SECONDS)
+            part = part or asyncio.ensure_future(response.content.readany())
+            done, _ = await asyncio.wait([part], timeout=_LOOK_SECONDS)
             if not done:
                 continue
-            data, line = line.result(), None
-            if not data or data.strip() == b"data: [DONE]":
+            data, part = part.result(), None
+            if not data:
                 return
-            if data.startswith(b"data:"):
-                yield orjson.loads(data[5:])
+            for line in lines.add(data):
+                if line.strip() == b"data: [DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    yield orjson.loads(line[5:])
     finally:
-        if line is not None:
-            line.cancel()
-            await asyncio.gather(line, return_exceptions=True)
+        if part is not None:
+            part.cancel()
+            await asyncio.gather(part, return_exceptions=True)

@@ -14,7 +14,7 @@ from agent_parts import ScriptedEngine, arguments, make_tokenizer
 
 from slime.agent.chat import ChatTemplate
 from slime.agent.server import AgentServer
-from slime.agent.tool_parsers import Hermes, shown, tool_parser
+from slime.agent.tool_parsers import Hermes, Shown, tool_parser
 from slime.config.hooks import HookError
 from slime.data.sample import Sample
 from slime.rollout.state import GenerateState
@@ -204,7 +204,9 @@ def test_parsers_by_name_and_path() -> None:
      ("xENDy", "x")],
 )  # fmt: skip
 def test_a_stream_holds_back_what_may_be_a_call_or_a_stop_string(text: str, expected: str) -> None:
-    assert shown(text, ("<tool_call>", "END")) == expected
+    marks = ("<tool_call>", "END")
+    one = Shown(marks)
+    assert "".join(map(one.add, text)) == expected and Shown(marks).add(text) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_5"])

@@ -205,7 +205,10 @@ def test_streaming(engine_url: str) -> None:
     lines = run(read_stream(engine_url, body))
     assert lines[-1] == "data: [DONE]"
     events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    assert events[-1]["output_ids"] == whole["output_ids"] and events[-1]["text"] == whole["text"]
+    assert [token for event in events for token in event["output_ids"]] == whole["output_ids"], "each tells what is new"
+    assert "".join(event["text"] for event in events) == whole["text"]
+    scored = [entry for event in events for entry in event["meta_info"]["output_token_logprobs"]]
+    assert [entry[1] for entry in scored] == whole["output_ids"]
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
     counts = [event["meta_info"]["completion_tokens"] for event in events]
     assert counts == sorted(counts) and all(event["meta_info"]["finish_reason"] is None for event in events[:-1])

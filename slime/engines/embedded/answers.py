@@ -13,9 +13,20 @@ from slime.engines.embedded.text import Detokenizer
 
 
 def build_answer(
-    sequence: Sequence, detokenizer: Detokenizer, weight_version: str, count: int, finish: dict[str, Any] | None
+    sequence: Sequence,
+    detokenizer: Detokenizer,
+    weight_version: str,
+    count: int,
+    finish: dict[str, Any] | None,
+    start: int = 0,
+    text: str | None = None,
 ) -> dict[str, Any]:
-    """The answer as of ``count`` output tokens; ``finish`` is None while the sequence still runs."""
+    """The answer as of ``count`` output tokens; ``finish`` is None while the sequence still runs.
+
+    Args:
+        start: the first token to tell of; a stream tells of each once.
+        text: of these tokens, where it is known.
+    """
     request = sequence.request
     spans = version_spans(sequence.version_events, weight_version, count)
     meta: dict[str, Any] = {
@@ -26,9 +37,9 @@ def build_answer(
         "num_retractions": sequence.retractions,
     }
     if request.return_logprob:
-        meta.update(_logprobs(sequence, detokenizer, count))
+        meta.update(_logprobs(sequence, detokenizer, start, count))
     if request.return_top_p_token_ids:
-        meta.update(_nuclei(sequence.output_nuclei[:count]))
+        meta.update(_nuclei(sequence.output_nuclei[start:count]))
     meta.update(
         reasoning_tokens=0,
         completion_tokens=count,
@@ -37,10 +48,9 @@ def build_answer(
     )
     if finish is not None:
         meta["e2e_latency"] = time.perf_counter() - sequence.created
-    output_ids = sequence.tokens[sequence.prompt_len : sequence.prompt_len + count]
     return {
-        "text": detokenizer.output_text(sequence, count, finish),
-        "output_ids": output_ids,
+        "text": detokenizer.output_text(sequence, count, finish) if text is None else text,
+        "output_ids": sequence.tokens[sequence.prompt_len + start : sequence.prompt_len + count],
         "meta_info": meta,
     }
 
@@ -53,26 +63,26 @@ def _nuclei(nuclei: list[list[int]]) -> dict[str, str]:
     return {name: base64.b64encode(np.asarray(part, np.int32).tobytes()).decode() for name, part in parts.items()}
 
 
-def _logprobs(sequence: Sequence, detokenizer: Detokenizer, count: int) -> dict[str, Any]:
+def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: int) -> dict[str, Any]:
     """``[[log-prob, id, text or null], ...]``; the first prompt entry has no log-prob, since nothing predicts it."""
     request = sequence.request
     texts = detokenizer if request.return_text_in_logprobs else None
-    output_ids = sequence.tokens[sequence.prompt_len : sequence.prompt_len + count]
+    output_ids = sequence.tokens[sequence.prompt_len + start : sequence.prompt_len + count]
     fields: dict[str, Any] = {
         "input_token_logprobs": [],
-        "output_token_logprobs": _triples(sequence.output_logprobs[:count], output_ids, texts),
+        "output_token_logprobs": _triples(sequence.output_logprobs[start:count], output_ids, texts),
         "output_token_logprobs_length": count,
     }
     if sequence.wants_input_logprobs:
         ids = request.input_ids[request.logprob_start_len :]
         fields["input_token_logprobs"] = _triples([None, *sequence.input_logprobs], ids, texts)
     if request.top_logprobs_num:
-        fields["output_top_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_top[:count]]
+        fields["output_top_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_top[start:count]]
         fields["input_top_logprobs"] = []
         if sequence.wants_input_logprobs:
             fields["input_top_logprobs"] = [None, *(_pairs(entry, texts) for entry in sequence.input_top)]
     if request.token_ids_logprob:
-        fields["output_token_ids_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_chosen[:count]]
+        fields["output_token_ids_logprobs"] = [_pairs(entry, texts) for entry in sequence.output_chosen[start:count]]
     return fields
 
 

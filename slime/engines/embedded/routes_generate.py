@@ -24,6 +24,7 @@ from slime.engines.embedded.protocol import (
     parse_generate,
 )
 from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.text import StreamedText
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
 HEALTH_SECONDS = 20.0
@@ -118,9 +119,29 @@ async def _watch(engine: Engine, single: GenerateRequest) -> asyncio.Queue[Event
 
 def _answer(loaded: Loaded, event: Event) -> dict[str, Any]:
     sequence, count, finish, version = event
+    _check_step(finish)
+    return build_answer(sequence, loaded.detokenizer, version, count, finish)
+
+
+def _check_step(finish: dict[str, Any] | None) -> None:
     if finish is not None and finish.get("status_code"):
         raise StepFailed(finish["message"])
-    return build_answer(sequence, loaded.detokenizer, version, count, finish)
+
+
+class _Pieces:
+    """The answer to one request as it comes: each event tells what is new, as SGLang's incremental streams do."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.detokenizer, self.told = loaded.detokenizer, 0
+        self.text: StreamedText | None = None
+
+    def next(self, event: Event) -> dict[str, Any]:
+        sequence, count, finish, version = event
+        _check_step(finish)
+        self.text = self.text or StreamedText(self.detokenizer, sequence)
+        start, self.told = self.told, count
+        text = self.text.piece(count, finish)
+        return build_answer(sequence, self.detokenizer, version, count, finish, start, text)
 
 
 _background: set[asyncio.Task[None]] = set()
@@ -141,7 +162,7 @@ def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
 
 
 async def _stream(request: web.Request, loaded: Loaded, parsed: GenerateBody) -> web.StreamResponse:
-    """Server-sent events; each holds the whole answer so far, as SGLang sends it."""
+    """Server-sent events; each holds what is new, as SGLang sends them with ``--incremental-streaming-output``."""
     answers = answers_as_they_come(loaded, parsed.requests)
     return await send_events(request, answers, index=not parsed.is_single)
 
@@ -149,13 +170,13 @@ async def _stream(request: web.Request, loaded: Loaded, parsed: GenerateBody) ->
 async def answers_as_they_come(
     loaded: Loaded, requests: list[GenerateRequest]
 ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """(request number, answer so far) after each step that adds to one."""
+    """(request number, what is new of its answer) after each step that adds to one."""
     merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     def listener(index: int) -> Any:
         return lambda *event: merged.put_nowait((index, event))
 
-    done = False
+    done, pieces = False, [_Pieces(loaded) for _ in requests]
     try:
         for index, single in enumerate(requests):
             single.stream = True
@@ -164,7 +185,7 @@ async def answers_as_they_come(
         while running:
             index, event = await merged.get()
             running -= event[2] is not None
-            yield index, _answer(loaded, event)
+            yield index, pieces[index].next(event)
         done = True
     finally:
         if not done:

@@ -186,12 +186,10 @@ def _usage(answers: list[dict[str, Any]]) -> dict[str, int]:
 async def _deltas(
     loaded: Loaded, parsed: GenerateBody, head: dict[str, Any], kind: str
 ) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-    """OpenAI streams what is new; the engine's events hold everything so far."""
-    sent = [0] * len(parsed.requests)
+    """What is new of each answer, in OpenAI's form."""
     chat = kind == "chat.completion"
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
-        text, finish = answer["text"], answer["meta_info"]["finish_reason"]
-        new, sent[index] = text[sent[index] :], max(sent[index], len(text))
+        new, finish = answer["text"], answer["meta_info"]["finish_reason"]
         piece: dict[str, Any] = {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
         reason = None if finish is None else _REASONS[finish["type"]]
         choice = {"index": index, "finish_reason": reason, **piece}

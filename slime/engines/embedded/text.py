@@ -8,6 +8,8 @@ from slime.engines.embedded.protocol import SamplingParams
 from slime.engines.embedded.sequence import Sequence
 
 _REPLACEMENT = "�"
+_MOST_BYTES = 4  # of one character
+_MOST_UNREAD = 64  # tokens that all end within a character: they are no text
 
 
 class Detokenizer:
@@ -47,3 +49,54 @@ class Detokenizer:
 
     def token_texts(self, ids: list[int]) -> list[str]:
         return [str(self.tokenizer.decode([token])) for token in ids]
+
+
+class StreamedText:
+    """The text of one sequence piece by piece, in time linear in its length.
+
+    Each piece is decoded with the tokens of the piece before it, for a tokenizer may write a token otherwise at the
+    beginning of a text. Held back are what may be half a character and what a stop string may begin with, so the
+    pieces together are the text of :meth:`Detokenizer.output_text`.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, sequence: Sequence) -> None:
+        self.detokenizer, self.sequence = detokenizer, sequence
+        params = sequence.request.params
+        self._stops = () if params.no_stop_trim else tuple(params.stop)
+        self._start = self._read = 0  # output tokens: where the decoded window begins, and what was read to its end
+        self._done = 0  # characters of the window that were read
+        self._held = ""
+        self._parts: list[str] = []
+
+    def piece(self, count: int, finish: dict[str, Any] | None) -> str:
+        """What the tokens up to ``count`` add; with ``finish`` all that is left."""
+        if finish is not None:
+            whole, sent = self.detokenizer.output_text(self.sequence, count, finish), "".join(self._parts)
+            return whole[len(sent) :]
+        text = self._held + self._new_text(count)
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        piece, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        self._parts.append(piece)
+        return piece
+
+    def _new_text(self, count: int) -> str:
+        window = self._decode(self._start, count)
+        half = min(len(window) - len(window.rstrip(_REPLACEMENT)), _MOST_BYTES)
+        if half and count - self._read <= _MOST_UNREAD:
+            end = max(len(window) - half, self._done)
+            new, self._done = window[self._done : end], end
+            return new
+        new = window[self._done :]
+        self._start, self._read = self._read, count
+        self._done = len(self._decode(self._start, count))
+        return new
+
+    def _decode(self, start: int, end: int) -> str:
+        first = self.sequence.prompt_len
+        ids = self.sequence.tokens[first + start : first + end]
+        return self.detokenizer.decode(ids, self.sequence.request.params)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` that ``stop`` begins with."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -57,6 +57,7 @@ def server_options(args: Args, spec: EngineSpec, place: ServerPlace) -> dict[str
         "skip_server_warmup": True,
         "trust_remote_code": bool(args.trust_remote_code),
         "enable_return_routed_experts": bool(args.use_rollout_routing_replay),
+        "incremental_streaming_output": True,  # else each event of a stream repeats the whole answer so far
     }
     if spec.updates:
         ours["dtype"] = args.rollout_dtype or args.train_dtype
