@@ -117,6 +117,7 @@ def load_hf_model(
         model.to(device)  # type: ignore[arg-type]
     if torch.device(device).type in ("cpu", "meta") and dtype == torch.float32:
         use_onednn_linears(model)
+    _train_whole_embeddings(model)
     model.eval()
     return model
 
@@ -161,3 +162,15 @@ def _finite(model: PreTrainedModel, where: str) -> PreTrainedModel:
     if wrong:
         raise ModelError(f"checkpoint {where} holds NaN or infinite values: {shorten(wrong)}")
     return model
+
+
+def _train_whole_embeddings(model: PreTrainedModel) -> None:
+    """Give the padding token's row a gradient, too.
+
+    transformers marks it as ``padding_idx``, which leaves it out of the gradient. In many models that token is also
+    the end-of-sequence token, which samples contain. What pads a batch here has no gradient anyway: no token attends to
+    it, and no loss looks at it. Megatron's embedding has no such exception.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -308,3 +310,28 @@ def test_sft_and_custom_loss(llama: Path, tmp_path: Path) -> None:
     assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-5)
     assert b["train/my_nll"] == pytest.approx(b["train/loss"], rel=1e-6)
     assert_close(weights_of(sft), weights_of(custom), rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", [None, "sdpa"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_padding_tokens_embedding_is_trained_as_any_other(tmp_path: Path, attention: str | None, role: str) -> None:
+    """In many models it is the end-of-sequence token; transformers leaves it out of the gradient."""
+    plain = save_tiny_llama(tmp_path / "plain", tie_word_embeddings=False)
+    padding = shutil.copytree(plain, tmp_path / "padding")
+    config = json.loads((padding / "config.json").read_text())
+    (padding / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
+    gradients = []
+    for path in (plain, padding):
+        flags = dict(attn_implementation=attention, advantage_estimator="ppo" if role == "critic" else "grpo")
+        backend = make_backend(make_args(path, clip_grad=0.0, **flags), role)
+        batch = whole_batch(make_samples())
+        assert any(5 in tokens for tokens in batch["tokens"])
+        if role == "critic":
+            batch["returns"] = [torch.ones(n) for n in batch["response_lengths"]]
+            batch["values"] = [torch.zeros(n) for n in batch["response_lengths"]]
+        backend.train_step(advantages_set(batch), 0)
+        gradients.append({name: p.grad for name, p in backend.named_parameters})
+    (embedding,) = (gradient for name, gradient in gradients[1].items() if name.endswith("embed_tokens.weight"))
+    assert embedding is not None and embedding[5].any()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-6, atol=1e-8)

@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = dict(
     max_position_embeddings=128,
     initializer_range=0.2,
     tie_word_embeddings=False,
-    pad_token_id=None,  # with one, transformers gives its embedding no gradient
+    pad_token_id=7,  # inside the vocabulary: samples contain it, and its embedding is trained
     bos_token_id=1,
     eos_token_id=2,
 )
@@ -122,6 +122,8 @@ def save_family(name: str, path: Path, seed: int = 0) -> Path:
         for parameter in [*model.parameters(), *_trained_buffers(model)]:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        pad = model.get_input_embeddings().weight[CONFIGS[name].pad_token_id]
+        pad.copy_(torch.randn_like(pad) * 0.2)  # transformers starts it from 0
     model.save_pretrained(path)
     assert AutoConfig.from_pretrained(path).model_type == CONFIGS[name].model_type
     return path
