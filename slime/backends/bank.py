@@ -1,34 +1,63 @@
-"""Further copies of the weights (reference, teacher, old actor), in CPU memory, swapped in to be used."""
+"""Further copies of the weights (reference, teacher, old actor), swapped into the model to be used."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.backends.collectives import local
 from slime.backends.loss import needs_ref_log_probs, needs_teacher_log_probs
+from slime.backends.offload import HostArena, host_tensors
 
+logger = logging.getLogger(__name__)
 LIVE = "actor"
+DEVICE_SHARE = 1 / 8
+"""Copies stay on the accelerator when they take at most this share of the memory that is free once model and
+optimizer are built: activations and gradients need the rest."""
 
 
 class WeightBank:
-    """Copies of a model's parameters by tag, each this rank's shard only, in the model's dtype.
+    """Copies of a model's parameters by tag, each this rank's shard only. ``"actor"`` is what the model holds.
 
-    ``"actor"`` is what the model holds. On the CPU without sharding a swap exchanges pointers; otherwise
-    it copies, through pinned memory on CUDA.
+    How a copy gets into the model is decided once, by where the copies are:
+
+    - On the CPU without sharding, pointers are exchanged.
+    - On the accelerator (``on_device``), copies have the model's dtype and are exchanged with it tensor by tensor.
+    - In CPU memory, pinned for CUDA, copies have ``dtype``. While one is in use, the actor's weights wait in an arena
+      that all copies share. Only the actor is written back: copies do not change by being used.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], may_swap_pointers: bool = True) -> None:
-        """``may_swap_pointers`` False: someone else points into these tensors' memory."""
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        may_swap_pointers: bool = True,
+        dtype: torch.dtype | None = None,
+        on_device: bool = False,
+        arena: HostArena | None = None,
+    ) -> None:
+        """
+        Args:
+            may_swap_pointers: False where someone else points into these tensors' memory.
+            dtype: of the floating-point tensors of copies in CPU memory; None for the model's own. That which
+                computes loses nothing, for the forward pass casts to it anyway.
+            arena: memory for the actor's weights while a copy is in use; may be that which the trainer sleeps in.
+                None for one of its own.
+        """
         self.named = named
         self.copies: dict[str, list[Tensor]] = {}
         unsharded = all(not isinstance(p, DTensor) and p.device.type == "cpu" for _, p in named)
         self._pointers = may_swap_pointers and unsharded
+        self._on_device = on_device and not self._pointers
+        self._dtype = None if self._pointers or on_device else dtype
+        self._arena = arena
+        self._host_mesh: DeviceMesh | None = None
 
     def _live(self) -> list[Tensor]:
         return [local(p.detach()) for _, p in self.named]
@@ -42,6 +71,14 @@ class WeightBank:
             )
         return self.copies[tag]
 
+    def _room(self, tag: str) -> list[Tensor]:
+        """The tensors of a copy, made if there are none yet."""
+        if tag not in self.copies:
+            live = self._live()
+            on_device = self._pointers or self._on_device
+            self.copies[tag] = [torch.empty_like(t) for t in live] if on_device else host_tensors(live, self._dtype)
+        return self.copies[tag]
+
     @torch.no_grad()
     def copy(self, source: str, target: str) -> None:
         """Make ``target`` equal to ``source``.
@@ -50,59 +87,140 @@ class WeightBank:
             KeyError: there is no such copy.
         """
         tensors = self._require(source)
-        if target != LIVE and target not in self.copies:
-            self.copies[target] = [_host_like(t) for t in tensors]
-        for mine, theirs in zip(self._require(target), tensors, strict=True):
-            mine.copy_(theirs)
+        for mine, theirs in zip(self._live() if target == LIVE else self._room(target), tensors, strict=True):
+            _copy(mine, theirs)
+        _synchronize(self.named)
 
-    def add(self, tag: str, full: dict[str, Tensor]) -> None:
+    @torch.no_grad()
+    def add(self, tag: str, full: dict[str, Tensor], fetch: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         """A copy from whole tensors, by the same names.
+
+        Args:
+            full: by name; may be on the ``meta`` device where ``fetch`` gets the values from another rank.
+            fetch: gives the values of one tensor of ``full``, whole. Called in the order of the model's parameters on
+                all ranks together.
 
         Raises:
             ValueError: other names or shapes than the trained model's.
         """
-        shards = []
         for name, p in self.named:
             if name not in full or full[name].shape != p.shape:
                 there = tuple(full[name].shape) if name in full else "missing"
                 raise ValueError(f"{tag} model: {name} is {there}, in the trained model {tuple(p.shape)}")
-            shard = _host_like(local(p.detach()))
-            shards.append(shard.copy_(shard_of(full[name], p)))
-        self.copies[tag] = shards
+        for (name, p), mine in zip(self.named, self._room(tag), strict=True):
+            _copy(mine, shard_of(fetch(full.pop(name)), p))
+        _synchronize(self.named)
 
     @contextmanager
     def using(self, tag: str) -> Iterator[None]:
-        """Have the model hold another copy for a while."""
+        """Have the model hold another copy for a while. What is written to the model meanwhile may be lost: see
+        :meth:`filling`."""
         if tag == LIVE:
             yield
             return
-        self._require(tag)
-        self._swap(tag)
-        try:
+        copies = self._require(tag)
+        if self._pointers or self._on_device:
+            self._exchange(copies)
+            try:
+                yield
+            finally:
+                self._exchange(copies)
+            return
+        with self._actor_aside():
+            for mine, theirs in zip(self._live(), copies, strict=True):
+                _copy(mine, theirs)
+            _synchronize(self.named)
             yield
-        finally:
-            self._swap(tag)
+
+    @contextmanager
+    def filling(self, tag: str) -> Iterator[None]:
+        """What is written to the model inside becomes the copy ``tag``, which is made if there is none; afterwards the
+        model holds the actor's weights again."""
+        if self._pointers or self._on_device:
+            self.copy(LIVE, tag)
+            with self.using(tag):
+                yield
+            return
+        with self._actor_aside():
+            yield
+            self.copy(LIVE, tag)
 
     @torch.no_grad()
-    def _swap(self, tag: str) -> None:
-        copies = self.copies[tag]
+    def _exchange(self, copies: list[Tensor]) -> None:
         for i, (_, p) in enumerate(self.named):
             if self._pointers:
                 p.data, copies[i] = copies[i], p.data
             else:
                 mine = local(p.detach())
-                before = mine.to("cpu", copy=True)
+                before = mine.clone()
                 mine.copy_(copies[i])
                 copies[i].copy_(before)
 
+    @contextmanager
+    def _actor_aside(self) -> Iterator[None]:
+        """Keep the model's tensors in the arena meanwhile."""
+        live = [_bytes(tensor) for tensor in self._live()]
+        if self._arena is None:
+            self._arena = HostArena(pinned=any(tensor.is_cuda for tensor in live))
+        arena = self._arena
+        arena.reserve(arena.held + sum(tensor.numel() for tensor in live))
+        starts = [arena.held]
+        for tensor in live:
+            starts.append(starts[-1] + tensor.numel())
+        pairs = [pair for start, tensor in zip(starts, live, strict=False) for pair in arena.pieces(start, tensor)]
+        with torch.no_grad():
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for host, device in pairs:
+                    device.copy_(host, non_blocking=True)
+            _synchronize(self.named)
+
     def tensors(self, tag: str) -> dict[str, Tensor]:
-        """A copy as what a distributed checkpoint can reshard."""
+        """A copy as what a distributed checkpoint can reshard, in the copy's own memory: loading into these tensors
+        loads the copy. A collective when it is called first.
+
+        Raises:
+            RuntimeError: torch made copies instead.
+        """
         pairs = zip(self.named, self._require(tag), strict=True)
-        return {name: _as_global(tensor, p) for (name, p), tensor in pairs}
+        return {name: self._as_global(tensor, p) for (name, p), tensor in pairs}
+
+    def _as_global(self, tensor: Tensor, like: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return tensor
+        mesh = like.device_mesh
+        if tensor.device.type == "cpu":  # from_local moves a tensor to the mesh's device, which would be a copy
+            if self._host_mesh is None:
+                self._host_mesh = init_device_mesh("cpu", (mesh.size(),))
+            mesh = self._host_mesh
+        whole = DTensor.from_local(
+            tensor, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        if whole.to_local().data_ptr() != tensor.data_ptr():
+            raise RuntimeError(f"a DTensor of a weight copy on {tensor.device} is a copy of it, on {mesh}")
+        return whole
 
 
-def _host_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Cast on the accelerator, so that one asynchronous transfer in the narrower dtype is all that crosses the bus."""
+    if target.is_cuda and not source.is_cuda:
+        source = source.to(target.device, non_blocking=True)
+    elif source.is_cuda and not target.is_cuda:
+        source = source.to(target.dtype)
+    target.copy_(source, non_blocking=True)
+
+
+def _synchronize(named: Sequence[tuple[str, Tensor]]) -> None:
+    if any(p.is_cuda for _, p in named):
+        torch.cuda.synchronize()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
@@ -117,12 +235,29 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
     return chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
 
 
-def _as_global(tensor: Tensor, like: Tensor) -> Tensor:
-    if not isinstance(like, DTensor):
-        return tensor
-    return DTensor.from_local(
-        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+def keeps_copies_on_device(args: Any, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None) -> bool:
+    """Whether the copies that the flags ask for stay on the accelerator; the trainer's log says so.
+
+    Not where the trainer shares the accelerator with engines, which need that memory.
+
+    Args:
+        named: parameters of the model; its optimizer has been built.
+        free_bytes: on the accelerator; measured by default.
+    """
+    count = int(needs_ref_log_probs(args)) + int(needs_teacher_log_probs(args)) + 2 * int(bool(args.keep_old_actor))
+    if not count or args.colocate or args.offload_train:
+        return False
+    if free_bytes is None:
+        if not any(p.is_cuda for _, p in named):
+            return False
+        free_bytes = torch.cuda.mem_get_info()[0]
+    needed = count * sum(local(p.detach()).nbytes for _, p in named)
+    fits = needed <= DEVICE_SHARE * free_bytes
+    logger.warning(
+        "copies of the weights (reference, teacher, old actor) take %.2f GiB and stay %s: %.2f GiB are free there",
+        *(needed / 2**30, "on the accelerator" if fits else "in CPU memory", free_bytes / 2**30),
     )
+    return fits
 
 
 def load_copies(args: Any, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from slime.backends.collectives import local
 
 ARENA_BYTES = 2**30
+ALIGNMENT = 64
 
 
 class Offloader:
@@ -17,13 +18,14 @@ class Offloader:
 
     It frees each storage and later gives it its size again, so every alias (FSDP's views of its shards,
     the optimizer's references) stays what it was. The pinned memory is kept: pinning costs far more than the
-    copy. It comes in pieces of a power of two, for torch rounds what it pins up to one.
+    copy. It comes in pieces of a power of two, for torch rounds what it pins up to one. Others may use
+    :attr:`host` for a while, behind what sleeps.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
         self._asleep: list[tuple[torch.UntypedStorage, int]] = []
         self._device_type = device_type
-        self._host = HostArena(pinned=device_type == "cuda")
+        self.host = HostArena(pinned=device_type == "cuda")
 
     @property
     def asleep(self) -> bool:
@@ -42,16 +44,17 @@ class Offloader:
         if not storages:
             return 0
         start = offset = sum(nbytes for _, nbytes in self._asleep)
-        self._host.reserve(start + sum(x.nbytes() for x in [*storages.values(), *staying.values()]))
+        self.host.reserve(start + sum(x.nbytes() for x in [*storages.values(), *staying.values()]))
         for storage in storages.values():
             flat = _bytes(storage)
-            for host, part in self._host.pieces(offset, flat):
+            for host, part in self.host.pieces(offset, flat):
                 host.copy_(part, non_blocking=True)
             self._asleep.append((storage, flat.numel()))
             offset += flat.numel()
         self._synchronize()
         for storage in storages.values():
             storage.resize_(0)
+        self.host.held = offset
         return offset - start
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -72,12 +75,13 @@ class Offloader:
         offset = 0
         for storage, nbytes in self._asleep:
             storage.resize_(nbytes)
-            for host, part in self._host.pieces(offset, _bytes(storage)):
+            for host, part in self.host.pieces(offset, _bytes(storage)):
                 part.copy_(host, non_blocking=True)
             offset += nbytes
         if self._asleep:
             self._synchronize()
         self._asleep.clear()
+        self.host.held = 0
 
 
 class HostArena:
@@ -86,6 +90,8 @@ class HostArena:
     def __init__(self, piece_bytes: int = ARENA_BYTES, pinned: bool = True) -> None:
         self.piece_bytes, self.pinned = piece_bytes, pinned
         self.memory: list[Tensor] = []
+        self.held = 0
+        """Bytes at the beginning that are someone's; others take what lies behind them."""
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +118,28 @@ class HostArena:
             count = min(self.memory[index].numel() - start, flat.numel() - done)
             yield self.memory[index][start : start + count], flat[done : done + count]
             done += count
+
+
+def host_tensors(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Uninitialised CPU tensors of these shapes, pinned where ``like`` is on CUDA.
+
+    Many share one piece of memory of a power of two: torch rounds what it pins up to one, so tensors that are pinned
+    one by one take up to twice their size.
+
+    Args:
+        dtype: of those whose dtype is a floating-point one; None for their own.
+    """
+    kinds = [dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype for tensor in like]
+    needs = [-(-t.numel() * kind.itemsize // ALIGNMENT) * ALIGNMENT for t, kind in zip(like, kinds, strict=True)]
+    piece, used, rest, out = torch.empty(0, dtype=torch.uint8), 0, sum(needs), []
+    for tensor, kind, need in zip(like, kinds, needs, strict=True):
+        if used + need > piece.numel():
+            pinned = tensor.is_cuda
+            size = max(need, min(1 << (rest - 1).bit_length() if pinned else rest, ARENA_BYTES))
+            piece, used = torch.empty(size, dtype=torch.uint8, pin_memory=pinned), 0
+        out.append(piece[used : used + tensor.numel() * kind.itemsize].view(kind).view(tensor.shape))
+        used, rest = used + need, rest - need
+    return out
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import make_args, make_batch, make_samples, weights_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slime.backends.create import create_backend
+from slime.backends.fsdp import backend as fsdp_backend
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.steps import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
@@ -122,6 +126,44 @@ def names(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: 
     return {model: [name for name, _ in make(model).named_weights()] for model in ("qwen3_moe", "qwen2_5_vl")}
 
 
+def reference_in_shards(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """How much memory the weights of another reference take on this rank while they are loaded."""
+    backend = make("llama", use_kl_loss=True)
+    with LiveBytes() as peak, pytest.MonkeyPatch.context() as patch:
+        load = fsdp_backend.load_full_model
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            model = load(*args, **kwargs)  # reads in threads, which a dispatch mode does not see
+            peak.watch(list(model.parameters()))
+            return model
+
+        patch.setattr(fsdp_backend, "load_full_model", watched)
+        backend._load_copy("ref", str(paths["reference"]))
+    sizes = [p.numel() * 4 for _, p in backend.named_parameters]
+    log_probs = backend.log_probs(rank_batch(make_samples(), backend.rank, world_size), "ref")["log_probs"]
+    return dict(peak=peak.most, whole=sum(sizes), largest=max(sizes), log_probs=log_probs)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most memory that tensors made inside had at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.watch([x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)])
+        return out
+
+    def watch(self, tensors: list[torch.Tensor]) -> None:
+        self.made |= {id(tensor): weakref.ref(tensor) for tensor in tensors if tensor.device.type != "meta"}
+        alive = [tensor for ref in self.made.values() if (tensor := ref()) is not None]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+        self.most = max(self.most, sum(storages.values()))
+
+
 def nan_on_the_last_rank(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     backend = make("llama")
     batch = rank_batch(make_samples(), backend.rank, world_size)
@@ -147,12 +189,14 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (2, critic),
     (2, bfloat16),
     (2, names),
+    (2, reference_in_shards),
     (2, resume),
     (1, two_steps),
     (1, context_parallel),
     (1, checkpointed),
     (1, qwen3),
     (1, critic),
+    (1, reference_in_shards),
     (1, bfloat16),
     (1, load_of_two_ranks),
     (1, hf_export),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
 
+from slime.backends.bank import WeightBank
 from slime.backends.collectives import local
 from slime.backends.create import create_backend
 from slime.backends.fsdp.backend import FsdpBackend
@@ -104,3 +107,71 @@ def test_snapshot_is_exact(llama: Path, tmp_path: Path) -> None:
     a, b = weights_of(first), weights_of(second)
     assert all(torch.equal(a[n], b[n]) for n in a)
     assert run(first, 1)["train/loss"] == pytest.approx(run(second, 1)["train/loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("flag", [{"ref_update_interval": 1, "use_kl_loss": True}, {"keep_old_actor": True}])
+def test_moved_copies_come_back_in_a_resumed_run(llama: Path, tmp_path: Path, flag: dict[str, Any]) -> None:
+    flags = dict(train_dtype="bfloat16", offload_train=True, **flag)  # copies in pinned memory
+    tag = "ref" if "use_kl_loss" in flag else "old_actor"
+    first, second = on_cuda(llama, **flags), on_cuda(llama, **flags)
+    initial = [tensor.clone() for tensor in second.bank.copies[tag]]
+    assert all(tensor.is_pinned() for tensor in initial)
+    run(first)
+    first.copy_weights("actor", tag)
+    saved = [tensor.clone() for tensor in first.bank.copies[tag]]
+    run(first, 1)
+    first.save(tmp_path)
+    second.load(tmp_path)
+    loaded = second.bank.copies[tag]
+    assert all(torch.equal(a, b) for a, b in zip(loaded, saved, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(loaded, initial, strict=True))
+
+
+@pytest.mark.parametrize("offload_train", [False, True])
+def test_a_reference_scores_alike_wherever_it_is_kept(llama: Path, tmp_path: Path, offload_train: bool) -> None:
+    other = save_tiny_llama(tmp_path, seed=5, hidden_size=128, intermediate_size=160)
+    flags = dict(train_dtype="bfloat16", use_kl_loss=True, ref_load=str(other), offload_train=offload_train)
+    backend, plain = on_cuda(llama, **flags), on_cuda(other, train_dtype="bfloat16")
+    assert {tensor.is_cuda for tensor in backend.bank.copies["ref"]} == {not offload_train}
+    before = weights_of(backend)
+    batch = whole_batch(make_samples())
+    for _ in range(2):
+        got, want = backend.log_probs(batch, "ref")["log_probs"], plain.log_probs(batch)["log_probs"]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(before[name], tensor) for name, tensor in backend.named_weights())
+
+
+def seconds_per_gib(action: Callable[[], None], nbytes: int) -> float:
+    action()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / (nbytes / 2**30)
+
+
+def test_swapping_a_copy_costs_a_fraction_of_what_pageable_memory_costs() -> None:
+    """Prints seconds per GiB of float32 weights, for a swap in and out; run with ``-s`` to see them."""
+    named = [(f"layer{i}", torch.randn(2**26, device="cuda")) for i in range(8)]  # 2 GiB
+    nbytes = sum(tensor.nbytes for _, tensor in named)
+    pinned = [torch.randn(2**26, pin_memory=True) for _ in named]
+
+    def through_pageable_memory() -> None:  # as it was done before
+        for _ in range(2):
+            for (_, mine), copy in zip(named, pinned, strict=True):
+                before = mine.to("cpu", copy=True)
+                mine.copy_(copy)
+                copy.copy_(before)
+
+    def swap(bank: WeightBank) -> None:
+        with bank.using("ref"):
+            pass
+
+    figures = {"pageable": seconds_per_gib(through_pageable_memory, nbytes)}
+    for name, options in {"pinned": {"dtype": torch.bfloat16}, "on_device": {"on_device": True}}.items():
+        bank = WeightBank(named, **options)
+        bank.copy("actor", "ref")
+        figures[name] = seconds_per_gib(partial(swap, bank), nbytes)
+    print("swap in and out, seconds per GiB:", {name: round(seconds, 4) for name, seconds in figures.items()})
+    assert figures["pinned"] < 0.5 * figures["pageable"]
+    assert figures["on_device"] < 0.1 * figures["pageable"]

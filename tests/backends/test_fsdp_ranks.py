@@ -188,3 +188,16 @@ def test_every_rank_names_its_weights_as_the_checkpoint_does(
     on_disk = sorted(load_file(paths[model] / "model.safetensors"))
     for rank in range(2):
         assert sorted(ranks[rank]["names", 2][model]) == on_disk, f"rank {rank}"
+
+
+def test_the_reference_is_never_whole_on_other_ranks_than_the_one_that_reads_it(ranks: list[Results]) -> None:
+    """Tied weights once: of two ranks each keeps half, and sees one whole tensor at a time."""
+    reader, other = (ranks[rank]["reference_in_shards", 2] for rank in range(2))
+    assert reader["peak"] > reader["whole"]
+    assert other["peak"] < 0.6 * other["whole"] + 1.1 * other["largest"]
+    one = ranks[0]["reference_in_shards", 1]["log_probs"]
+    for rank in range(2):
+        mine = ranks[rank]["reference_in_shards", 2]["log_probs"]
+        whole = [x for i, x in enumerate(one) if (i // 4) % 2 == rank]
+        for got, want in zip(mine, whole, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_helpers import (
     make_args,
     make_backend,
@@ -18,9 +21,11 @@ from fsdp_helpers import (
     whole_batch,
 )
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 
 from slime.backends.create import create_backend
 from slime.backends.train_loop import train_on_rollout
+from slime.engines.process import free_port
 from slime.models.loading import load_hf_model
 from slime.weights import hf_folder
 
@@ -107,6 +112,46 @@ def test_parts_of_a_snapshot_may_be_left_aside(llama: Path, tmp_path: Path) -> N
         assert all(torch.equal(held[n], t) for n, t in other.named_weights())
         reference = fresh if "finetune" in left_out else held
         assert all(torch.equal(reference[n], t) for n, t in other.bank.tensors("ref").items() if n in reference)
+
+
+@pytest.fixture
+def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of one rank."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("flag", [{"ref_update_interval": 1, "use_kl_loss": True}, {"keep_old_actor": True}])
+def test_moved_copies_come_back_where_parameters_are_on_an_accelerator(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: dict[str, Any]
+) -> None:
+    """On CUDA ``DTensor.from_local`` moves a CPU tensor to the mesh's device, so what it returns is not the copy that
+    lies in CPU memory. Simulated: on the parameters' mesh it returns a copy. In bfloat16 one rank is sharded, too."""
+    flags = dict(train_dtype="bfloat16", **flag)
+    tag = "ref" if "use_kl_loss" in flag else "old_actor"
+    first, second = (make_backend(make_args(llama, **flags)) for _ in range(2))
+    meshes = [p.device_mesh for backend in (first, second) for p in map(itemgetter(1), backend.named_parameters)]
+    from_local = DTensor.from_local
+
+    def as_on_cuda(tensor: torch.Tensor, mesh: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = tensor.clone() if any(mesh is other for other in meshes) else tensor
+        return from_local(moved, mesh, *args, **kwargs)
+
+    monkeypatch.setattr(DTensor, "from_local", as_on_cuda)
+    initial = [tensor.clone() for tensor in second.bank.copies[tag]]
+    train(first, 0)
+    first.copy_weights("actor", tag)
+    saved = [tensor.clone() for tensor in first.bank.copies[tag]]
+    train(first, 1)
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    loaded = second.bank.copies[tag]
+    assert all(torch.equal(a, b) for a, b in zip(loaded, saved, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(loaded, initial, strict=True))
 
 
 def test_critic_snapshot_holds_the_value_head(llama: Path, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_on_the_cpu_there_is_nothing_to_give_back() -> None:
 def test_some_sleep_first_and_the_others_later() -> None:
     """What shares memory with a tensor that stays is not put to sleep, and all bytes come back."""
     offloader = Offloader("cpu")
-    offloader._host.piece_bytes = 64
+    offloader.host.piece_bytes = 64
     weights = torch.arange(30, dtype=torch.int64)
     moments, master = torch.arange(50.0), weights[10:20]
     expected = [tensor.clone() for tensor in (weights, moments, master)]
@@ -64,7 +64,7 @@ def test_some_sleep_first_and_the_others_later() -> None:
 def test_memory_that_grows_keeps_what_sleeps_in_it() -> None:
     """More came to life between the two calls than the first one made room for."""
     offloader = Offloader("cpu")
-    offloader._host.piece_bytes = 64
+    offloader.host.piece_bytes = 64
     first, second = torch.arange(5.0), torch.arange(100.0)
     offloader.sleep([first])
     offloader.sleep([first, second])

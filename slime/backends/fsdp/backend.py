@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from slime.backends import micro_batches as mb
-from slime.backends.bank import WeightBank, load_copies
+from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag, RankBatch
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.checkpoint import load_training_state, save_training_state
 from slime.backends.fsdp.hf_weights import iter_hf_weights, save_hf_checkpoint
-from slime.backends.fsdp.model import DTYPES, build_scorer, checkpoint_names, initial_weights, load_full_model
+from slime.backends.fsdp.model import (
+    DTYPES,
+    build_scorer,
+    checkpoint_names,
+    from_first_rank,
+    initial_weights,
+    load_full_model,
+)
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.loss import (
     TokenBatch,
@@ -60,17 +68,26 @@ class FsdpBackend(StepAccounting):
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         self.named_buffers: list[tuple[str, Tensor]] = _persistent_buffers(self.scorer)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, LrSchedule.from_args(args, role))
-        self.bank = WeightBank(self.named_parameters)
         self.offloader = Offloader()
+        self.bank = WeightBank(
+            self.named_parameters,
+            dtype=DTYPES[args.train_dtype],
+            on_device=role == "actor" and keeps_copies_on_device(args, self.named_parameters),
+            arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
+        )
         self.moving_copies: set[str] = set()
         self.saving: BackgroundSave | None = None
         self.save_group: Any = None
-        """Copies that change during a run, and so belong in its snapshots."""
         if role == "actor":
             self.moving_copies = load_copies(args, self.bank, initial_weights(args), self._load_copy)
 
     def _load_copy(self, tag: str, path: str) -> None:
-        self.bank.add(tag, dict(load_full_model(self.args, path).named_parameters()))
+        """Rank 0 reads the model; every rank gets its shards of it, one tensor at a time."""
+        alone = self.world_size == 1
+        dtype = DTYPES[self.args.train_dtype]  # that which computes: the copy is for forward passes only
+        model = load_full_model(self.args, path, empty=not alone and self.rank != 0, dtype=dtype)
+        fetch = (lambda tensor: tensor) if alone else partial(from_first_rank, device=self.device)
+        self.bank.add(tag, dict(model.named_parameters()), fetch)
 
     # --- forward only ---------------------------------------------------------------------------
 

@@ -63,15 +63,15 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
     return scorer, _builder(args, model, device, packed)
 
 
-def load_full_model(args: Any, path: str, empty: bool = False) -> PreTrainedModel:
-    """Float32 on the CPU: the master weights, whatever dtype computes. ``empty``: without memory or values."""
+def load_full_model(args: Any, path: str, empty: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """On the CPU, the master weights in float32, whatever dtype computes. ``empty``: without memory or values."""
     attention: str | dict[str, str] = PACKED
     if (args.attn_implementation or VARLEN) != VARLEN:
         attention = args.attn_implementation
     elif is_multimodal(load_hf_config(path, args.trust_remote_code)):
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
     device = "meta" if empty else "cpu"
-    return load_hf_model(path, torch.float32, device, attention, args.trust_remote_code)
+    return load_hf_model(path, dtype, device, attention, args.trust_remote_code)
 
 
 def _builder(args: Any, model: PreTrainedModel, device: torch.device, packed: bool) -> InputBuilder:
@@ -166,14 +166,20 @@ def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_si
 @torch.no_grad()
 def distribute(scorer: Scorer, whole: dict[str, torch.Tensor], device: torch.device) -> None:
     """Give every rank its shard of rank 0's ``whole`` parameters, and its buffers; one tensor at a time."""
-    reads = dist.get_rank() == 0
     for name, parameter in scorer.named_parameters():
-        full = whole.pop(name)
-        full = full.to(device) if reads else torch.empty(full.shape, dtype=full.dtype, device=device)
-        dist.broadcast(full, src=0)
-        local(parameter).copy_(shard_of(full, parameter))
+        local(parameter).copy_(shard_of(from_first_rank(whole.pop(name), device), parameter))
     for buffer in scorer.buffers():  # also those that no checkpoint holds: rotary frequencies
         dist.broadcast(buffer, src=0)
+
+
+def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rank 0's values of a whole tensor, on ``device``; a collective. Others give shape and dtype by ``tensor``."""
+    if dist.get_rank() == 0:
+        tensor = tensor.detach().to(device)
+    else:
+        tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    dist.broadcast(tensor, src=0)
+    return tensor
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from slime.backends.bank import WeightBank, load_copies
+from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag, RankBatch
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import (
@@ -81,11 +81,15 @@ class MegatronBackend(StepAccounting):
             fused=device.type == "cuda" and bool(args.compile_layers),
         )
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
-        self.bank = WeightBank(self.weights.tensors(), may_swap_pointers=False)
         self.offloader = Offloader()
+        self.bank = WeightBank(
+            self.weights.tensors(),
+            may_swap_pointers=False,
+            on_device=role == "actor" and keeps_copies_on_device(args, self.weights.tensors()),
+            arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
+        )
         self.moving_copies: set[str] = set()
         self.saving: BackgroundSave | None = None
-        """Copies that change during a run, and so belong in its snapshots."""
         if role == "actor":
             self.moving_copies = load_copies(args, self.bank, _initial_weights(args), self._load_copy)
 
@@ -128,8 +132,7 @@ class MegatronBackend(StepAccounting):
 
     def _load_copy(self, tag: str, path: str) -> None:
         """Another model of the same shape, read through the live parameters."""
-        self.bank.copy("actor", tag)
-        with self.bank.using(tag):
+        with self.bank.filling(tag):
             self._read_weights(path)
 
     def _read_weights(self, path: str) -> None:

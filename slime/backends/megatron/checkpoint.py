@@ -96,9 +96,8 @@ def load_training_state(backend: MegatronBackend, path: Path) -> None:
         raise MegatronError(f"{path} holds the state of the {meta['role']}, not of the {backend.role}")
     args = backend.args
     for tag in [] if args.finetune else meta["copies"]:
-        backend.bank.copy("actor", tag)  # makes room of the right shape
         backend.moving_copies.add(tag)
-        with backend.bank.using(tag):
+        with backend.bank.filling(tag):
             load_weights(backend.chunks, backend.layout, path, f"copy_{tag}")
     if not meta["optimizer"] or args.no_load_optim or args.finetune:
         load_weights(backend.chunks, backend.layout, path)
