@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .sequences import keep_where, scan_from_end
+from .sequences import put_where, scan_from_end
 
 
 def get_advantages_and_returns_batch(
@@ -58,43 +58,33 @@ def _serial(x: Tensor, factor: float) -> Tensor:
     return out
 
 
-def last_unmasked(mask: Tensor) -> int | None:
-    """Position of the last 1, or None."""
-    on = torch.nonzero(mask)
-    return int(on[-1]) if len(on) else None
-
-
 def compute(args: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Token reward −kl_coef·kl_t, plus the response's reward on its last trained token.
 
-    The response ends at its last unmasked token: masked tokens after it (the output of a last tool
-    call, say) are no actions and the critic is not trained there, so they carry no reward and no
-    value. Masked tokens in between pass advantages through. Without masked tokens at the end this is
-    plain GAE over the response.
+    Time steps are the trained (unmasked) tokens only: tokens of a tool's output between two turns are no actions, and
+    the critic is not trained there, so neither their values nor their number enter. The token that follows t is the
+    next trained one. Masked tokens get advantages and returns of 0.
 
     Raises:
         ValueError: the batch has no ``values``.
     """
     if batch.get("values") is None:
         raise ValueError("--advantage-estimator ppo needs the critic's values in the batch, and there are none")
-    ends = [last_unmasked(mask) for mask in batch["loss_masks"]]
-    lengths = [0 if end is None else end + 1 for end in ends]
-    values = [v[:n] for v, n in zip(batch["values"], lengths, strict=True)]
+    masks = [mask.bool() for mask in batch["loss_masks"]]
+    values = [v[mask] for v, mask in zip(batch["values"], masks, strict=True)]
     rewards = []
-    for reward, kl, mask, n in zip(batch["rewards"], batch["kl"], batch["loss_masks"], lengths, strict=True):
-        token_rewards = -args.kl_coef * keep_where(mask[:n], kl[:n])
-        if n:
-            token_rewards[-1] += float(reward)
+    for reward, kl, mask in zip(batch["rewards"], batch["kl"], masks, strict=True):
+        token_rewards = -args.kl_coef * kl[mask]
+        token_rewards[-1:] += float(reward)
         rewards.append(token_rewards)
-    total_lengths = [
-        total - (response - n)
-        for total, response, n in zip(batch["total_lengths"], batch["response_lengths"], lengths, strict=True)
-    ]
+    lengths = [len(v) for v in values]
+    prompts = [total - n for total, n in zip(batch["total_lengths"], batch["response_lengths"], strict=True)]
+    total_lengths = [prompt + n for prompt, n in zip(prompts, lengths, strict=True)]
     advantages, returns = get_advantages_and_returns_batch(
         total_lengths, lengths, values, rewards, args.gamma, args.lambd
     )
-    return _pad_like(advantages, batch["kl"]), _pad_like(returns, batch["kl"])
+    return _put_back(advantages, masks), _put_back(returns, masks)
 
 
-def _pad_like(parts: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.nn.functional.pad(x, (0, len(y) - len(x))) for x, y in zip(parts, like, strict=True)]
+def _put_back(parts: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
+    return [put_where(mask, x) for x, mask in zip(parts, masks, strict=True)]

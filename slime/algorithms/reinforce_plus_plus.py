@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gae import last_unmasked
-from .sequences import keep_where, scan_from_end
+from .sequences import keep_where, put_where, scan_from_end
 
 
 def get_reinforce_plus_plus_returns(
@@ -24,8 +23,9 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Σ_k γ^k · (token reward at t+k), where the token reward is −kl_coef·kl_t·m_t, plus r_i on the
-    last unmasked token. A response with nothing unmasked (a removed sample) has returns of 0.
+    """Σ_k γ^k · (reward of the k-th unmasked token from t on), where a token's reward is −kl_coef·kl_t, plus r_i on
+    the last unmasked token. Masked tokens (the output of a tool, say) are no actions: they are not discounted over,
+    and their returns are 0, as are those of a response with nothing unmasked (a removed sample).
 
     All per-sample tensors are over whole responses, ``[response_length]``.
     """
@@ -33,15 +33,13 @@ def get_reinforce_plus_plus_returns(
     for reward, k, mask, length in zip(rewards, kl, loss_masks, response_lengths, strict=True):
         if len(k) != length:
             raise ValueError(f"kl has {len(k)} tokens, the response {length}: REINFORCE++ needs whole responses")
-        token_reward = -kl_coef * keep_where(mask, k)
-        end = last_unmasked(mask)
-        if end is not None:
-            token_reward[end] += float(reward)
+        token_reward = -kl_coef * k[mask.bool()]
+        token_reward[-1:] += float(reward)
         token_rewards.append(token_reward)
     if not token_rewards:
         return []
     returns = scan_from_end(torch.nn.utils.rnn.pad_sequence(token_rewards, batch_first=True), gamma)
-    return [row[:length] for row, length in zip(returns, response_lengths, strict=True)]
+    return [put_where(mask, row[: len(own)]) for row, own, mask in zip(returns, token_rewards, loss_masks, strict=True)]
 
 
 def get_reinforce_plus_plus_baseline_advantages(

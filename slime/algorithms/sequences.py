@@ -55,6 +55,13 @@ def keep_where(mask: Tensor, x: Tensor) -> Tensor:
     return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def put_where(mask: Tensor, x: Tensor) -> Tensor:
+    """The inverse of ``whole[mask]``: ``x`` (as many as the mask has ones) where the mask is on, 0 elsewhere."""
+    whole = torch.zeros(len(mask), dtype=x.dtype, device=x.device)
+    whole[mask.bool()] = x
+    return whole
+
+
 def flatten(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate per-sample tensors; an empty list gives an empty float tensor."""
     return torch.cat(list(parts)) if parts else torch.zeros(0)

@@ -120,11 +120,10 @@ def test_reinforce_plus_plus(lengths: list[int], gamma: float, seed: int) -> Non
     for reward, kl, mask, actual in zip(batch["rewards"], batch["log_probs"], masks, returns, strict=True):
         unmasked = [t for t in range(len(mask)) if mask[t]]
         running = 0.0
-        for t in reversed(range(len(mask))):
-            running = -0.3 * float(kl[t]) * int(mask[t]) + gamma * running
-            running += reward if unmasked and t == unmasked[-1] else 0.0
+        for t in reversed(unmasked):
+            running = -0.3 * float(kl[t]) + gamma * running + (reward if t == unmasked[-1] else 0.0)
             assert float(actual[t]) == pytest.approx(running, abs=1e-9)
-        assert unmasked or actual.abs().sum() == 0  # a removed sample: nothing, and no crash
+        assert actual[mask == 0].abs().sum() == 0  # also of a removed sample: nothing, and no crash
 
 
 # --- compute_advantages ------------------------------------------------------------------------
@@ -191,18 +190,34 @@ def test_kl_in_the_reward_takes_the_log_probs_that_training_will_use() -> None:
         torch.testing.assert_close(batch["advantages"][0], expected)
 
 
-def test_ppo_ends_at_the_last_trained_token() -> None:
-    """A masked tail (a last tool output) neither gets the reward nor lends its untrained values (trap 13)."""
-    batch = make_batch([5])
-    batch["loss_masks"] = [torch.tensor([1, 0, 1, 0, 0], dtype=torch.int32)]
-    short = make_batch([5])
-    args = make_args(advantage_estimator="ppo", gamma=0.9, lambd=0.8)
-    compute_advantages(args, batch, Identity())
-    expected, returns = get_advantages_and_returns_batch(
-        [5], [3], [short["values"][0][:3]], [torch.tensor([0, 0, short["rewards"][0]], dtype=torch.float64)], 0.9, 0.8
-    )
-    assert batch["advantages"][0].tolist() == pytest.approx([*expected[0].tolist(), 0, 0])
-    assert batch["returns"][0].tolist() == pytest.approx([*returns[0].tolist(), 0, 0])
+@pytest.mark.parametrize("garbage", [0.0, 5.0, float("nan")])
+def test_ppo_runs_over_trained_tokens_only(garbage: float) -> None:
+    """Worked by hand, gamma 0.5, lambda 0.5, V = 0.2, 0.4, 0.6 on the tokens of two turns around a tool's output:
+    deltas 0.5·0.4 − 0.2 = 0, 0.5·0.6 − 0.4 = −0.1, 1 − 0.6 = 0.4; from the end 0.4, −0.1 + 0.25·0.4 = 0, 0."""
+    batch = make_batch([6], loss_masks=[torch.tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)])
+    batch["rewards"] = [1.0]
+    batch["values"] = [torch.tensor([0.2, 0.4, garbage, garbage, 0.6, garbage])]
+    compute_advantages(make_args(advantage_estimator="ppo", gamma=0.5, lambd=0.5), batch, Identity())
+    assert batch["advantages"][0].tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.4, 0.0], abs=1e-7)
+    assert batch["returns"][0].tolist() == pytest.approx([0.2, 0.4, 0.0, 0.0, 1.0, 0.0])
+
+
+@quick
+@given(data=st.data(), name=st.sampled_from(["ppo", "reinforce_plus_plus"]))
+def test_masked_tokens_change_nothing_for_trained_ones(data: st.DataObject, name: str) -> None:
+    """A response with a tool's output inside has the advantages of the same response without it."""
+    mask = torch.tensor(data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=30)), dtype=torch.int32)
+    args = make_args(advantage_estimator=name, gamma=0.9, lambd=0.8, kl_coef=0.1)
+    whole = make_batch([len(mask)], seed=int(mask.sum()), loss_masks=[mask])
+    keep = mask.bool()
+    short = {key: [x[keep] for x in whole[key]] for key in ("values", "log_probs", "ref_log_probs", "loss_masks")}
+    count = int(mask.sum())
+    short |= dict(rewards=whole["rewards"], response_lengths=[count], total_lengths=[2 + count])
+    for batch in (whole, short):
+        compute_advantages(args, batch, Identity())
+    for key in ("advantages", "returns"):
+        torch.testing.assert_close(whole[key][0][keep], short[key][0])
+        assert not whole[key][0][~keep].any()
 
 
 def test_ppo_without_a_masked_tail_is_plain_gae_with_kl() -> None:
