@@ -32,7 +32,7 @@ def create_backend(
         local_rank: index of this rank's accelerator among those it can see.
 
     Raises:
-        ValueError: unknown backend or role.
+        ValueError: unknown backend, role or advantage estimator.
     """
     if role not in ("actor", "critic"):
         raise ValueError(f"role must be actor or critic, not {role!r}")
@@ -42,8 +42,10 @@ def create_backend(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
+    from slime.algorithms.registry import get_algorithm
     from slime.models.cpu_memory import keep_freed_memory
 
+    get_algorithm(args.advantage_estimator)  # raises before the first rollout is made
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)

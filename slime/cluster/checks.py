@@ -15,7 +15,10 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     from slime.config.parser import parse_args
 
     words = list(argv) if argv is not None else None
-    checks = (_check_data, _check_checkpoints, _check_snapshots, _check_save_folder, _check_server_options)
+    checks = (
+        _check_data, _check_estimator, _check_checkpoints, _check_snapshots, _check_save_folder,
+        _check_server_options,
+    )  # fmt: skip
     return parse_args(words, asynchronous=asynchronous, extra_checks=checks)
 
 
@@ -23,6 +26,17 @@ def _check_data(args: Args) -> list[str]:
     from slime.data.validate import check_data
 
     return check_data(args)
+
+
+def _check_estimator(args: Args) -> list[str]:
+    """What trains on the rewards knows the estimator, too: its flag's choices are only one place that names it."""
+    from slime.data.rewards import require_known_estimator
+
+    try:
+        require_known_estimator(args.advantage_estimator)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _check_checkpoints(args: Args) -> list[str]:

@@ -71,7 +71,12 @@ class KlConfig:
 
     use_kl_loss: bool = flag(False, help="KL to the reference model in the loss")
     kl_loss_coef: float = flag(0.0, help="its weight")
-    kl_loss_type: str = flag("k1", choices=("k1", "k2", "k3", "low_var_kl"), help="estimator of the KL")
+    kl_loss_type: str = flag(
+        None,
+        choices=("k1", "k2", "k3", "low_var_kl"),
+        help="estimator of the KL; default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the loss the "
+        "expected gradient of k1 is 0, so it does not regularise",
+    )
     kl_coef: float = flag(0.0, help="KL in the reward; excludes --kl-loss-coef")
     use_unbiased_kl: bool = flag(False, help="weigh the KL by the importance ratio")
     ref_update_interval: int = flag(None, low=1, help="copy the actor to the reference every N rollouts")

@@ -223,6 +223,8 @@ def _algorithm(args: Args, asynchronous: bool) -> None:
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
     args.use_critic = args.advantage_estimator == "ppo"
+    if args.kl_loss_type is None:
+        args.kl_loss_type = "k1" if args.kl_coef != 0 else "low_var_kl"
     if args.use_rollout_routing_replay:
         args.use_routing_replay = True
     if args.use_tis is None:

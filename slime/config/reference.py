@@ -16,7 +16,10 @@ from slime.config.parser import metavar
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "en" / "reference" / "flags.md"
-FOR_USERS = {"eval_max_context_len": "the user's functions"}
+FOR_USERS = {  # no room reads them
+    "eval_max_context_len": "the user's functions",
+    "allow_truncated_sampling": "the check of `--rollout-top-p` and `--rollout-top-k`",
+}
 _DERIVED = tuple(f"slime/config/{name}.py" for name in ("defaults", "overrides", "parser", "roles"))
 _OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
 _MOST = 4

@@ -26,6 +26,11 @@ class RolloutConfig:
         help="nucleus; below 1, training scores tokens over the nucleus they came from (embedded engine and FSDP)",
     )
     rollout_top_k: int = flag(-1, low=1, off=-1, help="-1 is off")
+    allow_truncated_sampling: bool = flag(
+        False,
+        help="allow --rollout-top-p below 1 and --rollout-top-k with SGLang or Megatron, where training scores tokens "
+        "over the whole vocabulary: importance ratios are then wrong",
+    )
     rollout_max_response_len: int = flag(1024, low=1, help="new tokens per sample")
     rollout_max_prompt_len: int = flag(None, low=1, help="drop longer prompts")
     rollout_max_context_len: int = flag(

@@ -20,6 +20,11 @@ def check_kl(args: Args) -> list[str]:
         problems.append(f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss")
     if args.use_kl_loss and args.kl_loss_coef == 0:
         args.notices.append("--use-kl-loss with --kl-loss-coef 0 measures the KL and trains nothing on it")
+    if args.kl_loss_type == "k1" and args.kl_loss_coef != 0 and not args.use_unbiased_kl:
+        args.notices.append(
+            "--kl-loss-type k1 in the loss does not regularise: its expected gradient is 0 for samples of the policy "
+            "itself; use low_var_kl or k2, or add --use-unbiased-kl"
+        )
     if args.kl_coef != 0 and args.advantage_estimator not in KL_IN_REWARD:
         args.notices.append(
             f"--kl-coef has no effect with --advantage-estimator {args.advantage_estimator}: "

@@ -71,15 +71,28 @@ def check_rollout(args: Args) -> list[str]:
         problems.append(
             f"--rollout-max-context-len {args.rollout_max_context_len}: leaves no room for a prompt and a response"
         )
-    replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
-    if (args.rollout_top_p < 1 or args.rollout_top_k > 0) and not replayed:
-        args.notices.append(
-            "--rollout-top-p below 1 or --rollout-top-k: samples come from a part of the vocabulary, and training "
-            "scores all of it: only the embedded engine says which part, and only FSDP replays it"
-        )
+    problems += _truncated_sampling(args)
     if (args.sglang_router_ip is None) != (args.sglang_router_port is None):
         problems.append("--sglang-router-ip and --sglang-router-port go together: give both or none")
     return problems
+
+
+def _truncated_sampling(args: Args) -> list[str]:
+    """Samples from a part of the vocabulary whose tokens training would score over all of it."""
+    given = [f"--rollout-top-p {args.rollout_top_p}"] if args.rollout_top_p < 1 else []
+    given += [f"--rollout-top-k {args.rollout_top_k}"] if args.rollout_top_k > 0 else []
+    replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
+    if not given or replayed or args.debug_rollout_only or args.loss_type == "sft_loss":
+        return []
+    what = (
+        f"{' and '.join(given)} with --rollout-backend {args.rollout_backend} and --train-backend "
+        f"{args.train_backend}: samples come from a part of the vocabulary, and training scores all of it, so "
+        "importance ratios are wrong (only the embedded engine says which part, and only FSDP scores over it)"
+    )
+    if args.allow_truncated_sampling:
+        args.notices.append(what)
+        return []
+    return [f"{what}: sample from the whole vocabulary, or pass --allow-truncated-sampling"]
 
 
 def check_reward(args: Args) -> list[str]:

@@ -20,7 +20,20 @@ BASELINES: dict[str, Callable[[Sequence[float]], list[float]]] = {
     "dr_grpo": centred,
     "reinforce_plus_plus_baseline": centred,
 }
-"""Group baseline of each estimator that has one; the others train on the reward as it is."""
+"""Group baseline of each estimator that has one."""
+
+WITHOUT_BASELINE = ("reinforce_plus_plus", "ppo")
+"""Estimators that train on the reward as it is."""
+
+
+def require_known_estimator(name: str) -> None:
+    """Raises ValueError for an estimator that nothing here says how to treat: without a baseline of its own it would
+    silently train on raw rewards."""
+    if name not in BASELINES and name not in WITHOUT_BASELINE:
+        raise ValueError(
+            f"--advantage-estimator {name}: no group baseline is registered for it; give it one in "
+            "slime.data.rewards.BASELINES, or name it in WITHOUT_BASELINE if it trains on rewards as they are"
+        )
 
 
 def post_process_rewards(
@@ -36,7 +49,8 @@ def post_process_rewards(
     ``--custom-reward-post-process-path`` replaces all of this.
 
     Raises:
-        ValueError: a sample without a reward, or a hook that gives other than one reward per sample.
+        ValueError: an unknown estimator, a sample without a reward, or a hook that gives other than one reward per
+            sample.
     """
     if getattr(args, "custom_reward_post_process_path", None):
         return _custom(args, samples)
@@ -59,7 +73,9 @@ def post_process_rewards(
 def _baseline(args: Any) -> Callable[[Sequence[float]], list[float]] | None:
     if not getattr(args, "rewards_normalization", True):
         return None
-    baseline = BASELINES.get(getattr(args, "advantage_estimator", "grpo"))
+    name = getattr(args, "advantage_estimator", "grpo")
+    require_known_estimator(name)
+    baseline = BASELINES.get(name)
     if baseline is standardized and not getattr(args, "grpo_std_normalization", True):
         return centred
     return baseline

@@ -201,3 +201,32 @@ def test_the_runs_cispo_counts_no_clip_where_there_is_no_advantage() -> None:
     kl, p = torch.tensor([-2.0, -2.0, 0.0]), torch.zeros(3)
     args = SimpleNamespace(eps_clip=0.2, eps_clip_high=None)
     assert cispo_loss(args, kl, p, torch.tensor([1.0, 0.0, 1.0]))[1].tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "unbiased", "regularises"),
+    [
+        ("k1", False, False),
+        ("k1", True, True),
+        ("k2", False, True),
+        ("k3", False, True),
+        ("low_var_kl", False, True),
+        ("low_var_kl", True, True),
+    ],
+)
+def test_what_an_estimator_of_the_kl_does_in_the_loss(kind: str, unbiased: bool, regularises: bool) -> None:
+    """The exact expectation of the loss's gradient over on-policy samples of six actions."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, generator=generator).requires_grad_()
+    reference = torch.randn(6, dtype=torch.float64, generator=generator).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    (true,) = torch.autograd.grad((log_p.exp() * (log_p - reference)).sum(), logits, retain_graph=True)
+    ratio = (log_p - log_p.detach()).exp() if unbiased else None
+    kl = compute_approx_kl(log_p, reference, kind, ratio)
+    (gradient,) = torch.autograd.grad((log_p.exp().detach() * kl).sum(), logits)
+    if not regularises:
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient))
+        return
+    assert torch.nn.functional.cosine_similarity(gradient, true, 0) > 0.9
+    if kind == "k2" or unbiased:
+        torch.testing.assert_close(gradient, true)

@@ -90,6 +90,7 @@ def make_args(checkpoint: Path | str, **changes: Any) -> Args:
         micro_batch_size=4,
         lr=1e-3,
         eps_clip_high=0.2,
+        kl_loss_type="low_var_kl",
         weight_decay=0.01,
         deterministic=False,
         threads_per_process=1,

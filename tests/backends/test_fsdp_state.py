@@ -236,7 +236,11 @@ def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "role", "message"),
-    [({}, "judge", "actor or critic"), ({"train_backend": "deepspeed"}, "actor", "neither fsdp nor megatron")],
+    [
+        ({}, "judge", "actor or critic"),
+        ({"train_backend": "deepspeed"}, "actor", "neither fsdp nor megatron"),
+        ({"advantage_estimator": "maxrl"}, "actor", "unknown --advantage-estimator 'maxrl'"),
+    ],
 )
 def test_create_backend_refuses(llama: Path, changes: dict[str, Any], role: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

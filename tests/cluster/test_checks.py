@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from slime.checkpoint import snapshot
-from slime.cluster.checks import _check_checkpoints, _check_save_folder, _check_snapshots, _snapshot_bytes
-from slime.config.args import Args
+from slime.cluster.checks import (
+    _check_checkpoints,
+    _check_estimator,
+    _check_save_folder,
+    _check_snapshots,
+    _snapshot_bytes,
+)
+from slime.config.args import FLAGS, Args
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8
@@ -119,3 +125,14 @@ def test_a_save_folder_that_cannot_be_written_or_has_no_room_is_told(model: Path
     args.save = str(tmp_path / "file" / "save")
     (problem,) = _check_save_folder(args)
     assert problem.startswith(f"--save {args.save} cannot be written on")
+
+
+def test_an_estimator_that_is_not_registered_everywhere_is_named_before_the_start() -> None:
+    """Else it would train on raw rewards."""
+    args = Args()
+    for name in FLAGS["advantage_estimator"].choices or ():
+        args.advantage_estimator = name
+        assert _check_estimator(args) == []
+    args.advantage_estimator = "maxrl"
+    (problem,) = _check_estimator(args)
+    assert "--advantage-estimator maxrl: no group baseline is registered" in problem

@@ -182,3 +182,20 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
         assert count_gpus(tmp_path) == count
     monkeypatch.setattr(machine_module, "_torch_is_cpu_build", lambda: True)
     assert count_gpus(tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "told"),
+    [
+        ("--use-kl-loss --kl-loss-coef 0.001", "low_var_kl", False),
+        ("--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k1", "k1", True),
+        ("--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k1 --use-unbiased-kl", "k1", False),
+        ("--use-kl-loss --kl-loss-coef 0.001 --kl-loss-type k2", "k2", False),
+        ("--kl-coef 0.1 --advantage-estimator ppo", "k1", False),
+        ("--kl-coef 0.1 --kl-loss-type k3 --advantage-estimator ppo", "k3", False),
+    ],
+)
+def test_the_kl_in_the_loss_regularises_by_default(workplace, line: str, kind: str, told: bool) -> None:
+    args = workplace.load(line)
+    assert args.kl_loss_type == kind
+    assert any("does not regularise" in notice for notice in args.notices) == told

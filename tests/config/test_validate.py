@@ -210,11 +210,20 @@ def test_flags_without_effect_are_named_once(workplace) -> None:
     assert sum("--sglang-mem-fraction-static" in notice for notice in args.notices) == 1
 
 
-def test_a_nucleus_that_training_cannot_replay_is_said() -> None:
-    for backend, said in (("embedded", False), ("sglang", True)):
-        args = default_args(rollout_top_p=0.9, rollout_backend=backend, train_backend="fsdp")
-        check_rollout(args)
-        assert any("--rollout-top-p" in notice for notice in args.notices) is said
+@pytest.mark.parametrize("cut", [{"rollout_top_p": 0.9}, {"rollout_top_k": 20}])
+def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_asked_for_by_name(
+    cut: dict[str, object],
+) -> None:
+    for engine, trainer, wrong in (("embedded", "fsdp", 0), ("sglang", "fsdp", 1), ("embedded", "megatron", 1)):
+        args = default_args(rollout_backend=engine, train_backend=trainer, **cut)
+        problems = check_rollout(args)
+        assert len(problems) == wrong and args.notices == []
+        assert all("importance ratios are wrong" in p and "--allow-truncated-sampling" in p for p in problems)
+        args.allow_truncated_sampling = True
+        assert check_rollout(args) == []
+        assert len(args.notices) == wrong and all("importance ratios are wrong" in notice for notice in args.notices)
+    for untrained in ({"debug_rollout_only": True}, {"loss_type": "sft_loss"}):
+        assert check_rollout(default_args(rollout_backend="sglang", **cut, **untrained)) == []
 
 
 def test_opsm_needs_a_policy_that_has_moved() -> None:

@@ -121,3 +121,8 @@ def test_custom_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert post_process(args, [1.0, 3.0], [0, 0]) == ([1.0, 3.0], [0.5, 1.5])
     with pytest.raises(ValueError, match="1 and 1 for 2 samples"):
         post_process({"custom_reward_post_process_path": f"{__file__}:too_few"}, [1.0, 3.0], [0, 0])
+
+
+def test_an_unknown_estimator_does_not_train_on_raw_rewards() -> None:
+    with pytest.raises(ValueError, match="maxrl: no group baseline is registered"):
+        post_process({"advantage_estimator": "maxrl"}, [1.0, 0.0], [0, 0])
