@@ -38,6 +38,8 @@ class TrainActor:
         self.transport: Any = None
         self.same_host = True
         self.probe: Probe | None = None
+        self.calibration: Any = None
+        self.audit_memory: Any = None  # of the updates before, for their audit
         self.master = ("", 0)  # address and port of the process group's key-value store
         self.store: Any = None  # a connection to it
 
@@ -112,6 +114,7 @@ class TrainActor:
         import dataclasses
 
         from slime.observability import progress
+        from slime.weights.changes import AuditMemory
         from slime.weights.sync import sync_weights
         from slime.weights.transports import ranks_of_engines
 
@@ -121,6 +124,7 @@ class TrainActor:
         if any(self.rank in places for places in ranks.values()):
             self._choose_transport(same_host)
         peers = self._peers(ranks, token)
+        self.audit_memory = self.audit_memory or AuditMemory()
         if self.args.audit_weights:
             self.probe = self._score_probe()
         report = sync_weights(
@@ -132,6 +136,7 @@ class TrainActor:
             is_sender=bool(urls),
             check_equal=check_equal,
             peers=peers,
+            memory=self.audit_memory,
         )
         if self.args.offload_rollout:  # the engines take their KV cache back next
             self.backend.clear_memory()
@@ -161,10 +166,11 @@ class TrainActor:
         """Let the engines score the probe, and compare them with one another; returns the largest difference.
         Raises ``WeightAuditError``."""
         from slime.engines.background import run
-        from slime.weights.audit import probe_engines
+        from slime.weights.audit import Calibration, probe_engines
 
+        self.calibration = self.calibration or Calibration()
         assert self.probe is not None, "weights are sent before they are audited"
-        return run(probe_engines(self.args, self._handles(engine_urls), self.probe))
+        return run(probe_engines(self.args, self._handles(engine_urls), self.probe, self.calibration))
 
     def _handles(self, engine_urls: Sequence[str]) -> list[EngineHandle]:
         from slime.engines.http_handle import HttpEngineHandle

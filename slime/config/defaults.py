@@ -15,7 +15,7 @@ from typing import Any
 from slime.config.args import FLAGS, Args
 from slime.config.context import context_notice
 from slime.config.data_peek import first_row
-from slime.config.hf_config import is_hf_folder
+from slime.config.hf_config import is_hf_folder, read_config
 from slime.config.machine import Machine, installed, this_machine
 from slime.config.rollout import staleness_bound
 from slime.config.server_groups import ServerGroupError, read_server_groups, total_gpus
@@ -254,12 +254,26 @@ def _resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     if args.rollout_num_gpus is None:
         args.rollout_num_gpus = train if args.colocate else args.rollout_num_gpus_per_engine
     args.world_size = train
+    if args.check_weight_update_equal is None:
+        args.check_weight_update_equal = _checks_first_update(args)
     shared = args.colocate and not args.debug_rollout_only
     for name in ("offload_train", "offload_rollout"):
         if getattr(args, name) is None:
             setattr(args, name, bool(shared or args.offload))
     if args.use_critic and shared:
         args.offload_train = True
+
+
+def _checks_first_update(args: Args) -> bool:
+    """Whether one more update shows cheaply that every tensor of an engine is written: not through files, and not where
+    an engine holds tensors that nobody sends (a draft model, a vision tower) or holds them quantised."""
+    if not args.audit_weights or args.rollout_backend != "sglang" or args.update_weight_transport != "nccl":
+        return False
+    if args.rollout_external_engine_addrs or args.sglang.get("quantization"):
+        return False
+    config = read_config(str(args.hf_checkpoint)) or {}
+    other = any(key in config for key in ("vision_config", "audio_config", "quantization_config"))
+    return not other and not args.sglang.get("speculative_algorithm")
 
 
 def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:

@@ -168,8 +168,10 @@ class WeightSyncConfig:
     )
     audit_threshold: float = flag(None, low=0, help="largest log-prob difference an audit accepts; default: by dtype")
     check_weight_update_equal: bool = flag(
-        False,
-        help="once: let the engines overwrite their weights, sync the same ones again, compare: all were written",
+        None,
+        kind="toggle",
+        help="once, at the first update: let the engines overwrite their weights, send the same ones again, compare: "
+        "all were written; default: with SGLang, where weights go from process to process",
     )
     rollout_data_transport: str = flag(
         "object-store",

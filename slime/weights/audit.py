@@ -5,6 +5,7 @@
 (c) :func:`overwrite` and :func:`check_restored` around a sync of the same weights: every tensor was written.
 (d) :func:`check_digests`: digests by name of what was sent and of what is held, on engines that know checkpoint
     names and on SGLang where its own names are known (:mod:`slime.weights.fused`).
+(e) :func:`check_changes`: on all other engines, what each rank holds changed with what was sent, and only with it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from slime.config.seeds import derive_seed
 from slime.engines.handle import EngineHandle, EngineInfo
+from slime.weights.changes import Fingerprint, Held, wrong_changes
 from slime.weights.fleet import on_each
 
 PROBE_LENGTH = 64
 THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
-"""Largest difference of a log-prob that rounding explains, by the coarser dtype of trainer and engine. SmolLM2 on a
-probe of 64 random tokens: bfloat16 against float32 differs by up to 0.4, one zeroed matrix by 3. What is finer than
-that is found by digests."""
+"""Largest difference of a log-prob that rounding explains in any model, by the coarser dtype of trainer and engine;
+:class:`Calibration` learns what it is in this one. SmolLM2 on a probe of 64 random tokens: bfloat16 against float32
+differs by up to 0.4, one zeroed matrix by 3. What is finer than that is found by checksums."""
 GAP_THRESHOLDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1}
 """Mean difference of the log-probs of a step's samples from which on it is worth a warning, by the coarser dtype."""
 _SHOWN = 5
@@ -52,6 +54,31 @@ def probe_tokens(vocab_size: int, seed: int = 0, length: int = PROBE_LENGTH) -> 
     """The fixed sequence: random ids, the same for the whole run and on every machine."""
     draw = random.Random(derive_seed(seed, "weight-probe"))
     return [draw.randrange(vocab_size) for _ in range(length)]
+
+
+@dataclass
+class Calibration:
+    """What rounding makes of the probe in this run, learned from the updates that passed.
+
+    The limit by dtype must allow for any model. A run's own differences are far smaller in most cases, so after the
+    first update the limit is ``FACTOR`` times the largest difference so far plus ``MARGIN``, and never more than the
+    limit by dtype.
+    """
+
+    FACTOR: ClassVar[float] = 3.0
+    MARGIN: ClassVar[float] = 0.05
+    largest: float | None = None
+
+    def limit(self, by_dtype: float) -> float:
+        if self.largest is None:
+            return by_dtype
+        return min(self.FACTOR * self.largest + self.MARGIN, by_dtype)
+
+    def passed(self, differences: Iterable[float]) -> None:
+        """Take in the differences of an update that passed."""
+        finite = [value for value in differences if math.isfinite(value)]
+        if finite:
+            self.largest = max(*finite, self.largest or 0.0)
 
 
 def threshold(args: Any, infos: Iterable[EngineInfo]) -> float:
@@ -92,18 +119,20 @@ async def audit_engines(
     probe: Probe | None,
     limit: float,
     deadline: float,
-) -> None:
-    """Checks (a), (b) and (d), as far as there is something to compare with.
+    asked_always: Sequence[str] = (),
+) -> dict[str, dict[str, str]]:
+    """Checks (a), (b) and (d), as far as there is something to compare with; returns checksums by engine URL.
 
     Args:
         sent: engine URL to digests of what was sent, under the names and by the function of that engine.
+        asked_always: URLs of engines whose checksums are returned in any case.
 
     Raises:
         WeightAuditError: names the engine and the tensors.
     """
     if probe is not None:
         await check_probe(engines, probe, limit, deadline)
-    asked = engines if len(engines) > 1 else [engine for engine in engines if sent.get(engine.url)]
+    asked = engines if len(engines) > 1 else [e for e in engines if sent.get(e.url) or e.url in asked_always]
     sums, failed = await on_each(asked, lambda engine: engine.checksum(), "compute its checksums", deadline)
     for error in failed.values():
         raise error
@@ -112,6 +141,7 @@ async def audit_engines(
     for url, digests in sent.items():
         if digests:
             check_digests(url, digests, sums[url])
+    return sums
 
 
 # --- (a) -----------------------------------------------------------------------------------------
@@ -161,7 +191,9 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
     return gaps
 
 
-async def probe_engines(args: Any, engines: Sequence[EngineHandle], probe: Probe) -> float:
+async def probe_engines(
+    args: Any, engines: Sequence[EngineHandle], probe: Probe, calibration: Calibration | None = None
+) -> float:
     """(a) and (b), for engines that could not generate during the sync; returns the largest difference of (a).
 
     A server that only prefills or only decodes answers no request alone: it is held to (b) and (d). NaN when all do.
@@ -171,7 +203,12 @@ async def probe_engines(args: Any, engines: Sequence[EngineHandle], probe: Probe
     for error in failed.values():
         raise error
     whole = [e for e in engines if infos[e.url].extra.get("disaggregation_mode") in (None, "null")]
-    gaps = await check_probe(whole, probe, threshold(args, infos.values()), deadline)
+    limit = threshold(args, infos.values())
+    if calibration is not None and args.audit_threshold is None:
+        limit = calibration.limit(limit)
+    gaps = await check_probe(whole, probe, limit, deadline)
+    if calibration is not None:
+        calibration.passed(gaps.values())
     others = [engine for engine in engines if not engine.capabilities.named_checksums]  # these passed (d) already
     await audit_engines(others, infos, {}, None, 0.0, deadline)
     return max(gaps.values(), default=math.nan)
@@ -220,6 +257,24 @@ def check_digests(url: str, sent: Mapping[str, str], held: Mapping[str, str]) ->
             f"engine {url} holds other bytes than were sent for {len(wrong)} of {len(common)} tensors: {_list(wrong)}",
             url,
             wrong,
+        )
+
+
+def check_changes(url: str, checksums: Mapping[str, str], sent: Mapping[str, Fingerprint], before: Held | None) -> None:
+    """Check (e), see :mod:`slime.weights.changes`; nothing to compare with before the second update of an engine.
+
+    Raises:
+        WeightAuditError: a tensor did not change with what was sent, or differs between ranks.
+    """
+    if before is None:
+        return
+    wrong = wrong_changes(checksums, sent, before)
+    if wrong:
+        told = "; ".join(f"{_list(names)} {what}" for what, names in wrong.items())
+        raise WeightAuditError(
+            f"engine {url} does not hold the weights that were sent: {told}",
+            url,
+            [name for names in wrong.values() for name in names],
         )
 
 

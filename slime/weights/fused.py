@@ -1,7 +1,8 @@
-"""What SGLang's own checksums must be for the weights that were sent, on engines of one rank.
+"""What SGLang's own checksums must be for the weights that were sent.
 
-SGLang keeps q, k and v of a layer in one tensor, gate and up in another, and hashes what it keeps. For the model
-families in ``FAMILIES`` that is known by name, so each tensor can be compared.
+SGLang keeps q, k and v of a layer in one tensor, gate and up in another, cuts them over its tensor-parallel ranks, and
+hashes what each rank keeps. For the model families in ``FAMILIES`` that is known by name, so each tensor can be
+compared on each rank.
 """
 
 from __future__ import annotations
@@ -26,25 +27,31 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 _PLACES = {part: (whole, i) for whole, parts in _FUSED.items() for i, part in enumerate(parts)}
 _HASH_FILES = ("kernels/ops/memory/gpu_tensor_hash.py", "srt/layers/multimodal.py")  # 0.5.23, 0.5.15
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 _VOCABULARY_MULTIPLE = 64  # SGLang pads these to it
 _CPU_MULTIPLE = 32  # on the CPU it pads the width of an MLP to it
 
 
 def comparable(args: Any, info: EngineInfo) -> bool:
-    """Whether this engine's checksums can be predicted: a known family, unquantised, one rank, and on CUDA the same
-    SGLang in this process, whose hash it is."""
+    """Whether this engine's checksums can be predicted: a known family, unquantised, tensor parallelism at most, and on
+    CUDA the same SGLang in this process, whose hash it is."""
     import torch
 
-    if info.kind != "sglang" or info.extra.get("quantization") or info.tensor_parallel_size != 1:
+    if info.kind != "sglang" or info.extra.get("quantization"):
         return False
     if any(int(info.extra.get(name) or 1) != 1 for name in ("pp_size", "dp_size", "ep_size")):
         return False
     config = read_config(str(args.hf_checkpoint)) or {}
     if "text_config" in config or not set(config.get("architectures") or ()) & set(FAMILIES):
         return False
+    ranks = info.tensor_parallel_size
+    heads, width = int(config.get("num_attention_heads") or 1), int(config.get("intermediate_size") or 1)
+    groups = int(config.get("num_key_value_heads") or heads)
+    if heads % ranks or (groups % ranks and ranks % groups):
+        return False
     if torch.cuda.is_available():
-        return _has_hash_of(info.version)
-    return int(config.get("intermediate_size") or 1) % _CPU_MULTIPLE == 0
+        return width % ranks == 0 and _has_hash_of(info.version)
+    return width % (_CPU_MULTIPLE * ranks) == 0
 
 
 def _has_hash_of(version: str) -> bool:
@@ -53,13 +60,19 @@ def _has_hash_of(version: str) -> bool:
 
 
 class FusedDigests:
-    """Collects tensors under checkpoint names, and digests them as the engine will hold them.
+    """Collects tensors under checkpoint names, and digests them as the ranks of an engine will hold them.
+
+    Args:
+        ranks: tensor-parallel ranks of the engine.
+        groups: key-value heads of the model; fewer than ranks are held by several of them.
 
     Attributes:
-        digests: by SGLang's names; complete once all parts of a tensor were added.
+        digests: by SGLang's names, with several ranks ``rank<i>.<name>``; complete once all parts of a tensor were
+            added.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1, groups: int = 1) -> None:
+        self.ranks, self.groups = ranks, groups
         self.digests: dict[str, str] = {}
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
 
@@ -71,15 +84,44 @@ class FusedDigests:
             return
         module = name.split(".")[-2] if "." in name else ""
         if module not in _PLACES:
-            self.digests[name] = digest(tensor)
+            self._note(name, [_part(name, tensor, rank, self.ranks) for rank in range(self.ranks)])
             return
         whole, place = _PLACES[module]
         fused = name.replace(f".{module}.", f".{whole}.")
         parts = self._parts.setdefault(fused, {})
         parts[place] = tensor.detach()
         if len(parts) == len(_FUSED[whole]):
-            self.digests[fused] = digest(torch.cat([parts[i] for i in range(len(parts))]))
+            whole_parts = [parts[i] for i in range(len(parts))]
+            grouped = whole == "qkv_proj"
+            self._note(fused, [torch.cat(self._cut(whole_parts, rank, grouped)) for rank in range(self.ranks)])
             del self._parts[fused]
+
+    def _cut(self, parts: list[torch.Tensor], rank: int, grouped: bool) -> list[torch.Tensor]:
+        """A rank's rows of each part; ``grouped``: all but the first have as many heads as there are groups."""
+        cut = []
+        for i, part in enumerate(parts):
+            pieces = min(self.ranks, self.groups) if grouped and i else self.ranks
+            cut.append(part.chunk(pieces)[rank * pieces // self.ranks])
+        return cut
+
+    def _note(self, name: str, held: list[torch.Tensor]) -> None:
+        for rank, tensor in enumerate(held):
+            self.digests[f"rank{rank}.{name}" if self.ranks > 1 else name] = digest(tensor)
+
+
+def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """What one rank holds of a tensor that is not fused: columns, rows, or all of it."""
+    if ranks == 1:
+        return tensor
+    if name.endswith(_BY_COLUMNS):
+        return tensor.chunk(ranks, 1)[rank]
+    return tensor.chunk(ranks)[rank] if name.endswith(_VOCABULARY) else tensor
+
+
+def groups_of(args: Any) -> int:
+    """Key-value heads of the model."""
+    config = read_config(str(args.hf_checkpoint)) or {}
+    return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
 
 
 def digest(tensor: torch.Tensor) -> str:

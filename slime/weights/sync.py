@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.engines.handle import EngineError, EngineHandle, EngineInfo, PauseMode
 from slime.weights import audit, fused
+from slime.weights.changes import AuditMemory, Held, fingerprints
 from slime.weights.fleet import Failures, WeightSyncError, on_each
 from slime.weights.handoff import Handoff
 from slime.weights.transforms import cast_floating, frozen_by_flags, leave_out
@@ -63,6 +64,7 @@ def sync_weights(
     probe: audit.Probe | None = None,
     check_equal: bool = False,
     peers: PeerLink | None = None,
+    memory: AuditMemory | None = None,
 ) -> UpdateReport | None:
     """Bring one version of the weights to every engine. Called on all ranks; the sender gets a report.
 
@@ -77,6 +79,8 @@ def sync_weights(
         check_equal: the weights are those that the engines hold already: overwrite every tensor there
             before the update and compare afterwards (``--check-weight-update-equal``).
         peers: where engines read from the memory of several training ranks: this rank's link to the others.
+        memory: of the updates before, for the audit of engines whose checksums cannot be predicted; is brought up to
+            date.
 
     Raises:
         WeightSyncError: engines died, hung or refused; the others either hold ``version`` and generate, or
@@ -95,7 +99,7 @@ def sync_weights(
     assert transport is not None, "the sending rank needs a transport"
     parse_version(version)
     with ThreadPoolExecutor(1, thread_name_prefix="weights-sync") as pool:
-        sender = _Sender(args, engines, transport, version, check_equal, peers)
+        sender = _Sender(args, engines, transport, version, check_equal, peers, memory or AuditMemory())
         return sender.run(pool, named_weights, probe)
 
 
@@ -123,13 +127,15 @@ class _Sender:
         version: str,
         check_equal: bool,
         peers: PeerLink | None,
+        memory: AuditMemory,
     ) -> None:
         self.args, self.engines, self.transport, self.version = args, engines, transport, version
         self.check_equal, self.peers = check_equal, peers
         self.deadline = sync_deadline(args)
         self.window = _Window()
         self.report = UpdateReport(version, transport.name)
-        self.fused = fused.FusedDigests()
+        self.fused: dict[int, fused.FusedDigests] = {}  # by tensor-parallel ranks
+        self.memory, self.fingerprints = memory, dict(memory.sent)
 
     def run(
         self, pool: ThreadPoolExecutor, named_weights: Iterable[NamedTensor], probe: audit.Probe | None
@@ -194,15 +200,26 @@ class _Sender:
             from slime.models.digest import tensor_digest
 
             self.report.digests.update((name, tensor_digest(tensor)) for name, tensor in tensors)
-        if plan.fused:
+        for ranks in {plan.infos[url].tensor_parallel_size for url in plan.fused}:
+            known = self.fused.setdefault(ranks, fused.FusedDigests(ranks, fused.groups_of(self.args)))
             for name, tensor in tensors:
-                self.fused.add(name, tensor)
+                known.add(name, tensor)
+        if tracked := [plan.infos[url].tensor_parallel_size for url in self._tracked(plan)]:
+            self.fingerprints |= fingerprints(tensors, max(tracked))
+
+    def _tracked(self, plan: _Plan) -> list[str]:
+        """Engines whose checksums cannot be predicted, but must change with what is sent. What a quantised engine holds
+        need not."""
+        infos = {e.url: plan.infos[e.url] for e in plan.reached if not e.capabilities.named_checksums}
+        return [url for url, info in infos.items() if url not in plan.fused and not info.extra.get("quantization")]
 
     def _sent_to(self, engine: EngineHandle, plan: _Plan) -> dict[str, str]:
         """Digests of what was sent, as this engine shows what it holds; empty where that is not known."""
         if engine.capabilities.named_checksums:
             return self.report.digests
-        return self.fused.digests if engine.url in plan.fused else {}
+        if engine.url not in plan.fused:
+            return {}
+        return self.fused[plan.infos[engine.url].tensor_parallel_size].digests
 
     # --- on the event loop -------------------------------------------------------------------
 
@@ -306,7 +323,12 @@ class _Sender:
         start = time.perf_counter()
         threshold = audit.threshold(self.args, plan.infos.values())
         sent = {engine.url: self._sent_to(engine, plan) for engine in plan.reached}
-        await audit.audit_engines(plan.reached, plan.infos, sent, probe, threshold, self.deadline)
+        tracked = self._tracked(plan)
+        sums = await audit.audit_engines(plan.reached, plan.infos, sent, probe, threshold, self.deadline, tracked)
+        for url in tracked:
+            audit.check_changes(url, sums[url], self.fingerprints, self.memory.held.get(url))
+            self.memory.held[url] = Held(sums[url], self.fingerprints)
+        self.memory.sent = self.fingerprints
         self.report.audit_seconds = time.perf_counter() - start
 
 

@@ -61,5 +61,6 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     actor.profiler, actor.transport = SimpleNamespace(rollout=lambda _: contextlib.nullcontext()), None
     actor.train(0, [{}])
     assert len(cleared) == after_training
-    actor.update_weights([], "0.0", True, {})
+    actor.audit_memory = None
+    actor.update_weights([], "0.0", True, {}, "token")
     assert len(cleared) == after_training + after_an_update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -199,3 +200,16 @@ def test_the_kl_in_the_loss_regularises_by_default(workplace, line: str, kind: s
     args = workplace.load(line)
     assert args.kl_loss_type == kind
     assert any("does not regularise" in notice for notice in args.notices) == told
+
+
+def test_the_first_update_is_checked_where_one_more_update_is_cheap(tmp_path: Path) -> None:
+    def checked(config: dict[str, object] | None = None, **given: Any) -> bool:
+        (tmp_path / "config.json").write_text(json.dumps(config or {}))
+        given = {"rollout_backend": "sglang", "hf_checkpoint": str(tmp_path), **given}
+        return default_args(**given).check_weight_update_equal
+
+    assert checked() and checked(rollout_backend="embedded", check_weight_update_equal=True)
+    assert not checked(rollout_backend="embedded"), "it names each tensor that differs anyway"
+    assert not checked(update_weight_transport="disk") and not checked(audit_weights=False)
+    assert not checked({"vision_config": {}}) and not checked({"quantization_config": {}})
+    assert not checked(sglang={"speculative_algorithm": "EAGLE"}) and not checked(check_weight_update_equal=False)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from slime.weights.sync import sync_weights
 from slime.weights.transports import Transport, create_transport
 from slime.weights.transports.distributed import DistributedTransport
 from slime.weights.transports.shared_memory import SHARED_MEMORY
-from slime.weights.update import UpdateReport
+from slime.weights.update import Bucket, UpdateReport
 
 pytestmark = pytest.mark.real
 TRANSPORTS = ["ipc", "distributed", "disk", "delta"]
@@ -120,6 +120,28 @@ def test_every_tensor_was_written(pair: list[HttpEngineHandle], model: Path, tmp
     with pytest.raises(WeightAuditError, match=r"engine http.* 1 of 20 .*: model.layers.1.mlp.up_proj.weight"):
         sync_weights(args, forgotten, pair, transport, "1.2", True, check_equal=True)
     sync(args, trained, pair, transport, "1.3", probe=probe_of(trained))  # heals, and they generate again
+
+
+def test_a_norm_that_one_engine_did_not_get_ends_the_run(
+    pair: list[HttpEngineHandle], model: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.input_layernorm.weight"
+
+    class Forgetful(HttpEngineHandle):
+        async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
+            kept = [(n, tensor) for n, tensor in bucket.tensors if n != name]
+            await super().push(Bucket(bucket.index, kept, bucket.last), weight_version, others)
+
+    args = sync_args()
+    transport = make_transport("ipc", tmp_path, model, args)
+    sync(args, new_model(81), pair, transport, "9.0")
+    trained = new_model(82)
+    trained.state_dict()[name].mul_(1.0001)
+    forgetful = Forgetful(pair[1].url)
+    with pytest.raises(WeightAuditError, match=f"engine {forgetful.url} holds other .*{name}") as caught:
+        sync(args, trained, [pair[0], forgetful], transport, "9.1")
+    assert caught.value.tensors == [name]
+    sync(args, trained, pair, transport, "9.2", probe=probe_of(trained))
 
 
 def test_frozen_tensors_travel_once(pair: list[HttpEngineHandle], model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""Did what an engine holds change where, and only where, the sent weights changed?
+
+SGLang shows checksums of its own fused and sharded tensors, which the trainer cannot predict for every model family
+and parallel layout. It can tell which of the sent tensors changed since the last update, and that has consequences
+that hold for any family and layout:
+
+* an engine's tensor must change on some rank if any tensor that goes into it changed;
+* it must change on *every* rank if all tensors that go into it changed everywhere: in each of ``2 * tp`` equal parts of
+  their rows and of their columns, so in any part of ``1 / tp`` that a rank may hold;
+* it must not change if none of them did, and it is known where all that changed went;
+* a vector that all ranks hold whole must stay equal on all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from slime.weights.update import NamedTensor
+
+_BLOCK = 1 << 23  # elements at a time; they are widened to eight bytes
+_INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+_FUSED = (
+    (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+    (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj_with_mqa."),
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
+)
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # padded: a rank may hold hardly any row of it
+
+
+class Fingerprint(NamedTuple):
+    """Of one tensor's bits. Two that are equal are of equal tensors, but for one chance in 2**40.
+
+    Attributes:
+        rows, columns: one number for each of equal parts along the first dimension and along the others: of as many
+            parts as asked for, or as there are rows or columns.
+        divided: the parts of a vector differ from one another, so ranks that hold equal checksums hold all of it.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    divided: bool = False
+
+    def changed_everywhere(self, before: Fingerprint) -> bool:
+        """In all parts along the rows, and for a matrix along the columns."""
+        pairs = [*zip(self.rows, before.rows, strict=True), *zip(self.columns, before.columns, strict=True)]
+        return all(now != then for now, then in pairs)
+
+
+@dataclass
+class Held:
+    """What an engine held after an update that was checked."""
+
+    checksums: Mapping[str, str]
+    sent: Mapping[str, Fingerprint]
+
+
+@dataclass
+class AuditMemory:
+    """What a sender remembers from one update to the next.
+
+    Attributes:
+        sent: fingerprints of the newest version of every tensor.
+        held: engine URL to what was found there after its last complete update.
+    """
+
+    sent: dict[str, Fingerprint] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
+
+
+def fingerprints(tensors: Sequence[NamedTensor], ranks: int) -> dict[str, Fingerprint]:
+    """Fingerprints of named tensors on any device, for engines of up to ``ranks`` tensor-parallel ranks."""
+    groups: dict[tuple[torch.Size, torch.dtype], list[NamedTensor]] = defaultdict(list)
+    for name, tensor in tensors:
+        groups[tensor.shape, tensor.dtype].append((name, tensor))
+    found: dict[str, Fingerprint] = {}
+    for (shape, _), named in groups.items():
+        many = max(_BLOCK // max(shape.numel(), 1), 1)
+        for start in range(0, len(named), many):
+            found |= _of_one_shape(named[start : start + many], 2 * ranks)
+    return found
+
+
+def _of_one_shape(named: Sequence[NamedTensor], parts: int) -> dict[str, Fingerprint]:
+    import torch
+
+    first = named[0][1]
+    count, rows = len(named), first.shape[0] if first.dim() else 1
+    columns = first.numel() // max(rows, 1)
+    integer: torch.dtype = getattr(torch, _INTEGERS[first.element_size()])
+    flat = [x.detach().contiguous().view(-1).view(integer).view(rows, columns) for _, x in named]
+    by_row, by_column = _multipliers(rows, first.device), _multipliers(columns, first.device)
+    row_part, column_part = _part_of(rows, parts, first.device), _part_of(columns, parts, first.device)
+    row_sums = torch.zeros(count, min(rows, parts), dtype=torch.int64, device=first.device)
+    column_sums = torch.zeros(count, min(columns, parts), dtype=torch.int64, device=first.device)
+    step = max(_BLOCK // max(count * columns, 1), 1)
+    for start in range(0, rows, step):
+        block = torch.stack([x[start : start + step] for x in flat]).to(torch.int64)
+        weights = by_row[start : start + step]
+        sums = (block * by_column).sum(2) * weights
+        row_sums.index_add_(1, row_part[start : start + step], sums)
+        sums = (block * weights[:, None]).sum(1) * by_column
+        column_sums.index_add_(1, column_part, sums)
+    divided = [first.dim() == 1 and _divided(x.view(-1), parts // 2) for x in flat]
+    matrix = columns > 1
+    each = zip(named, row_sums.tolist(), column_sums.tolist(), divided, strict=True)
+    return {n: Fingerprint(tuple(r), tuple(c) if matrix else (), d) for (n, _), r, c, d in each}
+
+
+def _divided(vector: torch.Tensor, ranks: int) -> bool:
+    import torch
+
+    if ranks < 2 or vector.numel() % ranks:
+        return False
+    first, *others = vector.chunk(ranks)
+    return not all(torch.equal(first, other) for other in others)
+
+
+def _multipliers(count: int, device: torch.device) -> torch.Tensor:
+    """Fixed odd numbers, the same in every call: a multiplicative hash of the position."""
+    import torch
+
+    position = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    mixed = position * 0x9E3779B97F4A7C1 ^ (position * 0x5851F42D4C957F2D >> 29)
+    return (mixed * 0x2545F4914F6CDD1D ^ (mixed >> 31)) | 1
+
+
+def _part_of(count: int, parts: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.arange(count, dtype=torch.int64, device=device) * min(count, parts) // max(count, 1)
+
+
+# --- consequences --------------------------------------------------------------------------------
+
+
+def wrong_changes(checksums: Mapping[str, str], sent: Mapping[str, Fingerprint], before: Held) -> dict[str, list[str]]:
+    """The engine's tensors that cannot be what was sent, by what is wrong with them.
+
+    Args:
+        checksums: what the engine holds now, ``rank<i>.<name>`` where it has several ranks.
+        sent: fingerprints of the newest version of every tensor, also of those that this update left out.
+        before: what was found on the engine after an earlier update.
+    """
+    now, then = _by_rank(checksums), _by_rank(before.checksums)
+    changed = {name for name, is_ in sent.items() if name in before.sent and is_ != before.sent[name]}
+    everywhere = {name for name in changed if sent[name].changed_everywhere(before.sent[name])}
+    everywhere = {name for name in everywhere if not name.endswith(_VOCABULARY)}
+    hidden = any(_place(name, now) is None for name in changed)  # into which tensor these went is not known
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for tensor, parts in _sources(sent, now).items():
+        if now[tensor].keys() != then.get(tensor, {}).keys() or any(name not in before.sent for name in parts):
+            continue  # the engine shows another set of tensors, or they were not sent before
+        ranks = now[tensor]
+        same = [rank for rank in ranks if ranks[rank] == then[tensor][rank]]
+        if changed.issuperset(parts) and everywhere.issuperset(parts) and same:
+            wrong["did not change with what was sent"] += [f"{rank}{tensor}" for rank in same]
+        elif changed.intersection(parts) and len(same) == len(ranks):
+            wrong["did not change with what was sent"].append(tensor)
+        elif not hidden and not changed.intersection(parts) and len(same) < len(ranks):
+            wrong["changed, although what was sent did not"] += [f"{r}{tensor}" for r in ranks if r not in same]
+        elif _whole_on_every_rank(tensor, then[tensor], before.sent) and len(set(ranks.values())) > 1:
+            wrong["differ between ranks that hold the same tensor"].append(tensor)
+    return dict(wrong)
+
+
+def unmatched(checksums: Mapping[str, str], sent: Iterable[str]) -> list[str]:
+    """Sent tensors that no tensor of the engine is known to hold, so nothing is known of them."""
+    known = _by_rank(checksums)
+    return [name for name in sent if _place(name, known) is None]
+
+
+def _sources(sent: Iterable[str], held: Mapping[str, object]) -> dict[str, list[str]]:
+    """The engine's tensors, and the sent tensors that go into each."""
+    sources: dict[str, list[str]] = defaultdict(list)
+    for name in sent:
+        place = _place(name, held)
+        if place is not None:
+            sources[place].append(name)
+    return sources
+
+
+def _place(name: str, held: Mapping[str, object]) -> str | None:
+    """The engine's tensor that a sent tensor goes into, as far as it is known."""
+    for pattern, fused in _FUSED:
+        candidate = pattern.sub(fused, name)
+        if candidate != name and candidate in held:
+            return candidate
+    return name if name in held else None
+
+
+def _whole_on_every_rank(tensor: str, then: Mapping[str, str], sent: Mapping[str, Fingerprint]) -> bool:
+    return len(then) > 1 and len(set(then.values())) == 1 and tensor in sent and sent[tensor].divided
+
+
+def _by_rank(checksums: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Tensor to its checksum by rank (``rank1.``; empty for an engine of one rank)."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, value in checksums.items():
+        match = re.match(r"rank\d+\.", name)
+        rank = match.group() if match else ""
+        found[name.removeprefix(rank)][rank] = value
+    return found
