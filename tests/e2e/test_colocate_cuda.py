@@ -1,4 +1,4 @@
-"""``train.py --colocate`` on two GPUs: two training ranks, and one SGLang server with a tensor-parallel rank on each."""
+"""``train.py --colocate`` on two GPUs: two training ranks and one SGLang server, a tensor-parallel rank on each GPU."""
 
 from __future__ import annotations
 
