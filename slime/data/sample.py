@@ -361,7 +361,9 @@ def _saved(sample: Sample) -> dict[str, Any]:
     sample.pack()
     data = sample.infos()
     for key, value in vars(sample).items():
-        if key not in data:
+        if key == "loss_mask" and is_unset(value):
+            data[key] = None
+        elif key not in data:
             data[key] = value.values if isinstance(value, Packed) else value if key in _SHARED else _own(value)
     return data
 

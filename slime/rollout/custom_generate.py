@@ -41,6 +41,8 @@ async def call_single(
     fn: Callable[..., Any], args: Any, sample: Sample, params: dict[str, Any], evaluation: bool
 ) -> Generated:
     """Call the one-sample form and check what it gives."""
+    if fn is generate:
+        return await generate(args, sample, params)
     prompt = _prepare(sample)
     result = await call(fn, args, sample, params, **accepted(fn, evaluation=evaluation))
     return _finish_all(fn, args, sample, prompt, result)
@@ -80,8 +82,6 @@ def _finish_all(
         raise TypeError(
             f"generate function {_name(fn)} returned {type(result).__name__}, not a Sample or a list of them"
         )
-    if fn is generate:
-        return result
     for part in flatten(result):  # a function may return samples that it made itself
         part.group_index = asked.group_index if part.group_index is None else part.group_index
         part.index = asked.index if part.index is None else part.index

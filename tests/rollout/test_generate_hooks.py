@@ -339,7 +339,7 @@ async def test_generate_has_nothing_to_do_for_finished_samples_or_no_room(tokeni
     with pytest.raises(ValueError, match="nothing left to generate"):
         await generate(args, Sample(status=Sample.Status.COMPLETED), GenerateState(args).sampling_params)
     full = Sample(prompt="x" * 20)
-    args.rollout_max_context_len = 20
+    args = arguments(tokenizer_dir, rollout_max_context_len=20)
     assert (await generate(args, full, GenerateState(args).sampling_params)).status is Sample.Status.TRUNCATED
 
 

@@ -1,0 +1,89 @@
+"""What a snapshot holds of generation: as it was when the rollout was complete, whatever hooks change later."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slime.cluster.rollout_state import Rollout, RolloutState
+from slime.config.defaults import default_args
+from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
+from slime.data.source import RolloutDataSourceWithBuffer
+from slime.data.token_fields import Packed, UnsetMask
+
+
+class Prompts:
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, i: int) -> Sample:
+        return Sample(prompt=[{"role": "user", "content": str(i)}], metadata={"tags": ["a"]})
+
+    def shuffle(self, epoch_id: int) -> None:
+        """The order does not matter."""
+
+
+def make_state(folder: Path) -> RolloutState:
+    args = default_args(hf_checkpoint="unused", n_samples_per_prompt=2, save=str(folder), save_interval=1)
+    state = RolloutState(args, folder, RolloutDataSourceWithBuffer(args, Prompts()))
+    state.ledger.strict = False
+    return state
+
+
+def answered(groups: list[Group]) -> list[Group]:
+    for sample in flatten(groups):
+        sample.tokens = [1, 2]
+        sample.append_response_tokens(
+            tokens=np.array([3, 4], np.int32), log_probs=[-0.1, -0.5], meta_info={"weight_version": "0.3"}, text="ab"
+        )
+        sample.rollout_routed_experts = np.full((3, 2, 2), sample.index, np.uint8)
+        sample.reward, sample.status = 1.0, Sample.Status.COMPLETED
+    return groups
+
+
+def test_what_hooks_change_after_the_rollout_is_not_saved(tmp_path: Path) -> None:
+    state = make_state(tmp_path)
+    source: Any = state.source
+    trained, finished, fresh = answered(source.get_samples(2)), answered(source.get_samples(2)), source.get_samples(1)
+    fresh[0][0].loss_mask, fresh[0][0].status = UnsetMask(), Sample.Status.ABORTED
+    state.complete(0, Rollout(trained, {}, 1.0))
+    source.under_way = lambda: [*finished, *fresh]
+    ahead = answered(source.get_samples(1))
+    expected, ahead_before = copy.deepcopy([*finished, *fresh]), copy.deepcopy(ahead)
+    state.complete(1, Rollout(ahead, {"m": 1.0}, 2.0))
+    for sample in flatten([*finished, *fresh, *ahead]):
+        sample.tokens.append(9)
+        if sample.rollout_log_probs is not None:
+            sample.rollout_log_probs.clear()
+        sample.metadata["late"] = sample.metadata.pop("tags")
+        sample.prompt[0]["content"] = "changed"  # type: ignore[index]
+        sample.version_spans.append(("9", 0, 1))
+        sample.spec_info.spec_verify_ct += 1
+    state.save(0, tmp_path)
+    again = make_state(tmp_path)
+    again.load(0, tmp_path, 1)
+    expected[-1][0].loss_mask = None  # nothing was given
+    for mine, theirs in zip(flatten(again.source.buffer), flatten(expected), strict=True):
+        np.testing.assert_equal(mine.rollout_routed_experts, theirs.rollout_routed_experts)
+        mine.rollout_routed_experts = theirs.rollout_routed_experts = None
+    assert again.source.buffer == expected
+    restored = again.take_restored(1)
+    assert restored is not None and (restored.metrics, restored.seconds) == ({"m": 1.0}, 2.0)
+    for one, before in zip(flatten(restored.groups), flatten(ahead_before), strict=True):
+        assert (one.tokens, one.rollout_log_probs, one.loss_mask) == ([1, 2, 3, 4], [-0.1, -0.5], [1, 1])
+        assert one.version_spans == before.version_spans and one.spec_info == before.spec_info
+
+
+def test_the_cost_of_a_state_does_not_depend_on_the_lengths() -> None:
+    """Arrays are shared between samples and their saved form; no object is made per token."""
+    groups = [[Sample(index=i, tokens=list(range(4000)), response_length=0) for i in range(4)]]
+    for sample in flatten(groups):
+        sample.pack()
+    saved = groups_to_dicts(groups)
+    for sample, data in zip(flatten(groups), saved[0], strict=True):
+        held = vars(sample)["tokens"]
+        assert isinstance(held, Packed) and data["tokens"] is held.values
+    assert groups_from_dicts(saved) == groups
