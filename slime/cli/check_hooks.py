@@ -11,6 +11,7 @@ from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, complaint_of
 from slime.config.args import FLAGS, Args
 from slime.config.defaults import AGENT_GENERATE
+from slime.config.hook_calls import CALLS
 from slime.config.hooks import HookError, load_function
 from slime.config.parser import check_args
 from slime.config.validate_files import HOOK_NAMES
@@ -101,7 +102,7 @@ def _try(bench: Bench, option: str, name: str, path: str) -> str:
 
     fn = _load(name, path)
     probe = hook_probes.PROBES.get(name) or hook_probes_train.PROBES.get(name)
-    if probe is None and name not in hook_probes_train.CALLS:
+    if probe is None and name not in CALLS:
         return "found; it is called in a run only"
     if option.startswith("data set"):
         bench = copy.copy(bench)

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import check_signature, guarded, not_async, wrong
+from slime.config.hook_calls import call_problem
 
 Probe = Callable[[Bench, Any], str]
 
@@ -148,22 +149,9 @@ PROBES: dict[str, Probe] = {
     "custom_pg_loss_reducer_function_path": reducer,
 }
 
-CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "custom_model_provider_path": ("fn(pre_process=…, post_process=…)", 0, ("pre_process", "post_process")),
-    "custom_megatron_init_path": ("fn(args)", 1, ()),
-    "custom_megatron_before_log_prob_hook_path": ("fn(args, model, store_prefix)", 3, ()),
-    "custom_megatron_before_train_step_hook_path": (
-        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
-        6,
-        (),
-    ),
-    "custom_update_weight_post_write_path": ("fn(args, version_dir, rollout_engines)", 3, ()),
-}
-"""Hooks that need a model or a cluster: only their signature is checked; words, positional arguments, keywords."""
-
-
 def signature_only(name: str, fn: Any) -> str:
-    words, positional, keywords = CALLS[name]
     not_async(fn)
-    check_signature(fn, words, *[None] * positional, **dict.fromkeys(keywords))
+    problem = call_problem(name, fn)
+    if problem:
+        raise wrong(fn, problem)
     return "its signature fits; it is called in training only"

@@ -16,7 +16,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 
     words = list(argv) if argv is not None else None
     checks = (
-        _check_data, _check_estimator, _check_checkpoints, _check_snapshots, _check_save_folder,
+        _check_data, _check_rewards, _check_estimator, _check_checkpoints, _check_snapshots, _check_save_folder,
         _check_server_options,
     )  # fmt: skip
     return parse_args(words, asynchronous=asynchronous, extra_checks=checks)
@@ -37,6 +37,12 @@ def _check_estimator(args: Args) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def _check_rewards(args: Args) -> list[str]:
+    from slime.rollout.rm_hub.checks import check_rewards
+
+    return check_rewards(args)
 
 
 def _check_checkpoints(args: Args) -> list[str]:

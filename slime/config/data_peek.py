@@ -18,8 +18,13 @@ def file_of(prompt_data: str) -> Path:
 def first_row(prompt_data: str) -> dict[str, Any] | None:
     """The first row of a JSONL, Parquet or JSON file, or None when it cannot be read (the data room says why)."""
     file = file_of(prompt_data)
-    if not file.is_file():
+    try:
+        return _first_row(file) if file.is_file() else None
+    except OSError:
         return None
+
+
+def _first_row(file: Path) -> dict[str, Any] | None:
     if file.suffix == ".parquet":
         return _first_parquet_row(file)
     if file.suffix == ".json":
@@ -28,7 +33,7 @@ def first_row(prompt_data: str) -> dict[str, Any] | None:
         line = next((line for line in lines if line.strip()), "")
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
@@ -36,7 +41,7 @@ def first_row(prompt_data: str) -> dict[str, Any] | None:
 def _first_listed_row(file: Path) -> dict[str, Any] | None:
     try:
         rows = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return rows[0] if isinstance(rows, list) and rows and isinstance(rows[0], dict) else None
 
@@ -47,7 +52,7 @@ def _first_parquet_row(file: Path) -> dict[str, Any] | None:
 
     try:
         batch = next(parquet.ParquetFile(file).iter_batches(batch_size=1), None)
-    except ArrowException:
+        rows: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
+    except (ArrowException, OSError, ValueError):  # Arrow raises these of its own types, and plain ones
         return None
-    rows: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
     return rows[0] if rows else None

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from slime.config.paths import PATH_FLAGS, path_problem
+
 Status = Literal["works", "notice", "refused"]
 """``works``; ``notice``: accepted, and one line says what it does not do; ``refused``: refused with the reason."""
 
@@ -221,12 +223,24 @@ def range_text(flag: Flag) -> str:
 
 def _convert_one(flag: Flag, value: Any) -> Any:
     converted = _to_type(flag.value_type, value)
+    if isinstance(converted, str):
+        _check_text(flag, converted)
     problem = out_of_range(flag, converted)
     if problem:
         raise OutOfRange(problem)
     if flag.choices and converted not in flag.choices:
         raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}")
     return converted
+
+
+def _check_text(flag: Flag, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} is not UTF-8") from None
+    problem = path_problem(value) if flag.name in PATH_FLAGS or flag.kind in ("hook", "path", "repeat") else None
+    if problem:
+        raise ValueError(f"{_short(value)}: {problem}")
 
 
 def _to_type(value_type: type, value: Any) -> Any:
@@ -237,7 +251,7 @@ def _to_type(value_type: type, value: Any) -> Any:
     if value_type is Loose:
         return _to_loose(value)
     if value_type is str:
-        return value if isinstance(value, str) else str(value)
+        return _to_text(value)
     if isinstance(value, bool):
         raise ValueError(f"needs a number, not {value}")
     if value_type is int:
@@ -252,6 +266,13 @@ def _to_type(value_type: type, value: Any) -> Any:
 
 
 _LARGEST_INT = 2**63 - 1
+
+
+def _to_text(value: Any) -> str:
+    """Also of the numbers that YAML makes of a word."""
+    if isinstance(value, (dict, list, tuple)):
+        raise ValueError(f"needs a text, not {_short(value)}")
+    return value if isinstance(value, str) else str(value)
 
 
 def _to_int(value: Any) -> int:

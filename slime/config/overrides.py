@@ -6,11 +6,15 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.passthrough import FAMILIES, Family, by_name
+from slime.config.yaml_file import load_yaml
+
+RESERVED = frozenset(
+    ("explicit", "notices", "sglang", "router", "megatron", "sglang_model_routers", "use_critic", "world_size")
+)
+"""Attributes of the arguments that are no flags."""
 
 
 def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
@@ -19,9 +23,9 @@ def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
     if not file.is_file():
         return {}, [f"{option} {path}: no such file"]
     try:
-        content = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        return {}, [f"{option} {path}: not YAML: {' '.join(str(error).split())}"]
+        content = load_yaml(file)
+    except (ValueError, OSError) as error:
+        return {}, [f"{option} {path}: {error}"]
     if content is None:
         return {}, []
     if not isinstance(content, dict):
@@ -54,6 +58,8 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
 def set_value(args: Args, key: str, value: Any, new_names: bool = False) -> str | None:
     """Set one flag by name; returns what is wrong, if anything. None un-sets a pass-through flag."""
     name = key.removeprefix("--").replace("-", "_")
+    if name in RESERVED or name.startswith("__"):
+        return f"{key}: slime sets this itself"
     own = _own_flags().get(name)
     try:
         if own is not None:

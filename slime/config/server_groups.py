@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from slime.config.passthrough import REFUSED
+from slime.config.yaml_file import load_yaml
 
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
 WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
@@ -63,12 +64,10 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
         ServerGroupError: as the name says.
         OSError: it cannot be read.
     """
-    import yaml
-
     try:
-        document = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ServerGroupError(f"no YAML: {error}") from error
+        document = load_yaml(Path(file).expanduser())
+    except ValueError as error:
+        raise ServerGroupError(str(error)) from error
     entries = document.get("sglang") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:
         raise ServerGroupError("needs a list of models under the key 'sglang'")

@@ -9,7 +9,7 @@ from slime.config.roles import check_roles
 from slime.config.validate_algorithm import ALGORITHM_RULES
 from slime.config.validate_files import DATA_RULES, FILE_RULES
 from slime.config.validate_model import MODEL_RULES
-from slime.config.validate_resources import check_machine, check_placement
+from slime.config.validate_resources import check_machine, check_placement, check_routing_replay
 from slime.config.validate_rollout import ROLLOUT_RULES, check_loop
 
 
@@ -27,6 +27,7 @@ def validate(
     problems += check_loop(args, asynchronous)
     problems += check_placement(args)
     problems += check_machine(args, machine or this_machine())
+    problems += check_routing_replay(args, machine or this_machine())
     problems += passthrough.check(args)
     problems += check_roles(args)
     return problems

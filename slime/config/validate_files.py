@@ -10,6 +10,7 @@ from slime.config.data_peek import file_of, first_row
 from slime.config.defaults import needs_reward
 from slime.config.evaluation import eval_pairs
 from slime.config.hf_config import is_hf_folder, looks_like_hub_id, megatron_folder
+from slime.config.hook_calls import call_problem
 from slime.config.hooks import HookError, load_function
 from slime.config.overrides import read_yaml
 
@@ -78,6 +79,11 @@ def check_data_files(args: Args) -> list[str]:
     if file_of(args.prompt_data).is_file() or custom_source:
         return []
     return [f"--prompt-data {args.prompt_data}: no such file"]
+
+
+def check_multimodal_keys(args: Args) -> list[str]:
+    wrong = {kind: column for kind, column in (args.multimodal_keys or {}).items() if not isinstance(column, str)}
+    return [f"--multimodal-keys: {kind!r} needs the name of a column, not {column!r}" for kind, column in wrong.items()]
 
 
 def check_scored(args: Args) -> list[str]:
@@ -184,12 +190,16 @@ def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
 
 def _hook_problem(option: str, name: str, path: str) -> str | None:
     try:
-        load_function(path, HOOK_NAMES.get(name))
+        function = load_function(path, HOOK_NAMES.get(name))
     except HookError as error:
         return f"{option}: {error}"
-    except Exception as error:  # the user's module ran and failed: any error of theirs
+    except SystemExit as error:  # a script without a check of __name__: train.py would end with its status
+        called = f"importing it called sys.exit({'' if error.code is None else repr(error.code)})"
+        return f"{option} {path}: {called}; put what the file does as a script below if __name__ == '__main__'"
+    except (Exception, KeyboardInterrupt, GeneratorExit) as error:  # the user's module ran and failed: any error
         return f"{option} {path}: importing it failed with {type(error).__name__}: {error}"
-    return None
+    problem = call_problem(name, function)
+    return f"{option} {path}: {problem}" if problem else None
 
 
 FILE_RULES = (
@@ -201,6 +211,7 @@ FILE_RULES = (
     check_debug_files,
     check_sinks,
     check_hooks,
+    check_multimodal_keys,
 )
 
 DATA_RULES = (check_data_files, check_scored, check_eval_files)

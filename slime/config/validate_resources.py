@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.config.args import Args
+from slime.config.args import FLAGS, Args
 from slime.config.machine import Machine, installed
 from slime.config.server_groups import (
     ServedModel,
@@ -126,6 +126,22 @@ def _served_models(args: Args) -> list[ServedModel]:
         return read_server_groups(args.sglang_config, str(args.hf_checkpoint), per_engine)
     except (ServerGroupError, OSError):
         return []
+
+
+def check_routing_replay(args: Args, machine: Machine) -> list[str]:
+    """Only SGLang on a GPU says which experts it chose."""
+    own = (args.custom_generate_function_path, args.load_debug_rollout_data)
+    own_rollout = args.rollout_function_path != FLAGS["rollout_function_path"].default
+    if not args.use_rollout_routing_replay or any(own) or own_rollout:
+        return []
+    if args.rollout_backend != "sglang":
+        return ["--use-rollout-routing-replay: the embedded engine does not say which experts it chose; use SGLang"]
+    on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
+    if on_cpu and not args.rollout_external_engine_addrs:
+        return [
+            "--use-rollout-routing-replay: SGLang records experts on a GPU only, and its engines here run on the CPU"
+        ]
+    return []
 
 
 def check_machine(args: Args, machine: Machine) -> list[str]:

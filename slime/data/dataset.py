@@ -60,7 +60,8 @@ class PromptMaker:
                 prompt = renderer.apply_chat_template(
                     row.prompt, tools=row.tools, tokenize=False, add_generation_prompt=True, **self.template_kwargs
                 )
-            except TemplateError as error:  # templates refuse what their model was not trained on
+            except (TemplateError, TypeError, ValueError, KeyError) as error:
+                # Templates refuse what their model was not trained on, and fail on parts that they do not expect.
                 report.add(row.where, ValueError(f"the chat template refuses these messages: {error}"))
                 return None
         sample = Sample(prompt=prompt, label=row.label, metadata=row.metadata, multimodal_inputs=media)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from slime.config.evaluation import eval_pairs
+from slime.config.yaml_file import load_yaml
 from slime.data.prompts import RowKeys
 
 
@@ -111,7 +113,10 @@ def _resolve(args: Any, defaults: Mapping[str, Any], entry: Mapping[str, Any]) -
     unknown = sorted(set(entry) - _NAMES)
     if unknown:
         raise TypeError(f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}")
-    config = EvalDatasetConfig(**{**defaults, **entry})
+    given = {**defaults, **entry}
+    for key, value in given.items():
+        _check_type(entry["name"], key, value)
+    config = EvalDatasetConfig(**given)
     own = entry if entry.get("rm_type") or entry.get("custom_rm_path") else defaults
     if own.get("rm_type") and not own.get("custom_rm_path"):  # its type wins over the function of the run
         config.custom_rm_path = BY_TYPE if getattr(args, "custom_rm_path", None) else None
@@ -122,6 +127,27 @@ def _resolve(args: Any, defaults: Mapping[str, Any], entry: Mapping[str, Any]) -
     return config
 
 
+_HINTS = get_type_hints(EvalDatasetConfig)
+
+
+def _check_type(dataset: Any, key: str, value: Any) -> None:
+    """YAML makes numbers, dates and mappings of words; each setting has one type.
+
+    Raises:
+        TypeError: it is another.
+    """
+    kinds = [get_origin(kind) or kind for kind in get_args(_HINTS[key]) or (_HINTS[key],)]
+    if value is None or Any in kinds or key == "metadata_overrides":
+        return
+    wanted = [kind for kind in kinds if kind is not type(None)]
+    right = type(value) in wanted or (float in wanted and type(value) is int)
+    finite = not isinstance(value, float) or math.isfinite(value)
+    plain = not isinstance(value, dict) or key != "multimodal_keys" or all(isinstance(v, str) for v in value.values())
+    if not (right and finite and plain):
+        words = " or ".join(kind.__name__ for kind in wanted)
+        raise TypeError(f"evaluation data set {dataset!r}: {key} needs {words}, not {value!r}")
+
+
 def _pairs(words: list[str]) -> list[dict[str, Any]]:
     pairs, problems = eval_pairs(words)
     if problems:
@@ -130,15 +156,18 @@ def _pairs(words: list[str]) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    import yaml
-
     if not path.is_file():
         raise FileNotFoundError(f"--eval-config {path} does not exist")
-    content = yaml.safe_load(path.read_text())
+    try:
+        content = load_yaml(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--eval-config {path}: {error}") from error
     section = content.get("eval") if isinstance(content, dict) else None
     if not isinstance(section, dict) or not section.get("datasets"):
         raise ValueError(f"--eval-config {path} needs eval: {{defaults: {{...}}, datasets: [...]}}")
     defaults = section.get("defaults") or {}
+    if not isinstance(defaults, dict):
+        raise ValueError(f"--eval-config {path}: eval.defaults must be a mapping, not {defaults!r}")
     unknown = sorted(set(defaults) - (_NAMES - {"name", "path"}))
     if unknown:
         raise ValueError(f"--eval-config {path}: unknown keys in eval.defaults: {', '.join(unknown)}")
@@ -147,6 +176,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         entries = [
             {"name": name, **(entry if isinstance(entry, dict) else {"path": entry})} for name, entry in entries.items()
         ]
+    if not isinstance(entries, list):
+        raise ValueError(f"--eval-config {path}: eval.datasets must be a list or a mapping, not {entries!r}")
     for entry in entries:
         if not isinstance(entry, dict) or not entry.get("name") or not entry.get("path"):
             raise ValueError(f"--eval-config {path}: a data set needs name and path, this is {entry!r}")

@@ -217,7 +217,7 @@ class _Parquet:
 
         try:
             self.file = pyarrow.parquet.ParquetFile(path)
-        except (pyarrow.ArrowInvalid, OSError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise DataError([f"{path}: not a Parquet file: {error}"]) from error
         self.path, meta = path, self.file.metadata
         sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
@@ -232,12 +232,26 @@ class _Parquet:
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
         done = 0
         while done < len(rows):
-            self._go_to(rows[done])
-            end = bisect_left(rows, self.first + len(self.batch), done)
-            wanted = rows[done:end]
-            for row, data in zip(wanted, self.batch.take([r - self.first for r in wanted]).to_pylist(), strict=True):
+            end, read = self._take(rows, done)
+            for row, data in zip(rows[done:end], read, strict=True):
                 yield RawRow(f"{self.path}, row {row + 1}", data)
             done = end
+
+    def _take(self, rows: Sequence[int], begin: int) -> tuple[int, list[dict[str, Any]]]:
+        """Those of ``rows[begin:end]`` that lie in one batch, and ``end``.
+
+        Raises:
+            DataError: the file is damaged there.
+        """
+        from pyarrow import ArrowException
+
+        try:
+            self._go_to(rows[begin])
+            end = bisect_left(rows, self.first + len(self.batch), begin)
+            return end, self.batch.take([row - self.first for row in rows[begin:end]]).to_pylist()
+        except (ArrowException, OSError, ValueError, StopIteration) as error:
+            words = str(error) or "it has fewer rows than it says"
+            raise DataError([f"{self.path}: damaged near row {rows[begin] + 1}: {words}"]) from error
 
     def _go_to(self, row: int) -> None:
         if not self.first <= row < self.stop:

@@ -12,7 +12,7 @@ import pytest
 from slime.config.args import Args
 from slime.config.errors import ConfigError
 from slime.config.machine import Machine
-from slime.config.parser import load_args
+from slime.config.parser import check_args, load_args
 
 CONFIG = {
     "model_type": "qwen3",
@@ -55,6 +55,10 @@ class Workplace:
 
     def load(self, line: str = "", *, asynchronous: bool = False) -> Args:
         return load_args([*self.required, *line.split()], asynchronous=asynchronous)
+
+    def load_unchecked(self, words: list[str]) -> Args:
+        """Resolved arguments, whatever is wrong with them."""
+        return check_args([*self.required, *words])[0]
 
     def problems(self, line: str = "", *, asynchronous: bool = False) -> list[str]:
         """What is wrong with the line; empty when nothing is."""

@@ -166,3 +166,36 @@ heavy = {{"torch", "transformers", "ray", "pyarrow", "aiohttp", "PIL"}} & set(sy
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_parquet_file_with_damaged_bytes_is_told_with_its_place(tmp_path: Path) -> None:
+    """Whatever byte is wrong: Arrow raises errors of its own and plain ones."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from slime.config.data_peek import first_row
+    from slime.data.rows import DataError, RowFile
+
+    good = tmp_path / "good.parquet"
+    rows = {"prompt": [f"question {i}" for i in range(50)], "label": [str(i) for i in range(50)]}
+    pq.write_table(pa.table(rows), good, row_group_size=10)
+    whole, damaged, told = good.read_bytes(), tmp_path / "damaged.parquet", 0
+    for position in range(0, len(whole), 7):
+        damaged.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        first_row(str(damaged))
+        try:
+            file = RowFile(str(damaged))
+            file.read(range(min(len(file), 50)))
+        except DataError as error:
+            told += 1
+            assert all(str(damaged) in problem for problem in error.problems)
+    assert told > 20
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_first_row_that_nests_too_deeply(tmp_path: Path, suffix: str) -> None:
+    from slime.config.data_peek import first_row
+
+    file = tmp_path / f"deep{suffix}"
+    file.write_text('{"prompt": ' + "[" * 5000 + "]" * 5000 + "}" if suffix == ".jsonl" else "[" * 5000)
+    assert first_row(str(file)) is None

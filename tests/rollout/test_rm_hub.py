@@ -642,3 +642,54 @@ async def test_math_verify_reads_every_label_of_math500(datasets_dir):
         *(shared_pool(2).run("slime.rollout.rm_hub.math_equal.equal", label, label, timeout=30) for label in labels)
     )
     assert [label for label, verdict in zip(labels, verdicts, strict=True) if verdict.value is not True] == []
+
+
+# --- before a process starts ---------------------------------------------------------------------
+
+MODEL_CLASS = """
+class CustomRewardModel:
+    def __init__(self, model_path):
+        self.model = model_path
+
+    def compute_reward(self, prompts, responses):
+        return [1.0] * len(prompts)
+"""
+
+
+def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path):
+    from slime.rollout.rm_hub.checks import check_rewards
+
+    file = tmp_path / "custom_rm.py"
+    file.write_text(MODEL_CLASS)
+    args = arguments(custom_rm_path=str(file), rm_model_path=None, eval_prompt_data=None)
+    (problem,) = check_rewards(args)
+    assert str(file) in problem and "wants model_path: give --rm-model-path" in problem
+    args.rm_model_path = "folder"
+    assert check_rewards(args) == []
+    file.with_name("other.py").write_text("class CustomRewardModel:\n    pass\n")
+    (problem,) = check_rewards(arguments(custom_rm_path=str(file.with_name("other.py")), rm_model_path=None))
+    assert "has no compute_reward" in problem
+
+
+def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
+    from slime.rollout.rm_hub.checks import check_rewards
+
+    (tmp_path / "rm.py").write_text(MODEL_CLASS)
+    config = tmp_path / "eval.yaml"
+    config.write_text(f"eval: {{datasets: [{{name: a, path: x.jsonl, custom_rm_path: {tmp_path / 'rm.py'}}}]}}")
+    (problem,) = check_rewards(arguments(rm_type="math", eval_config=str(config)))
+    assert problem.startswith("evaluation set a: ") and "--rm-model-path" in problem
+
+
+@pytest.mark.parametrize("name", ["ifbench", "boxed_ifbench"])
+def test_absent_checkers_are_told_before_the_start(tmp_path, monkeypatch, name):
+    from slime.rollout.rm_hub import check_label
+    from slime.rollout.rm_hub.checks import check_rewards
+
+    args = arguments(rm_type=name)
+    assert len(check_rewards(args)) == 1 and "evaluation_lib" in check_rewards(args)[0]
+    row = {"rm_type": name, "instruction_id_list": ["a"]}
+    assert "cannot be imported" in check_label("math", None, row)
+    (tmp_path / "evaluation_lib.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert check_rewards(args) == [] and check_label("math", None, row) is None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slime.rollout.rm_hub import gpqa
+from slime.rollout.rm_hub import gpqa, ifbench
 from slime.rollout.rm_hub.last_number import number_label
 from slime.rollout.rm_hub.math import gold_answer
 from slime.rollout.rm_hub.text import normalize_math
@@ -74,6 +74,8 @@ def _gpqa(label: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _ifbench(_: Any, metadata: Mapping[str, Any]) -> str | None:
+    if metadata.get("rm_type") and not ifbench.available():  # else told once, for --rm-type
+        return "the IFBench checkers cannot be imported (see --rm-type ifbench); score with --custom-rm-path"
     return None if metadata.get("instruction_id_list") else "metadata has no instruction_id_list"
 
 

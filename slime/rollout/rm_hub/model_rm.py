@@ -69,7 +69,10 @@ def check_class(model_class: type, model_path: str | None) -> None:
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     if model_path is None and required:
-        raise ValueError(f"reward model class {model_class.__name__} wants {', '.join(required)}: give --rm-model-path")
+        raise ValueError(
+            f"reward model class {model_class.__name__} wants {', '.join(required)}: give --rm-model-path, the folder "
+            "or name that its __init__ loads"
+        )
 
 
 def _pool(path: str, model_path: str | None) -> VerifierPool:

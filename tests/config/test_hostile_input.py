@@ -1,0 +1,166 @@
+"""What is wrong with a command or a file of settings is one line, whatever it holds; never a traceback."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.config.args import FLAGS
+from slime.config.hook_calls import CALLS, call_problem
+from slime.config.machine import Machine
+from slime.config.paths import PATH_FLAGS
+
+GPUS = Machine(gpus=8, cores=32, in_cluster=False)
+
+
+def one_problem(workplace, line: list[str], part: str) -> None:
+    from slime.config.errors import ConfigError
+    from slime.config.parser import load_args
+
+    with pytest.raises(ConfigError) as failure:
+        load_args([*workplace.required, *line])
+    found = [problem for problem in failure.value.problems if part in problem]
+    assert found and all("\n" not in problem and len(problem) < 1000 for problem in found), failure.value.problems
+
+
+def test_path_flags_are_flags() -> None:
+    assert set(FLAGS) >= PATH_FLAGS and set(CALLS) <= set(FLAGS)
+
+
+@pytest.mark.parametrize("name", sorted(PATH_FLAGS))
+@pytest.mark.parametrize("value", ["x" * 300, "a/" + "ü" * 200, "a\0b", "~nobody-of-this-name/x", "/x" * 3000])
+def test_names_that_no_file_can_have(workplace, name: str, value: str) -> None:
+    one_problem(workplace, [FLAGS[name].option, value], FLAGS[name].option)
+
+
+def test_words_that_are_not_utf8(workplace) -> None:
+    one_problem(workplace, ["--run-name", "caf\udce9"], "--run-name: 'caf\\udce9' is not UTF-8")
+
+
+@pytest.mark.parametrize("option", ["--override", "--custom-config-path", "--sglang-config", "--eval-config"])
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("é: 1".encode("latin-1"), "UTF-8"),
+        (b"[" * 5000, "not YAML"),
+        (b"a: 2001-99-99", ""),
+        (b"a: &a [*a]", ""),
+        (b"!!python/object:os.system x", "not YAML"),
+        (b"a: \x00", "not YAML"),
+        (b"- 1", ""),
+    ],
+)
+def test_yaml_that_is_none(workplace, option: str, content: bytes, part: str) -> None:
+    from slime.data.validate import check_data
+
+    file = workplace.root / "x.yaml"
+    file.write_bytes(content)
+    backend = ["--rollout-backend", "sglang"] if option == "--sglang-config" else []
+    problems = workplace.problems(" ".join([*backend, option, str(file)]))
+    if option == "--eval-config":
+        problems += check_data(workplace.load_unchecked([option, str(file)]))
+    assert any(str(file) in problem and part in problem for problem in problems) or not part, problems
+    assert all("\n" not in problem for problem in problems)
+
+
+@pytest.mark.parametrize("name", ["explicit", "megatron", "sglang", "router", "notices", "__class__", "__dict__"])
+@pytest.mark.parametrize("option", ["--override", "--custom-config-path"])
+def test_a_file_cannot_set_what_is_no_flag(workplace, name: str, option: str) -> None:
+    file = workplace.write("x.yaml", f"{name}: 5\n")
+    one_problem(workplace, [option, file], f"{name}: slime sets this itself")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "label_key: 5",
+        "input_key: [a]",
+        "n_samples_per_eval_prompt: x",
+        "n_samples_per_eval_prompt: true",
+        "temperature: .nan",
+        "top_k: 1.5",
+        "rm_type: {a: 1}",
+        "multimodal_keys: {image: 5}",
+        "stop: 5",
+        "path: 5",
+        "apply_chat_template: 1",
+    ],
+)
+def test_settings_of_evaluation_sets_have_types(workplace, setting: str) -> None:
+    from slime.data.validate import check_data
+
+    key = setting.partition(":")[0]
+    text = f"eval: {{datasets: [{{name: a, path: {workplace.data}, {setting}}}]}}"
+    if key == "path":
+        text = f"eval: {{datasets: [{{name: a, {setting}}}]}}"
+    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]))
+    assert len(problems) == 1 and f"{key} needs" in problems[0], problems
+
+
+@pytest.mark.parametrize("text", ["eval: {datasets: 5}", "eval: {defaults: 5, datasets: [1]}", "eval: {datasets: [5]}"])
+def test_evaluation_files_of_another_shape(workplace, text: str) -> None:
+    from slime.data.validate import check_data
+
+    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]))
+    assert len(problems) == 1 and "eval" in problems[0]
+
+
+def test_deep_json_and_other_odd_values(workplace) -> None:
+    one_problem(workplace, ["--apply-chat-template-kwargs", '{"a":' * 5000], "--apply-chat-template-kwargs")
+    one_problem(workplace, ["--multimodal-keys", '{"image": {"a": 1}}'], "needs the name of a column")
+    one_problem(workplace, ["--rollout-num-gpus", "9" * 20], "--rollout-num-gpus")
+    file = workplace.write("x.yaml", "sglang_attention_backend: {a: 1}\nload: [1]\nrm_type: {}\n")
+    for part in ("sglang_attention_backend", "load: needs a text", "rm_type: needs a text"):
+        one_problem(workplace, ["--override", file], part)
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statement", "part"),
+    [
+        ("import sys; sys.exit(0)", "importing it called sys.exit(0)"),
+        ("exit()", "importing it called sys.exit()"),
+        ("raise SystemExit('done')", "importing it called sys.exit('done')"),
+        ("raise KeyboardInterrupt", "failed with KeyboardInterrupt"),
+        ("raise GeneratorExit", "failed with GeneratorExit"),
+        ("1 / 0", "failed with ZeroDivisionError"),
+    ],
+)
+def test_a_hook_file_that_ends_the_program_is_an_error_with_its_name(workplace, statement: str, part: str) -> None:
+    file = workplace.write("reward.py", f"{statement}\nasync def f(args, sample): return 1.0\n")
+    one_problem(workplace, ["--custom-rm-path", f"{file}:f"], part)
+    one_problem(workplace, ["--custom-rm-path", f"{file}:f"], file)
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_a_hook_with_other_parameters_is_told_before_it_is_called(workplace, name: str) -> None:
+    words, positional, keywords = CALLS[name]
+    names = [f"a{i}" for i in range(positional)]
+    good = ", ".join([*names, *keywords])
+    namespace: dict[str, object] = {}
+    exec(f"def good({good}): ...\ndef bad({good}, one_more): ...", namespace)
+    assert call_problem(name, namespace["good"]) is None
+    problem = str(call_problem(name, namespace["bad"]))
+    assert words in problem and "one_more" in problem
+    assert "not a function" in str(call_problem(name, 5))
+
+
+def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> None:
+    file = workplace.write("hooks.py", "def keep(args): ...\nnumber = 5\n")
+    one_problem(workplace, ["--buffer-filter-path", f"{file}:keep"], "it is called as fn(args, rollout_id, buffer")
+    one_problem(workplace, ["--custom-rm-path", f"{file}:number"], "it is a int, not a function")
+
+
+# --- what fails only when it is first used -------------------------------------------------------
+
+
+def test_routing_replay_needs_an_engine_that_records(workplace) -> None:
+    moe = "--train-backend megatron --use-rollout-routing-replay"
+    assert any("does not say which experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded"))
+    on_cpu = workplace.problems(f"{moe} --rollout-backend sglang")
+    assert any("--use-rollout-routing-replay: SGLang records experts on a GPU only" in p for p in on_cpu)
+    workplace.use(GPUS)
+    assert not any("routing-replay" in p for p in workplace.problems(f"{moe} --rollout-backend sglang"))
+    asked = workplace.problems(f"{moe} --rollout-backend sglang --sglang-device cpu")
+    assert any("routing-replay" in p for p in asked)
