@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,15 +12,27 @@ if TYPE_CHECKING:
 
 
 def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = False) -> Args:
-    """Flags, files, rows and labels; prints all problems and exits with 2 if there are any."""
-    from slime.config.parser import parse_args
+    """Flags, files, rows and labels; prints all problems and exits with 2 if there are any.
+
+    A run of the command line (``argv`` is None) with ``--max-restarts`` gets a supervisor here: this process becomes
+    one, and the call returns in its child, which checks nothing a second time.
+    """
+    from slime.cluster.supervisor import REPORTS, supervise
+    from slime.config.errors import ConfigError
+    from slime.config.parser import load_args, parse_args
 
     words = list(argv) if argv is not None else None
+    if words is None and REPORTS.attach():
+        with contextlib.suppress(ConfigError):  # a file vanished: said below
+            return load_args(asynchronous=asynchronous)
     checks = (
         _check_data, _check_rewards, _check_estimator, _check_checkpoints, _check_snapshots, _check_save_folder,
         _check_server_options,
     )  # fmt: skip
-    return parse_args(words, asynchronous=asynchronous, extra_checks=checks)
+    args = parse_args(words, asynchronous=asynchronous, extra_checks=checks)
+    if words is None and args.max_restarts and not REPORTS.attached:
+        supervise()
+    return args
 
 
 def _check_data(args: Args) -> list[str]:

@@ -59,8 +59,9 @@ class HealthMonitor:
         self._grace = time.monotonic() + first_wait
         self._next = time.monotonic() + max(first_wait, interval)
         self._wakes_from = 0.0
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="engine-check")
+        self._checker = ThreadPoolExecutor(2, thread_name_prefix="engine-check")
         self._checking: Future[None] | None = None
+        self._routing: Future[None] | None = None
         self._thread = threading.Thread(target=self._work, name="engine-health", daemon=True)
 
     def start(self) -> None:
@@ -119,7 +120,8 @@ class HealthMonitor:
         """One look: processes, then (when it is time) answers, then start what was lost."""
         pauses = self._pauses
         self._lose(self.processes.ended(LOOK_SECONDS), pauses)  # first: a router takes no worker that is dead
-        self.fleet.check_router()
+        if self._routing is None or self._routing.done():
+            self._routing = self._checker.submit(self._check_router)
         with self._lock:
             if self._pauses != pauses:
                 return
@@ -127,6 +129,12 @@ class HealthMonitor:
                 self._next = time.monotonic() + self.interval
                 self._checking = self._checker.submit(self._check_all, pauses)
             self.fleet.restart_lost()
+
+    def _check_router(self) -> None:
+        try:
+            self.fleet.check_router()
+        except Exception:
+            logger.exception("the look at the router failed")
 
     def _check_all(self, pauses: int) -> None:
         try:

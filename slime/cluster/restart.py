@@ -1,7 +1,7 @@
-"""Go on from the last snapshot where the rollout manager or a training rank has died.
+"""Go on from the last snapshot where the rollout manager, a training rank or Ray itself was lost.
 
-Their state is in the snapshot and a resume is exact, so the driver ends what is left and executes its own command
-line again, in the same process, at most ``--max-restarts`` times.
+Their state is in the snapshot and a resume is exact, so the driver ends what is left and asks its supervisor
+(:mod:`slime.cluster.supervisor`) to execute the command line again, at most ``--max-restarts`` times.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from slime.cluster.supervisor import LOST_CODE, REPORTS
 from slime.cluster.wait import WaitExpired
 from slime.cluster.waiting import NoStatus
 
@@ -19,15 +19,19 @@ if TYPE_CHECKING:
     from slime.cluster.run import Run
 
 ASK_SECONDS = 5.0
-_OF_THE_FIRST_START = ("--ckpt-step", "--start-rollout-id", "--finetune")
-_SWITCHES = ("--finetune",)
 
 
 def goes_on(run: Run, error: Exception) -> bool:
     """Whether a failed run may begin again, since something died and no code is to blame; says so, with the error."""
     import ray
 
-    lost = _lost(run, error) if run.args.max_restarts and ray.is_initialized() else []
+    lost: list[str] = []
+    if run.args.max_restarts and REPORTS.attached:
+        try:
+            lost = _lost(run, error) if ray.is_initialized() else []
+        except (ray.exceptions.RayError, RuntimeError, OSError):  # there is nobody to ask
+            from_ray = isinstance(error, ray.exceptions.RayError | WaitExpired | OSError)
+            lost = [f"the Ray cluster ({type(error).__name__})"] if from_ray else []
     if lost:
         where = "from where it began" if run.saved is None else f"from the snapshot of rollout {run.saved}"
         left = run.args.max_restarts - 1
@@ -73,33 +77,8 @@ def _never_was(error: Exception) -> bool:
     return "creation task" in str(error)
 
 
-def restart(args: Any, saved: bool) -> NoReturn:
-    """Execute the driver's command line again.
-
-    Args:
-        saved: ``--save`` holds a snapshot of this run: go on from it. Otherwise from where the run began.
-    """
-    command = [sys.executable, *command_line(sys.orig_argv[1:], vars(args), saved)]
+def end_lost() -> NoReturn:
+    """End this driver at once, after its shutdown: the supervisor runs it again."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, command)
-
-
-def command_line(words: Sequence[str], values: Mapping[str, Any], saved: bool) -> list[str]:
-    """``words`` with the flags that make the run go on; a flag that stands later wins.
-
-    Args:
-        values: of the arguments ``max_restarts``, ``save``, ``run_name`` and ``output_dir``.
-    """
-    flags = ["--max-restarts", str(values["max_restarts"] - 1), "--run-name", str(values["run_name"])]
-    flags += ["--output-dir", str(values["output_dir"])]
-    if not saved:
-        return [*words, *flags]
-    kept, skip = [], False
-    for word in words:
-        name = word.partition("=")[0]
-        if skip or name in _OF_THE_FIRST_START:
-            skip = not skip and word in _OF_THE_FIRST_START and word not in _SWITCHES
-            continue
-        kept.append(word)
-    return [*kept, *flags, "--load", str(values["save"])]
+    os._exit(LOST_CODE)

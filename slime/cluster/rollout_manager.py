@@ -59,10 +59,12 @@ class RolloutManager:
         from slime.cluster.engine_actor import launcher
         from slime.cluster.engine_fleet import EngineFleet
         from slime.cluster.health import HealthMonitor
+        from slime.config.machine import raise_file_limit
         from slime.engines.http import init_http_client, watch_faults
         from slime.engines.plan import plan_engines
         from slime.observability import progress
 
+        raise_file_limit()  # of the router, too, which is a child of this process
         args = self.args
         specs = plan_engines(args)
         launch = launcher(args, specs, placement, self.log_dir, engine_environment(args))

@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from slime.backends.lr_schedule import LrSchedule, zero_lr_warning
 from slime.cluster.faults import Faults
-from slime.cluster.restart import goes_on, restart
+from slime.cluster.restart import end_lost, goes_on
+from slime.cluster.supervisor import REPORTS
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
 from slime.observability.trace_file import add_phases, trace_of
 from slime.weights.audit import gap_alarm
@@ -67,7 +68,6 @@ class Run:
         self.trained: int | None = None  # last rollout whose training is complete
         self.saved: int | None = None
         self._open_snapshot: tuple[Path, dict[str, Any]] | None = None
-        self.committed = False  # whether this process has written a snapshot
         self._progress: Any = None
         self._phases: list[dict[str, Any]] = []  # the newest, for the traces
         self._step_started = time.perf_counter()
@@ -76,6 +76,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.stop.__enter__()
+        REPORTS.began({name: getattr(self.args, name) for name in ("max_restarts", "save", "run_name", "output_dir")})
         try:
             self._start()
         except BaseException:
@@ -226,16 +227,18 @@ class Run:
         try:
             again = isinstance(error, Exception) and not stopped and goes_on(self, error)
             if stopped:
+                REPORTS.over()
                 self._snapshot_before_stop()
             if kind is None:
                 self.finish_save()
                 self._close_account()
                 self.display.finish()
         finally:
+            (REPORTS.lost if again else REPORTS.over)()  # before the shutdown, which may end this process
             self._shutdown(failed=kind is not None and not stopped)
             self.stop.__exit__(None, None, None)
         if again:
-            restart(self.args, self.committed)
+            end_lost()
         if stopped:
             sys.exit(130 if str(error) == "SIGINT" else 143)
 
@@ -258,6 +261,7 @@ class Run:
         """Leave no process behind; on a failure say first which engines were alive."""
         import ray
 
+        from slime.cluster.leftovers import sweep_leftovers
         from slime.cluster.session import disconnect
         from slime.weights.transports.shared_memory import sweep_shared_memory
 
@@ -278,9 +282,11 @@ class Run:
             self.metrics_log.close()
         self.display.close()
         if self.placement is not None:
-            self.placement.remove()
+            with contextlib.suppress(*((ray.exceptions.RayError, RuntimeError, OSError) if failed else ())):
+                self.placement.remove()
         disconnect()
         sweep_shared_memory()  # Ray kills workers before torch's own cleaner has run
+        sweep_leftovers()
 
     # --- phases ------------------------------------------------------------------------------
 
@@ -496,7 +502,8 @@ class Run:
             group.finish_save()
         snapshot.commit(temp, manifest)
         self._open_snapshot = None
-        self.saved, self.committed = manifest["rollout_id"], True
+        self.saved = manifest["rollout_id"]
+        REPORTS.saved()
         if self.args.save_keep_last:
             snapshot.prune(Path(self.args.save), self.args.save_keep_last, self.args.save_retain_interval)
 

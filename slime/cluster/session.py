@@ -41,6 +41,8 @@ def connect(args: Args) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
+    # Nobody starts the head of a private cluster again: to wait a minute for it, as Ray does, helps nobody.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     ray.init(
         address="local",
         include_dashboard=False,

@@ -6,13 +6,16 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 
+from slime.cluster.supervisor import FORWARDED, REPORTS
 from slime.cluster.wait import WaitExpired
 
+_MEANT = {number: int(meant) for meant, number in FORWARDED.items()}
 POLL_SECONDS = 0.25
 POLLED_ACTORS = 16  # asked for their status at a time
 
@@ -22,12 +25,17 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Turn the first SIGINT or SIGTERM into a wish that waits look at; the second ends at once."""
+    """Turn the first SIGINT or SIGTERM into a wish that waits look at; the second ends at once.
+
+    A signal may come twice, to this process by itself (Ctrl-C reaches the whole process group) and through the
+    supervisor. So the two ways are counted apart, and the larger number counts.
+    """
 
     def __init__(self) -> None:
         self.requested: str | None = None
         self.ending = False  # the wish is being fulfilled; waits go on
         self._previous: dict[int, Any] = {}
+        self._came: Counter[bool] = Counter()  # by whether the supervisor sent it
 
     def __enter__(self) -> StopSignals:
         self.install()
@@ -36,7 +44,8 @@ class StopSignals:
     def install(self) -> None:
         """Take the signals; again after ``ray.init``, which puts a handler of its own there."""
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            forwarded = FORWARDED.values() if REPORTS.attached else ()
+            for number in (signal.SIGINT, signal.SIGTERM, *forwarded):
                 previous = signal.signal(number, self._on_signal)
                 self._previous.setdefault(number, previous)
 
@@ -47,9 +56,11 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:
-            _end_at_once(128 + number)
-        self.requested = signal.Signals(number).name
+        meant = _MEANT.get(number, number)
+        self._came[meant != number] += 1
+        if max(self._came.values()) > 1:
+            _end_at_once(128 + meant)
+        self.requested = self.requested or signal.Signals(meant).name
 
     def check(self) -> None:
         """Raise :class:`StopRequested` when a signal came."""
@@ -61,6 +72,7 @@ def _end_at_once(code: int) -> None:
     """Take every process of this run along; nothing is saved."""
     import psutil
 
+    REPORTS.over()
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(code)

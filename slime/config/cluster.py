@@ -60,8 +60,8 @@ class ClusterConfig:
     max_restarts: int = flag(
         None,
         low=0,
-        help="times that the run goes on by itself from its last snapshot when its rollout manager or a training rank "
-        "has died; default: 3 with --use-fault-tolerance, else 0",
+        help="times that the run goes on by itself from its last snapshot when its rollout manager, a training rank, "
+        "Ray or the driver has died; default: 3 with --use-fault-tolerance, else 0",
     )
     rollout_health_check_interval: float = flag(
         30.0, above=0, help="seconds between checks that an engine makes tokens"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import re
+import resource
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +49,28 @@ def _torch_is_cpu_build() -> bool:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+def connection_limit(ports: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> int:
+    """Requests that this machine can have under way to one router that runs here.
+
+    Each takes one of the ports for outgoing connections towards the router's address, and two open files of the
+    router's process (client and engine). A tenth is left for other uses.
+    """
+    limits = [resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2]
+    if limits[0] <= 0:  # no limit
+        limits = []
+    with contextlib.suppress(OSError, ValueError):
+        first, last = map(int, ports.read_text().split())
+        limits.append(last - first + 1)
+    return max(min(limits, default=sys.maxsize) * 9 // 10, 1)
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts from now on, open as many files as the hard limit allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def installed(module: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slime.config.args import FLAGS, Args
-from slime.config.machine import Machine, installed
+from slime.config.machine import Machine, connection_limit, installed
 from slime.config.server_groups import (
     ServedModel,
     ServerGroup,
@@ -152,6 +152,15 @@ def check_machine(args: Args, machine: Machine) -> list[str]:
         on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
         if args.deterministic and on_cpu and not args.rollout_external_engine_addrs:
             problems.append("--deterministic: SGLang has deterministic kernels for CUDA only; use the embedded engine")
+    engines = len(args.rollout_external_engine_addrs or []) or (
+        (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
+    )
+    asked, most = args.sglang_server_concurrency * engines, connection_limit()
+    if asked > most and not machine.in_cluster:
+        args.notices.append(
+            f"--sglang-server-concurrency {args.sglang_server_concurrency} of {engines} engines is {asked} requests "
+            f"under way: limited to {most} by this machine's ports (ip_local_port_range) and open files (ulimit -Hn)"
+        )
     if args.record_memory_history and not machine.cuda:
         problems.append("--record-memory-history records CUDA allocations, and there is no CUDA here: leave it out")
     if args.train_dtype == "float32" and machine.cuda:

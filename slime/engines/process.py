@@ -29,7 +29,7 @@ PROXY_VARIABLES = tuple(
     name for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
 )
 _PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those of outgoing connections
-_marks: list[socket.socket] = []
+_marks: dict[tuple[str, int], socket.socket] = {}  # of the ports that free_port() gave out
 
 
 class ServerFailed(RuntimeError):
@@ -39,16 +39,26 @@ class ServerFailed(RuntimeError):
 class ServerProcess:
     """One child process that serves HTTP.
 
+    Args:
+        ports: of :func:`free_port` that are given back when it is stopped or killed.
+
     Attributes:
         url: where it listens.
         pid: of the child.
     """
 
     def __init__(
-        self, what: str, command: list[str], url: str, log_path: str | Path | None, env: dict[str, str]
+        self,
+        what: str,
+        command: list[str],
+        url: str,
+        log_path: str | Path | None,
+        env: dict[str, str],
+        ports: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.what = what
         self.url = url
+        self.ports = tuple(ports)
         self.log_path = Path(log_path) if log_path else None
         if self.log_path:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +101,7 @@ class ServerProcess:
                 self.child.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 self.kill()
+        self._release_ports()
 
     def kill(self) -> None:
         """SIGKILL to the process and all below it, also when they are stopped (SIGSTOP); returns when they are gone.
@@ -111,6 +122,11 @@ class ServerProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(STOP_SECONDS)
         wait_gone(tree, STOP_SECONDS)
+        self._release_ports()
+
+    def _release_ports(self) -> None:
+        for host, port in self.ports:
+            release_port(host, port)
 
     def cpu_seconds(self) -> float:
         """CPU time that the process and all below it have used; 0 once it has ended."""
@@ -211,7 +227,8 @@ def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psuti
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now, and that no later call on this host is given while this process lives.
+    """A port that nobody listens on now, and that no later call on this host is given while this process lives, or
+    until :func:`release_port`.
 
     A server may take half a minute until it listens. Until then nobody else must get the port: it lies outside those
     that the kernel gives to outgoing connections, and the UDP port of the same number, kept bound, marks it as taken.
@@ -227,9 +244,16 @@ def free_port(host: str = "127.0.0.1") -> int:
         except OSError:
             mark.close()
             continue
-        _marks.append(mark)
+        _marks[host, port] = mark
         return port
     raise ServerFailed(f"no port between {_PORTS.start} and {_PORTS.stop - 1} is free on {host}")
+
+
+def release_port(host: str, port: int) -> None:
+    """A port of :func:`free_port` is not needed any more; a no-op for other ports."""
+    mark = _marks.pop((host, port), None)
+    if mark is not None:
+        mark.close()
 
 
 def _healthy(url: str) -> bool:

@@ -165,12 +165,15 @@ def start_router(
     port = port or free_port(host)
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
     command += [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
-    command += ["--prometheus-host", host, "--prometheus-port", str(free_port(host)), *FORCED]
+    metrics_port = free_port(host)
+    command += ["--prometheus-host", host, "--prometheus-port", str(metrics_port), *FORCED]
     command += ["--request-timeout-secs", str(getattr(args, "sglang_router_request_timeout_secs", None) or 14400)]
     command += router_options({**DEFAULTS, **(getattr(args, "router", None) or {})})
     if any(isinstance(worker, Worker) and worker.worker_type != "regular" for worker in workers):
         command.append("--pd-disaggregation")
-    router = RouterProcess("sglang-router", command, f"http://{host}:{port}", log_path, without_proxy())
+    router = RouterProcess(
+        "sglang-router", command, f"http://{host}:{port}", log_path, without_proxy(), [(host, metrics_port)]
+    )
     try:
         router._wait(lambda: _up(router.url), lambda: "come up", READY_SECONDS)
         router.add_workers([Worker(worker) if isinstance(worker, str) else worker for worker in workers])
@@ -246,7 +249,7 @@ class Routers:
     def restart(self, model: str, workers: Sequence[Worker]) -> None:
         """Start a router that ended or hangs again, at its address."""
         old = self.by_model[model]
-        if isinstance(old, RouterProcess) and old.alive():
+        if isinstance(old, RouterProcess):
             old.kill()  # it may be stopped; its clients' connections are reset, and they ask again
         address = urlsplit(old.url)
         own = [worker for worker in workers if worker.model == model]

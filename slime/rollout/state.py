@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.config.context import context_limit
 from slime.config.hf_config import media_token_ids
+from slime.config.machine import connection_limit
 from slime.data.sample import Group
 from slime.rollout.sampling_params import sampling_params
 from slime.rollout.schedule import Schedule
@@ -116,10 +117,11 @@ class GenerateState:
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
-        """Limits generations in flight to ``--sglang-server-concurrency`` per engine."""
+        """Limits generations in flight to ``--sglang-server-concurrency`` per engine, and to what this machine's ports
+        and open files allow."""
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
-            self._semaphores[loop] = asyncio.Semaphore(concurrency(_target(self._args)))
+            self._semaphores[loop] = asyncio.Semaphore(min(concurrency(_target(self._args)), connection_limit()))
         return self._semaphores[loop]
 
 

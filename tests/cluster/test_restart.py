@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.restart import _lost, command_line
+from slime.cluster.restart import _lost
+from slime.cluster.supervisor import command_line
 from slime.cluster.wait import WaitExpired
 from slime.cluster.waiting import NoStatus
 

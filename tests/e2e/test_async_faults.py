@@ -151,23 +151,48 @@ VICTIMS = {
     "engine": lambda words, _: "slime.engines.embedded.server" in words,
     "manager": lambda words, _: words[0].startswith("ray::RolloutManager"),
     "rank": lambda words, _: words[0].startswith("ray::TrainActor"),
+    "driver": lambda words, process: words[1].endswith(SCRIPT),
+    "raylet": lambda words, _: words[0].endswith("/raylet"),
+    "head": lambda words, _: words[0].endswith("/gcs_server"),
 }
+FROZEN = ("manager", "rank")
+
+
+def strike(runner, process, victim: str, number: int) -> psutil.Process:
+    """Send a signal to one process of a run that has made three steps."""
+    folder = runner.tmp / "outputs" / "run"
+    wait_until(process, lambda: steps_logged(folder) >= 3)
+    struck = next(p for p in runner.alive() if len(p.cmdline()) > 1 and VICTIMS[victim](p.cmdline(), p))
+    os.kill(struck.pid, number)
+    return struck
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_whatever_is_killed_the_run_ends_and_the_ledger_closes(runner, asynchronous, victim) -> None:
+    """Ray itself ends the driver some time after the head of the cluster is gone."""
+    steps = 60 if victim == "head" else 8
     flags = [*asynchronous, "--use-fault-tolerance", "--rollout-health-check-interval", 2, "--save-interval", 1]
+    flags += ["--num-rollout", steps]
     process = runner.start("--run-name", "run", *flags, script=SCRIPT)
-    folder = runner.tmp / "outputs" / "run"
-    wait_until(process, lambda: steps_logged(folder) >= 3)
-    struck = next(p for p in runner.alive() if p.cmdline() and VICTIMS[victim](p.cmdline(), p))
-    os.kill(struck.pid, signal.SIGKILL)
+    struck = strike(runner, process, victim, signal.SIGKILL)
     result = runner.finish(process, "run", 200)
-    said = assert_accounted(result)
+    said = assert_accounted(result, steps)
     if victim == "engine":
         assert sum(row["rollout/engine_lost_count"] for row in result.metrics()) == 1
     else:
-        assert "going on from the snapshot of rollout" in result.output
+        assert "going on from " in result.output
         assert "resumed from" in result.output and len(said["rolled_back"]) == 1
+    assert runner.wait_gone() == []
+    assert not psutil.pid_exists(struck.pid) or psutil.Process(struck.pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("victim", FROZEN)
+def test_a_process_that_is_frozen_is_noticed_long_before_the_phase_is_over(runner, asynchronous, victim) -> None:
+    flags = [*asynchronous, "--use-fault-tolerance", "--save-interval", 1, "--status-timeout", 20]
+    process = runner.start("--run-name", "run", *flags, "--phase-timeout", 1000, script=SCRIPT)
+    struck = strike(runner, process, victim, signal.SIGSTOP)
+    result = runner.finish(process, "run", 250)
+    assert_accounted(result)
+    assert "said nothing for 20 s (--status-timeout)" in result.output and "resumed from" in result.output
     assert runner.wait_gone() == []
     assert not psutil.pid_exists(struck.pid) or psutil.Process(struck.pid).status() == psutil.STATUS_ZOMBIE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -86,7 +88,21 @@ def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) ->
 
 
 def test_two_ranks_and_two_engines_behind_the_router(runner, flags) -> None:
-    result = runner.run(*flags, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2, "--num-rollout", 2)
+    """And none of their processes listens where another machine could reach it."""
+    process = runner.start(
+        "--run-name", "run", *flags, "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 2, "--num-rollout", 2
+    )
+    listening: dict[str, set[str]] = {}
+    while process.poll() is None and not (runner.tmp / "outputs" / "run" / "metrics.jsonl").exists():
+        for each in runner.alive():
+            with contextlib.suppress(psutil.Error):
+                found = {c.laddr.ip for c in each.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+                listening.setdefault(each.name(), set()).update(found)
+        time.sleep(0.5)
+    result = runner.finish(process, "run")
+    assert {"ray::TrainActor", "gcs_server"} <= {name for name, found in listening.items() if found}
+    addresses = {address.removeprefix("::ffff:") for found in listening.values() for address in found}
+    assert addresses <= {"127.0.0.1", "::1"}, listening
     assert_good(result)
     assert (result.folder / "logs" / "router.log").exists()
     assert max(row["train/train_rollout_logprob_abs_diff"] for row in result.metrics()) < 1e-4

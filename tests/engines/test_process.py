@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from slime.engines import process
 from slime.engines.process import ServerProcess, free_port, wait_gone
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -31,6 +32,15 @@ def test_wait_gone_returns_those_that_live_on_and_not_the_ended_or_unreaped() ->
         for child in children:
             child.kill()
             child.wait()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_the_mark_of_a_port_ends_with_its_server(end: str) -> None:
+    port, kept = free_port(), free_port()
+    server = ServerProcess("sleeper", SLEEP, "http://127.0.0.1:1", None, {}, [("127.0.0.1", port)])
+    assert {("127.0.0.1", port), ("127.0.0.1", kept)} <= set(process._marks)
+    getattr(server, end)()
+    assert ("127.0.0.1", port) not in process._marks and ("127.0.0.1", kept) in process._marks
 
 
 def suspend(server: ServerProcess) -> None:

@@ -1,0 +1,89 @@
+"""Files that killed servers leave behind, which nobody else removes.
+
+SGLang's load counters are a file in shared memory for each server, and torch's shared memory manager is a socket in a
+folder of its own. Both are removed at an orderly end only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_AGE_SECONDS = 60.0  # younger ones may be about to be opened
+_LOADS = re.compile(r"sglang_loads_\w+\.shm", re.ASCII)
+_MANAGERS = re.compile(r"torch-shm-dir-\w{6}", re.ASCII)
+_SOCKET = "manager.sock"
+
+
+def sweep_leftovers() -> list[str]:
+    """Remove such files of this user that no process uses any more; returns their paths."""
+    removed = [str(path) for path in _own(SHARED_MEMORY, _LOADS, stat.S_ISREG)]
+    if removed:
+        used = _mapped(removed)
+        removed = [path for path in removed if path not in used and _unlink(path)]
+    folders = _own(Path(tempfile.gettempdir()), _MANAGERS, stat.S_ISDIR)
+    return removed + [str(folder) for folder in folders if _remove_manager(folder)]
+
+
+def _own(folder: Path, name: re.Pattern[str], is_kind: Callable[[int], bool]) -> list[Path]:
+    """Entries of ``folder`` that this user made a while ago."""
+    found = []
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):
+                facts = entry.stat(follow_symlinks=False)
+                old = time.time() - facts.st_mtime > LEAST_AGE_SECONDS
+                ours = facts.st_uid == os.geteuid() and is_kind(facts.st_mode)
+                if name.fullmatch(entry.name) and ours and old:
+                    found.append(Path(entry.path))
+    return found
+
+
+def _mapped(paths: list[str]) -> set[str]:
+    """Those of ``paths`` that a process has mapped or open. Only processes of this user, and root's, can."""
+    used: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            maps = (process / "maps").read_text()
+            used |= {path for path in paths if path in maps}
+        with contextlib.suppress(OSError):
+            for handle in os.scandir(process / "fd"):
+                with contextlib.suppress(OSError):
+                    used.add(os.readlink(handle.path))
+    return used
+
+
+def _unlink(path: str) -> bool:
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_manager(folder: Path) -> bool:
+    """Remove the folder of a shared memory manager that answers no more."""
+    if {entry.name for entry in folder.iterdir()} - {_SOCKET}:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(folder / _SOCKET))
+        except (ConnectionRefusedError, FileNotFoundError):
+            pass
+        except OSError:
+            return False
+        else:
+            return False
+    _unlink(str(folder / _SOCKET))
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        return True
+    return False

@@ -1,0 +1,160 @@
+"""The parent of a driver: runs it again when it is lost, and changes nothing else about how a run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slime.cluster import supervisor
+
+pytestmark = pytest.mark.real
+
+DRIVER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+from slime.cluster.supervisor import LOST_CODE, PIPE_VARIABLE, REPORTS
+from slime.cluster.waiting import StopRequested, StopSignals
+
+how, restarts = sys.argv[1], int(sys.argv[-sys.argv[::-1].index("--max-restarts")])
+here = Path(__file__).parent
+assert REPORTS.attach() and PIPE_VARIABLE not in os.environ
+with (here / "starts").open("a") as file:
+    print(*sys.argv[1:], file=file)
+if how == "before":
+    os._exit(3)
+REPORTS.began({"max_restarts": restarts, "save": "ckpt", "run_name": "r", "output_dir": "o"})
+if restarts == 2:
+    REPORTS.saved()
+stop = StopSignals()
+stop.install()
+# What a dead raylet leaves behind: nobody is its parent any more.
+child = "[sys.executable, '-c', 'import time; time.sleep(600)'], stdout=-3, stderr=-3"
+orphan = "import subprocess, sys; print(subprocess.Popen(" + child + ").pid)"
+if how in ("vanish", "vanish always", "killed", "asks"):
+    pid = subprocess.run([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True, close_fds=False).stdout
+    (here / f"orphan{restarts}").write_text(pid)
+    if restarts == 1 and how != "vanish always":
+        REPORTS.over()
+        sys.exit(7)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "asks":
+        REPORTS.lost()
+        REPORTS.over()
+        os._exit(LOST_CODE)
+    os._exit(1)
+if how == "fails":
+    REPORTS.over()
+    raise SystemExit(5)
+(here / "pid").write_text(str(os.getpid()))
+try:
+    while True:
+        stop.check()
+        time.sleep(0.02)
+except StopRequested as asked:
+    REPORTS.over()
+    time.sleep(0.5)  # so that a signal that came twice had time to
+    sys.exit({"SIGINT": 130, "SIGTERM": 143}[str(asked)])
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    (tmp_path / "driver.py").write_text(DRIVER)
+    started: list[subprocess.Popen[str]] = []
+
+    def run(how: str, restarts: int = 2) -> subprocess.Popen[str]:
+        command = [sys.executable, "-P", supervisor.__file__, "--", str(tmp_path / "driver.py"), how]
+        root = str(Path(supervisor.__file__).resolve().parents[2])
+        started.append(
+            subprocess.Popen(
+                [*command, "--max-restarts", str(restarts)],
+                env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            )
+        )  # fmt: skip
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+    if (tmp_path / "pid").exists():
+        wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 60.0) -> None:
+    until = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["vanish", "killed", "asks"])
+def test_a_lost_driver_is_run_again_and_leaves_nothing_behind(start: Callable, tmp_path: Path, how: str) -> None:
+    """Also one that could say nothing: killed, or ended by a library."""
+    run = start(how, restarts=3)
+    _, words = run.communicate(timeout=40)
+    assert run.returncode == 7
+    again = "--run-name r --output-dir o"
+    assert (tmp_path / "starts").read_text().splitlines() == [
+        f"{how} --max-restarts 3",
+        f"{how} --max-restarts 3 --max-restarts 2 {again}",
+        f"{how} --max-restarts 3 --max-restarts 2 {again} --max-restarts 1 {again} --load ckpt",
+    ]
+    assert words.count("lost the driver") == (0 if how == "asks" else 2)
+    orphans = [int(file.read_text()) for file in tmp_path.glob("orphan*")]
+    assert len(orphans) == 3 and not any(psutil.pid_exists(pid) for pid in orphans)
+
+
+def test_the_number_of_restarts_is_bounded(start: Callable, tmp_path: Path) -> None:
+    run = start("vanish always", restarts=2)
+    assert run.wait(40) == 1
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(("how", "code"), [("before", 3), ("fails", 5)])
+def test_an_error_is_passed_on(start: Callable, tmp_path: Path, how: str, code: int) -> None:
+    """Before a run has begun, and where code is to blame."""
+    assert start(how).wait(40) == code
+    assert len((tmp_path / "starts").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_is_one_wish(
+    start: Callable, tmp_path: Path, number: signal.Signals, code: int, whole_group: bool
+) -> None:
+    """Ctrl-C in a terminal goes to the whole process group, ``kill`` to the one process that the user started."""
+    run = start("waits")
+    wait_until((tmp_path / "pid").exists)
+    (os.killpg if whole_group else os.kill)(run.pid, number)
+    assert run.wait(40) == code
+    assert len((tmp_path / "starts").read_text().splitlines()) == 1
+
+
+def test_the_second_signal_ends_at_once(start: Callable, tmp_path: Path) -> None:
+    run = start("waits")
+    wait_until((tmp_path / "pid").exists)
+    driver = psutil.Process(int((tmp_path / "pid").read_text()))
+    driver.suspend()
+    os.kill(run.pid, signal.SIGTERM)
+    time.sleep(0.1)
+    os.kill(run.pid, signal.SIGINT)  # another number, or the two would be one while it is stopped
+    driver.resume()
+    assert run.wait(40) in (130, 143)
+
+
+def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: Path) -> None:
+    run = start("waits")
+    wait_until((tmp_path / "pid").exists)
+    run.kill()
+    wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))

@@ -1,0 +1,57 @@
+"""What this machine allows."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from slime.config import machine
+from slime.config.defaults import default_args
+from slime.config.machine import Machine, connection_limit, raise_file_limit
+from slime.config.validate_resources import check_machine
+
+
+@pytest.mark.parametrize(
+    ("ports", "files", "limit"),
+    [
+        ("32768\t60999\n", 1_000_000, 28232 * 9 // 10),
+        ("32768\t60999\n", 20_000, 9000),
+        ("32768\t60999\n", resource.RLIM_INFINITY, 28232 * 9 // 10),
+        ("", 1000, 450),
+    ],
+)
+def test_requests_under_way_are_bounded_by_ports_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ports: str, files: int, limit: int
+) -> None:
+    (tmp_path / "ports").write_text(ports)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, files))
+    assert connection_limit(tmp_path / "ports") == limit
+
+
+def test_a_limit_of_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slime.config.validate_resources.connection_limit", lambda: 25_000)
+    here = Machine(gpus=64, cores=8, in_cluster=False)
+    for engines, told in ((48, False), (56, True)):
+        args = default_args(rollout_num_gpus=engines, rollout_num_gpus_per_engine=1)
+        check_machine(args, here)
+        notices = [notice for notice in args.notices if "requests under way: limited to 25000" in notice]
+        assert bool(notices) == told
+
+
+async def test_the_client_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slime.rollout.state import GenerateState
+
+    monkeypatch.setattr("slime.rollout.state.connection_limit", lambda: 3)
+    assert GenerateState(default_args(hf_checkpoint=None, rollout_num_gpus=2)).semaphore._value == 3
+
+
+def test_the_soft_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        machine.resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
