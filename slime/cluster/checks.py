@@ -63,9 +63,10 @@ def _check_checkpoints(args: Args) -> list[str]:
     from slime.models.loading import ModelError, check_checkpoint
 
     problems = []
+    by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
     for option, path in _read_checkpoints(args).items():
         try:
-            args.notices += check_checkpoint(path, args.trust_remote_code)
+            args.notices += check_checkpoint(path, args.trust_remote_code, by_transformers)
         except ModelError as error:
             problems.append(f"{option}: {error}")
     return problems + _check_quantized_engines(args)

@@ -55,8 +55,12 @@ def empty_model(config: Any, **more: Any) -> PreTrainedModel:
     return model
 
 
-def check_checkpoint(path: str | Path, trust_remote_code: bool = False) -> list[str]:
+def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_transformers: bool = False) -> list[str]:
     """Compare a checkpoint's files with the model that its config.json describes; reads headers alone.
+
+    Args:
+        by_transformers: the run computes with transformers' model, so one that it cannot build is an error, not a
+            notice.
 
     Returns:
         Notices. A hub id that was not downloaded yet, and PyTorch's older format, are left to the loaders.
@@ -76,7 +80,9 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False) -> list[
     try:
         model = empty_model(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
     except Exception as error:  # as above; an engine or Megatron may know the architecture all the same
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if by_transformers:
+            raise ModelError(f"transformers cannot build the model of {folder / 'config.json'}: {reason}") from error
         return [f"{path}: its tensors were not compared with the model, which transformers cannot build ({reason})"]
     differences = compare(model, stored)
     require_fit(str(folder), model, differences)

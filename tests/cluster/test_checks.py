@@ -96,6 +96,11 @@ def test_every_checkpoint_that_the_run_reads_is_compared_with_its_model(model: P
     for content in ('{"model_type": "llama", "hidden_size": "wide"}', '{"model_type": "other"}', "{", "[]"):
         (broken / "config.json").write_text(content)
         assert "config.json" in _check_checkpoints(args)[0]
+    (broken / "config.json").write_text('{"model_type": "clip_text_model"}')  # no language model
+    assert "transformers cannot build the model" in _check_checkpoints(args)[0]
+    args.rollout_backend, args.train_backend = "sglang", "megatron"  # these may know it
+    assert not [problem for problem in _check_checkpoints(args) if "cannot build" in problem]
+    assert "were not compared with the model" in args.notices[-1]
 
 
 def test_sglang_with_a_quantized_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:

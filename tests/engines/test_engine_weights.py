@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,19 @@ def test_snapshot_reset_compare(tiny_llama: Path) -> None:
 def test_overall_checksum_sees_names() -> None:
     assert overall_checksum({"a": "1", "b": "2"}) == overall_checksum({"b": "2", "a": "1"})
     assert overall_checksum({"a": "1", "b": "2"}) != overall_checksum({"a": "2", "b": "1"})
+
+
+def test_an_engine_starts_on_a_quantized_checkpoint(tiny_llama: Path, tmp_path: Path) -> None:
+    """It holds the plain weights that the stored ones stand for."""
+    folder = tmp_path / "fp8"
+    shutil.copytree(tiny_llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("o_proj.weight"))
+    tensors |= {name: (tensors[name] * 4).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.tensor([[0.25]])}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": block}))
+    loaded = load_engine(EngineOptions(str(folder), max_running_requests=2))
+    assert torch.equal(loaded.engine.weights.views[name], tensors[name].float() / 4)
+    assert getattr(loaded.config, "quantization_config", None) is None

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tiny_checkpoints import deepseek_config, llama_config, moe_config, read_tensors, rewrite, save_model
 
-from slime.models.loading import load_hf_model
+from slime.models.loading import check_checkpoint, load_hf_model
 from slime.models.shards import INDEX, ModelError, read_headers
 from slime.models.stored import StoredWeights
 
@@ -216,3 +218,36 @@ def test_a_folder_without_weights_says_so(llama: Path, tmp_path: Path) -> None:
         StoredWeights(tmp_path)
     with pytest.raises(ModelError, match="holds no weights"):
         load(tmp_path)
+
+
+JUNK = st.sampled_from([None, True, -1, 0, 3, 1e308, "x", "llama", [], ["a"], {}, {"a": 1}])
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_changed_ends_in_one_error_or_none(sharded: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Random changes of config.json, the index and the bytes of a header: a ModelError, or a checkpoint that fits."""
+    folder = tmp_path / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sharded, folder)
+    what = data.draw(st.sampled_from(["config", "index", "bytes", "cut"]))
+    if what in ("config", "index"):
+        file = folder / ("config.json" if what == "config" else INDEX)
+        values = json.loads(file.read_text())
+        inside = values if what == "config" or data.draw(st.booleans()) else values["weight_map"]
+        inside[data.draw(st.sampled_from([*inside, "quantization_config", "text_config"]))] = data.draw(JUNK)
+        file.write_text(json.dumps(values))
+    else:
+        shard = data.draw(st.sampled_from(sorted(folder.glob("*.safetensors"))))
+        content = bytearray(shard.read_bytes())
+        end = 8 + struct.unpack("<Q", content[:8])[0]
+        at = data.draw(st.integers(0, end - 1 if what == "bytes" else len(content) - 1))
+        if what == "bytes":
+            content[at] ^= data.draw(st.integers(1, 255))
+        shard.write_bytes(content if what == "bytes" else content[:at])
+    try:
+        said = check_checkpoint(folder)
+    except ModelError as error:
+        assert str(folder) in str(error)
+        return
+    assert all(str(folder) in notice for notice in said)

@@ -16,6 +16,9 @@ from tiny_families import CONFIGS, save_family
 from slime.weights.hf_folder import HfFolder
 
 CHECKOUT = Path(__file__).resolve().parents[3]
+sys.path.append(str(CHECKOUT / "tests" / "models"))
+from tiny_checkpoints import FP8_CONFIG, read_tensors, rewrite, to_block_fp8  # noqa: E402
+
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -52,6 +55,23 @@ def test_there_and_back_is_exact(family: str, tmp_path: Path) -> None:
     run(back, "--input-dir", tmp_path / "dist", "--output-dir", tmp_path / "again", "--origin-hf-dir", source)
     assert_same_tensors(source, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == family
+
+
+def test_the_trainer_reads_a_quantized_checkpoint_as_plain_weights(tmp_path: Path) -> None:
+    """Block FP8 in DeepSeek-V3's layout, over two tensor parallel ranks, and exported again."""
+    plain = save_family("deepseek_v3", tmp_path / "plain")
+    quantization = {**FP8_CONFIG, "weight_block_size": [16, 16]}
+    tensors = to_block_fp8(read_tensors(plain), 16)
+    source = rewrite(plain, tmp_path / "fp8", tensors, quantization_config=quantization)
+    expected = HfFolder(source)
+    assert expected.is_quantized
+    flags = ["--hf-checkpoint", source, "--load", source, "--train-backend", "megatron"]
+    out = ["--tensor-model-parallel-size", 2, "--output-dir", tmp_path / "out"]
+    run(CHECKOUT / "tools" / "convert_to_hf.py", *flags, *out, ranks=2, path=CPU_SITE)
+    got = HfFolder(tmp_path / "out")
+    assert set(got.shapes()) == set(expected.shapes()) and not got.is_quantized
+    assert all(torch.equal(got.get(name).float(), expected.get(name).float()) for name in got.shapes())
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_flags_of_another_model_are_named(tmp_path: Path) -> None:
