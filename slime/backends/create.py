@@ -79,7 +79,7 @@ def _init_process_group(args: Any, rank: int, world_size: int, master_addr: str,
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # FSDP's device mesh reads them
     # NCCL reads it once per process; the engines' NCCL, which weights are broadcast to, has the same.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-    if ipaddress.ip_address(master_addr).is_loopback and os.path.isdir(f"/sys/class/net/{LOOPBACK}"):
+    if _is_loopback(master_addr) and os.path.isdir(f"/sys/class/net/{LOOPBACK}"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else gloo listens on what the host name resolves to
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(
@@ -92,17 +92,23 @@ def _init_process_group(args: Any, rank: int, world_size: int, master_addr: str,
     )
 
 
+def _is_loopback(host: str) -> bool:
+    """Whether a host name (torchrun gives one) or an address names this machine alone."""
+    addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Store:
     """The key-value store through which the ranks find each other.
 
     It has no authentication, so rank 0 listens on ``address`` only (``init_method="tcp://…"`` would listen on all
-    interfaces), and a single rank needs no server at all.
+    interfaces), and a single rank needs no server at all. Under torchrun its agent serves the store already.
     """
     from torch.distributed import HashStore, TCPStore
 
     if world_size == 1:
         return HashStore()
-    if rank != 0:
+    if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return TCPStore(address, port, world_size, False, timeout, wait_for_workers=False)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +49,34 @@ def test_ranks_of_a_private_cluster_listen_on_the_loopback_interface_only(world_
     addresses = {address for _, listening in said for address in listening}
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert {total for total, _ in said} == {1.0 if world_size == 1 else 6.0}
+
+
+UNDER_TORCHRUN = """
+import os, sys
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from slime.backends.create import _init_process_group
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+assert not address[0].isdigit(), address  # a name, which is no IP address
+args = SimpleNamespace(distributed_timeout_minutes=2)
+_init_process_group(args, rank, world_size, address, port, torch.device("cpu"))
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+assert total.item() == 3.0
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.real
+def test_under_torchrun_the_agents_store_and_its_host_name_are_used(tmp_path: Path) -> None:
+    """As tools/convert_to_hf.py is started."""
+    (tmp_path / "worker.py").write_text(UNDER_TORCHRUN)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "worker.py")], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
