@@ -28,6 +28,11 @@ ALLOWED = frozenset({
 """Names that only make values. Each is imported when a file asks for it."""
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_SCALARS: dict[type, Any] = {str: str.__str__, int: int.__index__, float: float.__float__}
+"""Base class to what makes a value of exactly this class."""
+
+
 class UnsafeFileError(ValueError):
     """A file holds something else than plain values; the message names it and says how to allow it."""
 
@@ -59,15 +64,22 @@ def load_plain(path: Path) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same value with plain containers, as :func:`load_plain` reads them: subclasses of dict (``defaultdict``)
-    become dicts and ``deque`` becomes a list. Lists that begin with a number or a string are taken as they are."""
+    """The same value in plain types, as :func:`load_plain` reads them: subclasses of dict (``defaultdict``), list,
+    tuple (named ones), str, int and float (enumerations) become these, and ``deque`` becomes a list. Of lists that
+    begin with a number or a string the entries are taken as they are."""
+    kind = type(value)
+    if kind in _PLAIN or kind.__module__ == "numpy":
+        return value
     if isinstance(value, dict):
         return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | deque):
-        if not value or isinstance(value[0], int | float | str):
-            return list(value) if isinstance(value, deque) else value
-        entries = [plain(entry) for entry in value]
-        return tuple(entries) if type(value) is tuple else entries
+        target = tuple if isinstance(value, tuple) else list
+        if not value or type(value[0]) in _PLAIN:
+            return value if kind is target else target(value)
+        return target(plain(entry) for entry in value)
+    for base, exact in _SCALARS.items():
+        if isinstance(value, base):
+            return exact(value)
     return value
 
 

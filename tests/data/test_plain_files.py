@@ -6,9 +6,10 @@ import datetime
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
+from enum import Enum, IntEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +28,27 @@ class RunsCode:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.folder),)
+
+
+class Marked(list[int]):
+    pass
+
+
+class Ratio(float):
+    pass
+
+
+class Named(NamedTuple):
+    number: int
+    name: str
+
+
+class Color(str, Enum):  # noqa: UP042 - the form that users still write
+    RED = "red"
+
+
+class Level(IntEnum):
+    HIGH = 3
 
 
 class Own:
@@ -84,10 +106,17 @@ def test_what_samples_hold_comes_back(tmp_path: Path) -> None:
         assert loaded[name] == given[name], name
 
 
-def test_other_containers_are_written_as_plain_ones(tmp_path: Path) -> None:
-    value = {"a": defaultdict(list, {"b": [deque([1]), (defaultdict(int), 2)]}), "tokens": [1, 2], "pair": (1, 2)}
-    expected = {"a": {"b": [[1], ({}, 2)]}, "tokens": [1, 2], "pair": (1, 2)}
+def test_values_of_other_types_are_written_as_plain_ones(tmp_path: Path) -> None:
+    value: dict[str, Any] = {"a": defaultdict(list, {"b": [deque([1]), (defaultdict(int), 2)]})}
+    value |= {"tokens": [1, 2], "pair": (1, 2)}
+    expected: dict[str, Any] = {"a": {"b": [[1], ({}, 2)]}, "tokens": [1, 2], "pair": (1, 2)}
+    value |= {"list": Marked([1, 2]), "empty": Marked(), "named": Named(1, "b"), "many": [Named(1, "b")]}
+    value |= {"color": Color.RED, "level": Level.HIGH, "colors": {"first": (Color.RED,)}, "ratio": Ratio(0.5)}
+    expected |= {"list": [1, 2], "empty": [], "named": (1, "b"), "many": [(1, "b")], "color": "red", "level": 3}
+    expected |= {"colors": {"first": ("red",)}, "ratio": 0.5}
     loaded = load_plain(saved(plain(value), tmp_path / "a.pt"))
+    assert type(loaded["color"]) is str and type(loaded["level"]) is int and type(loaded["ratio"]) is float
+    assert plain(np.float64(1.5)).__class__ is np.float64
     assert loaded == expected and type(loaded["a"]) is dict and type(loaded["pair"]) is tuple
 
 
