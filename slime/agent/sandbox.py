@@ -13,14 +13,18 @@ files, reading            an empty root with Python's own        **whatever this
 files, writing            ``/sandbox`` and ``/tmp`` in memory,   no file can be opened for writing
                           ``disk_bytes`` together
 network                   no interface, no sockets               no sockets
-other processes           cannot be seen (own process numbers)   no signals, no ptrace; ``/proc`` is readable
-environment variables     none are passed on                     the same; others' through ``/proc``
+other processes           cannot be seen (own process numbers)   no signals, no ptrace; **memory and environment
+                                                                 of this user's processes can be read** through
+                                                                 ``/proc`` (as root: of nobody's)
+other programs            only with ``children=True``            cannot be started
+environment variables     none are passed on                     the same
 survivors                 the process namespace ends with the    one process, killed with its group
                           code: setsid, double forks too
 ========================  =====================================  =======================================
 
-"full" needs Linux 5.12 with namespaces: as root with CAP_SYS_ADMIN, or as a user whom the kernel lets make user
-namespaces. A sandbox tries its isolation out when it is made and raises :class:`SandboxUnavailable` with the kernel's
+"full" needs Linux 5.12 with namespaces: as root with CAP_SYS_ADMIN, or as a user (root too) whom the kernel lets make
+user namespaces. The memory limit holds for each process: with ``children=True`` all together may use ``tasks`` times as
+much. A sandbox tries its isolation out when it is made and raises :class:`SandboxUnavailable` with the kernel's
 reason where it does not hold; it never falls back by itself. Both need seccomp, on x86_64 or aarch64.
 
 It is one process per snippet and not the standing workers of :mod:`slime.rollout.verifier`: those run code that is
@@ -181,10 +185,16 @@ def _try_out(isolation: Isolation, readable: tuple[str, ...], python: str) -> No
     os.close(ready)
     os.close(theirs)
     if done.returncode or done.stdout.strip() != b"in":
-        raise SandboxUnavailable(_reason(isolation, done.stderr.decode(errors="replace")))
+        raise SandboxUnavailable(_reason(isolation, done.stderr.decode(errors="replace"), python))
 
 
-def _reason(isolation: str, stderr: str) -> str:
+def _reason(isolation: str, stderr: str, python: str) -> str:
+    if isolation == "process" and "ModuleNotFoundError" in stderr and os.geteuid() == 0:
+        return (
+            'isolation "process" does not hold on this machine: root\'s sandboxes run as a nobody, who may not read '
+            f"the standard library of {python} ({stderr.strip().splitlines()[-1]}). Give Sandbox(python=…) an interpreter "
+            "that anybody may read, such as /usr/bin/python3"
+        )
     last = stderr.strip().splitlines()[-1:] or ["it ended without a word"]
     advice = (
         "; allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0, "

@@ -64,7 +64,12 @@ _REFUSED_OUTSIDE: dict[str, tuple[int | None, int | None]] = {
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
     "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None),
     "futimesat": (261, None), "utimensat": (280, 88),
+    "execve": (59, 221), "execveat": (322, 281),
 }  # fmt: skip
+# Commands by which a file or pipe sends signals to a process of one's choice: F_SETOWN, F_SETSIG, F_SETOWN_EX;
+# FIOSETOWN, SIOCSPGRP, FIOASYNC.
+_FCNTL, _IOCTL = (72, 25), (16, 29)
+_SIGNALLING = {_FCNTL: (8, 10, 15), _IOCTL: (0x8901, 0x8902, 0x5452)}
 _FORK, _VFORK, _CLONE, _CLONE3, _OPEN, _OPENAT, _OPENAT2, _PRCTL, _PRLIMIT = (
     (57, None), (58, None), (56, 220), (435, 435), (2, None), (257, 56), (437, 437), (157, 167), (302, 261),
 )  # fmt: skip
@@ -77,9 +82,9 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 def main() -> NoReturn:
     """Read the order, shut everything, run the code. Ends with the code's exit status, or 128 + its signal."""
     order = {**json.loads(sys.stdin.buffer.read()), "ready": int(sys.argv[1])}
-    # a user id of this sandbox alone, so that the limit of processes counts no others; processes of a plain user are
-    # counted apart within a user namespace only
-    order["user"] = 20_000 + os.getpid() % 40_000 if os.geteuid() == 0 else None
+    # A user id of this sandbox alone, so that the limit of processes counts no others; processes of a plain user are
+    # counted apart within a user namespace only.
+    order["user"] = unused_user() if os.geteuid() == 0 else None
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -97,6 +102,19 @@ def main() -> NoReturn:
         process_one(order)
     os.close(order["ready"])
     leave(os.waitpid(first, 0)[1])
+
+
+def unused_user() -> int:
+    """A number that no account has: directories of users give out numbers below 2**31.
+
+    A container may map fewer numbers; those are not the host's accounts.
+    """
+    number = (1 << 31) + os.getpid()
+    with open("/proc/self/uid_map", encoding="ascii") as lines:
+        ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
+    if any(first <= number < first + count for first, count in ranges):
+        return number
+    return 20_000 + os.getpid() % 40_000
 
 
 def process_one(order: dict[str, Any]) -> NoReturn:
@@ -155,12 +173,19 @@ def run(order: dict[str, Any]) -> NoReturn:
 def enter_namespaces(order: dict[str, Any]) -> None:
     """A root of our own with what may be read, no network, and process numbers that begin anew.
 
-    Root makes them as root and becomes a nobody afterwards; anybody else within a user namespace of its own.
+    Root makes them as root and becomes a nobody afterwards; anybody else, and root without CAP_SYS_ADMIN (in a
+    container, say), within a user namespace of its own.
     """
     flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     uid, gid = os.geteuid(), os.getegid()
-    call("unshare", flags if uid == 0 else flags | _NEWUSER)
-    if uid != 0:
+    powerful = uid == 0
+    if powerful:
+        try:
+            call("unshare", flags)
+        except PermissionError:
+            powerful, order["user"] = False, None
+    if not powerful:
+        call("unshare", flags | _NEWUSER)
         for file, text in (("setgroups", "deny"), ("uid_map", f"65534 {uid} 1"), ("gid_map", f"65534 {gid} 1")):
             with open(f"/proc/self/{file}", "w", encoding="ascii") as out:
                 out.write(text)
@@ -281,6 +306,13 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
                 (test, yes, no, value), (give, 0, 0, _EPERM), (give, 0, 0, _ALLOW),
             ])  # fmt: skip
 
+    def refuse_values(numbers: tuple[int, int], argument: int, values: tuple[int, ...]) -> None:
+        """Refuse when the argument's low word is one of the values; allow otherwise."""
+        program.extend([(jump_equal, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, low_word(argument))])
+        for value in values:
+            program.extend([(jump_equal, 0, 1, value), (give, 0, 0, _EPERM)])
+        program.append((give, 0, 0, _ALLOW))
+
     for numbers in _REFUSED.values():
         refuse(numbers)
     refuse(_CLONE3, _ENOSYS)  # its flags lie in memory where no filter can see them; libc falls back to clone
@@ -293,6 +325,8 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     if outside:
         for numbers in _REFUSED_OUTSIDE.values():
             refuse(numbers)
+        for commands, values in _SIGNALLING.items():
+            refuse_values(commands, 1, values)
         refuse(_OPENAT2, _ENOSYS)
         refuse_if(_OPEN, 1, jump_set, _WRITES, True)
         refuse_if(_OPENAT, 2, jump_set, _WRITES, True)

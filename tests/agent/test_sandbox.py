@@ -435,3 +435,72 @@ def test_a_machine_that_gives_no_namespaces_is_told_at_start():
 def test_children_need_the_full_isolation():
     with pytest.raises(ValueError, match="full"):
         Sandbox(Limits(children=True), isolation="process")
+
+
+# --- isolation "process": what files and pipes can send, other programs, who one is -------------------
+
+SIGNAL_BY_PIPE = """
+import ctypes, fcntl, os, signal, struct
+reading, writing = os.pipe()
+refused = 0
+for attempt in (
+    lambda: fcntl.fcntl(reading, 8, VICTIM),
+    lambda: fcntl.fcntl(reading, 10, signal.SIGTERM),
+    lambda: fcntl.fcntl(reading, 15, struct.pack("ii", 1, VICTIM)),
+    lambda: fcntl.ioctl(reading, 0x8901, struct.pack("i", VICTIM)),
+    lambda: fcntl.ioctl(reading, 0x8902, struct.pack("i", VICTIM)),
+    lambda: fcntl.ioctl(reading, 0x5452, struct.pack("i", 1)),
+):
+    try:
+        attempt()
+    except OSError as error:
+        refused += error.errno == 1
+fcntl.fcntl(reading, fcntl.F_SETFL, fcntl.fcntl(reading, fcntl.F_GETFL) | os.O_ASYNC | os.O_NONBLOCK)
+os.write(writing, b"x")
+print(refused, os.read(reading, 1) == b"x")
+"""
+
+
+async def test_no_signal_goes_by_way_of_a_pipe():
+    sandbox = make("process")
+    victim = subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(100)"],
+                              stdout=subprocess.PIPE)  # fmt: skip
+    try:
+        assert victim.stdout is not None and victim.stdout.readline() == b"up\n"
+        result = await sandbox.run(SIGNAL_BY_PIPE.replace("VICTIM", str(victim.pid)))
+        assert result.stdout.split() == ["6", "True"], result
+        assert victim.poll() is None
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+async def test_no_other_program_takes_the_place_of_the_code():
+    result = await make("process").run("import os\nos.execv('/bin/sh', ['sh', '-c', 'echo in the shell'])")
+    assert result.status == "error" and "PermissionError" in result.stderr and "shell" not in result.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root's sandboxes change the user")
+@pytest.mark.parametrize("isolation", ["full", "process"])
+async def test_roots_sandboxes_are_nobodys(isolation):
+    import pwd
+
+    result = await make(isolation).run("import os; print(os.getuid(), os.getgid(), os.getgroups())")
+    uid, gid, groups = result.stdout.split(maxsplit=2)
+    assert uid == gid and groups.strip() == "[]" and int(uid) >= 2**31
+    with pytest.raises(KeyError):
+        pwd.getpwuid(int(uid))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv")
+def test_root_without_cap_sys_admin_makes_a_user_namespace():
+    program = (
+        "import asyncio\nfrom slime.agent.sandbox import Sandbox\n"
+        "code = 'import os; print(os.getuid(), os.path.exists(\"/etc/passwd\"))'\n"
+        "print(asyncio.run(Sandbox().run(code)))"
+    )
+    without = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+    if subprocess.run([*without, "unshare", "-Ur", "true"]).returncode:
+        pytest.skip("this kernel lets no root without CAP_SYS_ADMIN make user namespaces")
+    done = subprocess.run([*without, sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "status='ok'" in done.stdout and "65534 False" in done.stdout, done
