@@ -192,8 +192,8 @@ def _reason(isolation: str, stderr: str, python: str) -> str:
     if isolation == "process" and "ModuleNotFoundError" in stderr and os.geteuid() == 0:
         return (
             'isolation "process" does not hold on this machine: root\'s sandboxes run as a nobody, who may not read '
-            f"the standard library of {python} ({stderr.strip().splitlines()[-1]}). Give Sandbox(python=…) an interpreter "
-            "that anybody may read, such as /usr/bin/python3"
+            f"the standard library of {python} ({stderr.strip().splitlines()[-1]}). Give Sandbox(python=…) an "
+            "interpreter that anybody may read, such as /usr/bin/python3"
         )
     last = stderr.strip().splitlines()[-1:] or ["it ended without a word"]
     advice = (

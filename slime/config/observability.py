@@ -23,7 +23,7 @@ class ObservabilityConfig:
     use_wandb: bool = flag(False, help="log to Weights & Biases too")
     wandb_mode: str = flag(None, choices=("online", "offline", "disabled"), help="default: the environment's")
     wandb_dir: str = flag(None, help="folder of its files")
-    wandb_key: str = flag(None, help="API key; better in the environment")
+    wandb_key: str = flag(None, help="API key; `ps` shows it to everyone: better set WANDB_API_KEY")
     wandb_host: str = flag(None, help="server")
     wandb_team: str = flag(None, help="entity")
     wandb_group: str = flag(None, help="group")

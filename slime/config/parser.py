@@ -17,6 +17,7 @@ from slime.config.errors import ConfigError
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.gone import GONE, unread_variables
 from slime.config.overrides import apply_file
+from slime.config.secrets import redacted
 from slime.config.states import check_states
 from slime.config.validate import validate
 from slime.config.validate_model import drop_other_model
@@ -296,7 +297,7 @@ def _apply_override(args: Args) -> list[str]:
     after = {**vars(args), **args.megatron}
     hidden = {"explicit", "sglang", "router", "megatron", "notices"}
     changed = [
-        f"{name}: {before.get(name)} -> {after.get(name)}"
+        f"{name}: {redacted(name, before.get(name))} -> {redacted(name, after.get(name))}"
         for name in after
         if name not in hidden and before.get(name) != after[name]
     ]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from slime.observability.run_dir import SECRETS, RunDir, plain
+from slime.observability.run_dir import RunDir, public_settings
 
 STEP_KEYS = ("train/step", "rollout/step", "eval/step")
 
@@ -198,7 +198,7 @@ def _start_wandb(args: Any, run_dir: RunDir) -> Any:
         resume="allow" if getattr(args, "wandb_run_id", None) else None,
         mode=getattr(args, "wandb_mode", None),
         dir=getattr(args, "wandb_dir", None) or str(run_dir.path),
-        config={key: plain(value) for key, value in vars(args).items() if key not in SECRETS},
+        config=public_settings(args),
     )
     axis = "train/step" if getattr(args, "wandb_always_use_train_step", False) else "rollout/step"
     for key in STEP_KEYS:

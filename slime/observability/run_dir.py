@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SECRETS = frozenset({"wandb_key"})  # never written to the config of a run
+from slime.config.secrets import redacted
 
 
 class RunDirError(OSError):
@@ -91,9 +91,13 @@ class RunDir:
         """Write the resolved arguments, one ``name: value`` a line, in alphabetical order."""
         import yaml
 
-        kept = {key: "***" if key in SECRETS and value else plain(value) for key, value in vars(args).items()}
-        text = yaml.safe_dump(kept, sort_keys=True, allow_unicode=True)
+        text = yaml.safe_dump(public_settings(args), sort_keys=True, allow_unicode=True)
         _replace(self.config, text)
+
+
+def public_settings(args: Any) -> dict[str, Any]:
+    """All arguments as YAML and trackers hold them, without secrets."""
+    return {key: plain(redacted(key, value)) for key, value in vars(args).items()}
 
 
 def plain(value: Any) -> Any:
@@ -132,5 +136,7 @@ def _link(link: Path, target: str) -> None:
 
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)  # readable by this user alone: a name that is_secret does not know may be one
     temporary.replace(path)

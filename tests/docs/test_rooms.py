@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": set(),
     "data": {"config", "algorithms"},
     "models": {"data"},
-    "observability": {"data"},
+    "observability": {"config", "data"},
     "engines": {"config", "models"},
     "weights": {"config", "models", "engines"},
     "checkpoint": {"data"},

@@ -149,7 +149,7 @@ def test_wandb_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (begun,) = (r.run for r in records if r.HasField("run"))
     assert (begun.entity, begun.project, begun.run_group, begun.run_id) == ("us", "p", "g", "id7")
     config = {item.key: json.loads(item.value_json) for item in begun.config.update}
-    assert config["lr"] == 1e-6 and "wandb_key" not in config
+    assert config["lr"] == 1e-6 and config["wandb_key"] is None
     assert wandb.run is None
 
 
