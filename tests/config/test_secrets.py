@@ -17,7 +17,8 @@ from slime.observability.run_dir import RunDir, public_settings
 SECRET = "wandb_key sglang_api_key sglang_admin_api_key router_control_plane_api_keys sglang_ssl_keyfile_password"
 MORE = "OPENAI_API_KEY HF_TOKEN hub_token my_secret api-key password AWS_SECRET_ACCESS_KEY client_secret auth_token key"
 PLAIN = "input_key eval_label_key metadata_key tool_key reward_key eval_reward_key multimodal_keys"
-PLAIN += " rollout_stop_token_ids max_tokens pad_token image_token_id router_tls_key_path seed num_query_groups keyboard sglang_tokenizer_path"
+PLAIN += " rollout_stop_token_ids max_tokens pad_token image_token_id router_tls_key_path"
+PLAIN += " seed num_query_groups keyboard sglang_tokenizer_path"
 
 
 @pytest.mark.parametrize("name", (SECRET + " " + MORE).split())
