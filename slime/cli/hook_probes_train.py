@@ -149,6 +149,7 @@ PROBES: dict[str, Probe] = {
     "custom_pg_loss_reducer_function_path": reducer,
 }
 
+
 def signature_only(name: str, fn: Any) -> str:
     not_async(fn)
     problem = call_problem(name, fn)

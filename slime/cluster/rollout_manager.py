@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -28,12 +29,17 @@ class RolloutManager:
     """One per run. Generation runs on one thread; :meth:`status` answers meanwhile on another."""
 
     def __init__(self, args: Args, run_dir: str, layout: ParallelLayout) -> None:
+        import ray
+
         from slime.cluster.logs import redirect_output
         from slime.cluster.rollout_state import RolloutState
         from slime.config.hooks import load_function
+        from slime.engines.process import exempt_from_proxy
 
         self.log_dir = Path(run_dir) / "logs"
         redirect_output(self.log_dir, "rollout-manager")
+        # For clients in user code and in agent programs, which do use the environment's proxy.
+        os.environ.update(exempt_from_proxy(ray.util.get_node_ip_address()))
         self.garbage = GarbageCollection()
         self.args = args
         self.run_dir = Path(run_dir)

@@ -128,10 +128,15 @@ class Driver:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.child.wait(seconds)
 
+    def ended_in_order(self) -> bool:
+        """Whether it said that the run is over. Then it has ended the run's processes itself, and others that user code
+        left on purpose are none of ours."""
+        return "over" in self.said and "lost" not in self.said
+
     def next_words(self, words: Sequence[str]) -> list[str] | None:
         """Once it has ended: the command line that goes on with the run; None where there is nothing to go on with."""
         values = self.said.get("began")
-        if values is None or values["max_restarts"] < 1 or ("over" in self.said and "lost" not in self.said):
+        if values is None or values["max_restarts"] < 1 or self.ended_in_order():
             return None
         return command_line(words, values, bool(self.said.get("saved")))
 
@@ -157,7 +162,8 @@ class Supervisor:
             driver.listen(0.0)
             os.close(driver.pipe)
             code = driver.child.returncode
-            end_descendants(LEFT_SECONDS)
+            if not driver.ended_in_order():
+                end_descendants(LEFT_SECONDS)
             following = driver.next_words(self.words)
             if self.stopped_by is not None or following is None:
                 return self._status(code)

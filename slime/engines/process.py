@@ -202,8 +202,13 @@ def without_proxy(model: str | None = None, host: str = "") -> dict[str, str]:
     """
     if model is None or os.path.isdir(model):  # the router's client does not know NO_PROXY=*
         return {**dict.fromkeys(PROXY_VARIABLES, ""), "NO_PROXY": "*", "no_proxy": "*"}
-    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-    exempt = ",".join(filter(None, (given, "localhost", "127.0.0.1", "::1", host)))
+    return exempt_from_proxy(host)
+
+
+def exempt_from_proxy(host: str) -> dict[str, str]:
+    """Environment in which ``host`` and this machine itself are reached directly, and the rest as before."""
+    given = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
+    exempt = ",".join(dict.fromkeys(filter(None, (*given, "localhost", "127.0.0.1", "::1", host))))
     return {"NO_PROXY": exempt, "no_proxy": exempt}
 
 

@@ -326,7 +326,7 @@ def test_a_proxy_of_the_environment_is_not_used(
 
 
 def test_a_proxy_stays_the_way_to_the_model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "intranet")
+    monkeypatch.setenv("no_proxy", "intranet,localhost")
     assert without_proxy(str(tmp_path))["NO_PROXY"] == without_proxy()["no_proxy"] == "*"
     assert without_proxy("Qwen/Qwen3-4B", "10.0.0.1")["no_proxy"] == "intranet,localhost,127.0.0.1,::1,10.0.0.1"
 
