@@ -230,7 +230,8 @@ def test_without_fault_tolerance_the_run_ends_at_once_and_says_why(runner, sabot
 
 
 @pytest.mark.slow
-def test_the_router_is_started_again(runner, sabotage) -> None:
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_router_is_started_again(runner, sabotage, blow) -> None:
     flags = [*sabotage("never", 0), *QUICK, "--rollout-num-gpus", 2, "--num-rollout", 6]
     process = runner.start("--run-name", "run", *flags)
     metrics = runner.tmp / "outputs" / "run" / "metrics.jsonl"
@@ -238,8 +239,8 @@ def test_the_router_is_started_again(runner, sabotage) -> None:
     while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
         assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
         time.sleep(0.05)
-    router = next(p for p in runner.alive() if "sglang_router.launch_router" in p.cmdline())  # or its guard
-    os.kill(router.pid, signal.SIGKILL)
+    router = next(p for p in runner.alive() if p.name().startswith("sglang::router"))
+    os.kill(router.pid, blow)
     result = runner.finish(process, "run", 200)
     assert result.code == 0, result.output
     rows = result.metrics()
