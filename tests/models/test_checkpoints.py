@@ -198,6 +198,47 @@ def test_experts_are_compared_one_by_one(tmp_path: Path, config: Any) -> None:
         load(edited(whole, tmp_path / "shape", lambda t: t.update({up: t[up][:4]})))
 
 
+def other_families() -> dict[str, Any]:
+    """Fused, renamed, transposed, tied and multimodal layouts of transformers."""
+    import transformers as t
+
+    sizes: dict[str, Any] = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+    )  # fmt: skip
+    vision = dict(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8
+    )
+    return {
+        "gpt2": t.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
+        "mixtral": t.MixtralConfig(**sizes, num_local_experts=4),
+        "llama4": t.Llama4TextConfig(**sizes, num_local_experts=4, intermediate_size_mlp=48),
+        "gemma3": t.Gemma3TextConfig(**sizes, sliding_window=32),
+        "tied": llama_config(tie_word_embeddings=True),
+        "llava": t.LlavaConfig(
+            vision_config=t.CLIPVisionConfig(**vision), text_config=llama_config(), image_token_index=5
+        ),
+    }
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "llama4", "gemma3", "tied", "llava"])
+def test_what_transformers_saves_fits_and_a_lost_tensor_is_seen(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if family == "llava" else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto.from_config(other_families()[family])
+    model.save_pretrained(tmp_path / "whole")
+    assert check_checkpoint(tmp_path / "whole", by_transformers=True) == []
+    state, loaded = model.state_dict(), load(tmp_path / "whole").state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in state.items())
+    tensors = read_tensors(tmp_path / "whole")
+    lost = sorted(name for name in tensors if name.endswith("weight"))[-1]
+    del tensors[lost]
+    with pytest.raises(ModelError, match=rf"lacks 1 tensors: {lost}"):
+        check_checkpoint(rewrite(tmp_path / "whole", tmp_path / "part", tensors))
+
+
 def test_pickled_checkpoints_are_compared_as_they_load(llama: Path, tmp_path: Path) -> None:
     state = load(llama).state_dict()
     shutil.copy(llama / "config.json", tmp_path / "config.json")
