@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     import torch
 
     from slime.backends.saving import BackgroundSave
+    from slime.checkpoint.files import FileEntry
 
 RankBatch = dict[str, Any]
 ModelTag = Literal["actor", "ref", "teacher", "old_actor", "rollout_actor"]
@@ -83,9 +84,9 @@ class TrainBackend(Protocol):
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Refresh the reference or old actor from another copy."""
 
-    def save(self, path: Path) -> None:
-        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``. With ``--async-save`` only
-        copies are made at once; :attr:`saving` is what is still to be written."""
+    def save(self, path: Path) -> list[FileEntry]:
+        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``; returns its files. With
+        ``--async-save`` only copies are made at once; :attr:`saving` is what is still to be written."""
 
     def save_hf(self, path: Path) -> None:
         """Write the weights below ``path`` in Hugging Face's format; a collective."""

@@ -1,32 +1,62 @@
-"""The part of a snapshot that is written while training goes on (``--async-save``)."""
+"""What a rank writes of a snapshot: files with their digests, also while training goes on (``--async-save``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
+
+from slime.checkpoint.files import FileEntry
+from slime.checkpoint.snapshot import SnapshotError, damaged_part
 
 
 class BackgroundSave:
-    """Tensors were copied; ``written`` is done when this rank's files are there, ``finalize`` is a collective.
+    """Tensors were copied; ``written`` is done when this rank's files are there. Errors of the writer are raised by
+    :meth:`finish`."""
 
-    Errors of the writer are raised by :meth:`finish`.
-    """
-
-    def __init__(self, written: Future[Any], finalize: Callable[[], None] = lambda: None) -> None:
-        self.written, self.finalize = written, finalize
+    def __init__(self, written: Future[list[FileEntry]]) -> None:
+        self.written = written
 
     def done(self) -> bool:
         return self.written.done()
 
-    def finish(self, seconds: float) -> None:
-        """Wait for this rank's files, then complete the snapshot with all ranks.
+    def finish(self, seconds: float) -> list[FileEntry]:
+        """Wait for this rank's files and return them.
 
         Raises:
             TimeoutError: they were not there in time.
         """
         try:
-            self.written.result(seconds)
+            return self.written.result(seconds)
         except TimeoutError as error:
             raise TimeoutError(f"a snapshot was not written within {seconds:g} s (--phase-timeout)") from error
-        self.finalize()
+
+
+def in_background(write: Callable[[], list[FileEntry]]) -> BackgroundSave:
+    """Call ``write`` on a thread of its own."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+    written = pool.submit(write)
+    pool.shutdown(wait=False)
+    return BackgroundSave(written)
+
+
+def new_save_group() -> Any:
+    """Ranks whose collectives overlap those of training; a collective. None without a process group."""
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def require_undamaged(folder: Path, rank: int, ranks: int) -> None:
+    """Each rank reads its share of the files of a snapshot's ``folder`` and compares their digests; a collective.
+
+    Raises:
+        SnapshotError: on all ranks, if one of them found damage.
+    """
+    found: list[str | None] = [damaged_part(folder, rank, ranks)]
+    if ranks > 1:
+        mine, found = found[0], [None] * ranks
+        dist.all_gather_object(found, mine)
+    if problems := [problem for problem in found if problem]:
+        raise SnapshotError("\n".join(problems))

@@ -7,12 +7,77 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, NotRequired, TypedDict
 
 import xxhash
 
 _CHUNK = 8 * 2**20
 _THREADS = 4
+
+
+class FileEntry(TypedDict):
+    """A file as the manifest lists it."""
+
+    path: str
+    """Relative to the snapshot; as a rank returns it, to the folder that the rank was told to write below."""
+    size: int
+    digest: str
+    """XXH3-128 (hex) of its bytes."""
+    rank: NotRequired[int]
+    """The training rank that wrote it. The ranks that read the snapshot compare its digest, not the driver."""
+
+
+class DigestedFile:
+    """A new file, written from start to end, whose digest is computed from the bytes as they are written.
+
+    Closing it makes it durable. It is what ``torch.save`` needs of a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._digest = xxhash.xxh3_128()
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._digest.update(data)
+        self._size += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def __enter__(self) -> DigestedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def entry(self, root: Path) -> FileEntry:
+        """Of the closed file, with its path relative to ``root``."""
+        return {
+            "path": self.path.relative_to(root).as_posix(),
+            "size": self._size,
+            "digest": self._digest.hexdigest(),
+        }
+
+
+def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
+    """Make files durable, and read them for their digests; paths relative to ``root``."""
+    for path in paths:
+        sync_file(path)
+    return [
+        {"path": path.relative_to(root).as_posix(), "size": path.stat().st_size, "digest": digest}
+        for path, digest in zip(paths, digest_files(paths), strict=True)
+    ]
 
 
 def sync_directory(path: Path) -> None:

@@ -24,12 +24,12 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slime.checkpoint.files import digest_files, sync_directory, sync_file, write_atomically
+from slime.checkpoint.files import FileEntry, describe_files, digest_files, sync_directory, write_atomically
 from slime.checkpoint.manifest import library_versions
 
 MANIFEST = "manifest.json"
@@ -38,6 +38,7 @@ FORMAT = 1
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-.*")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
+_RESTORE = "Restore the file, or load an older one with --ckpt-step"
 _DATA_STATE = "rollout/global_dataset_state_dict_*.pt"
 _OF_OTHERS = ("common.pt", ".metadata", "metadata.json", "*.distcp", "mp_rank_*")
 """What Megatron-LM and programs built on it write inside a checkpoint."""
@@ -80,22 +81,27 @@ def begin(save_dir: Path, rollout_id: int) -> Path:
     return temp
 
 
-def commit(temp: Path, manifest: Mapping[str, Any]) -> Path:
+def commit(temp: Path, manifest: Mapping[str, Any], written: Sequence[FileEntry] = ()) -> Path:
     """Make ``temp`` the snapshot ``iter_<rollout_id>`` and return its path.
 
     ``manifest`` holds at least ``rollout_id``; the caller adds attempt, versions, seeds, world size and
     :func:`slime.checkpoint.manifest.settings`. The list of files with sizes and digests, the sequence
     number, library versions and the time are added here.
 
+    Args:
+        written: files that their writers have made durable and digested, with paths relative to ``temp``. They are
+            not read again; all others are.
+
     Raises:
-        SnapshotError: ``temp`` is not from :func:`begin`, belongs to another rollout, or is empty.
+        SnapshotError: ``temp`` is not from :func:`begin`, belongs to another rollout, or is empty, or a file in
+            ``written`` is missing or has another size.
     """
     rollout_id = int(manifest["rollout_id"])
     name = folder_name(rollout_id)
     if not temp.is_dir() or not temp.name.startswith(f".{name}.tmp-"):
         raise SnapshotError(f"{temp} is not an open snapshot of rollout {rollout_id}: pass the folder of begin()")
     save_dir = temp.parent
-    files = _describe_files(temp)
+    files = _describe_files(temp, written)
     if not files:
         raise SnapshotError(f"{temp} is empty: nothing was written before the commit of rollout {rollout_id}")
     full = {
@@ -115,17 +121,16 @@ def commit(temp: Path, manifest: Mapping[str, Any]) -> Path:
     return final
 
 
-def _describe_files(folder: Path) -> list[dict[str, Any]]:
+def _describe_files(folder: Path, written: Sequence[FileEntry]) -> list[FileEntry]:
     """Path, size and digest of every file below ``folder``; all of it is on disk afterwards."""
+    known = {entry["path"]: entry for entry in written}
+    if problems := _wrong_sizes(folder, written):
+        raise SnapshotError(f"the snapshot in {folder} is not what its ranks wrote: {'; '.join(problems.values())}")
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    for path in paths:
-        sync_file(path)
+    others = [path for path in paths if path.relative_to(folder).as_posix() not in known]
     for directory in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         sync_directory(directory)
-    return [
-        {"path": path.relative_to(folder).as_posix(), "size": path.stat().st_size, "digest": digest}
-        for path, digest in zip(paths, digest_files(paths), strict=True)
-    ]
+    return sorted([*written, *describe_files(others, folder)], key=lambda entry: entry["path"])
 
 
 def _rename_over(temp: Path, final: Path) -> None:
@@ -256,7 +261,7 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
     Args:
         load_dir: a folder of snapshots, or one ``iter_*`` folder.
         step: a certain iteration (``--ckpt-step``) instead of the one committed last.
-        digests: read every file to compare its digest; otherwise sizes only.
+        digests: also compare the digests of the files that no training rank wrote (:func:`verify`).
 
     Returns:
         None where there is no snapshot: a folder that does not exist yet, an empty one, or a Hugging
@@ -284,27 +289,61 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
     return found
 
 
-def verify(snapshot: Snapshot, digests: bool = True) -> None:
-    """Compare every file with the manifest. Raises :class:`SnapshotError` that names all that differ."""
-    problems: list[str] = []
-    whole: list[tuple[Path, str]] = []
-    for entry in snapshot.manifest["files"]:
-        path = snapshot.path / entry["path"]
-        if not path.is_file():
-            problems.append(f"{entry['path']} is missing")
-        elif path.stat().st_size != entry["size"]:
-            problems.append(f"{entry['path']} has {path.stat().st_size} bytes instead of {entry['size']}")
-        else:
-            whole.append((path, entry["digest"]))
-    if digests:
-        for (path, expected), actual in zip(whole, digest_files([path for path, _ in whole]), strict=True):
-            if actual != expected:
-                problems.append(f"{path.relative_to(snapshot.path)} has changed (digest {actual}, not {expected})")
+def verify(snapshot: Snapshot, digests: bool = True, of_ranks: bool = False) -> None:
+    """Compare the snapshot with its manifest: the size of every file, and digests.
+
+    Args:
+        digests: compare digests; otherwise sizes only.
+        of_ranks: also those of the files that training ranks wrote. They are most of the bytes; the ranks that read
+            the snapshot compare them (:func:`damaged_part`).
+
+    Raises:
+        SnapshotError: names all files that differ.
+    """
+    entries = snapshot.manifest["files"]
+    wrong = _wrong_sizes(snapshot.path, entries)
+    whole = [entry for entry in entries if entry["path"] not in wrong]
+    compared = [entry for entry in whole if digests and (of_ranks or "rank" not in entry)]
+    problems = [*wrong.values(), *_changed(snapshot.path, compared)]
     if problems:
-        raise SnapshotError(
-            f"snapshot {snapshot.path} is damaged: {'; '.join(problems)}. "
-            "Restore the file, or load an older one with --ckpt-step"
-        )
+        raise SnapshotError(f"snapshot {snapshot.path} is damaged: {'; '.join(problems)}. {_RESTORE}")
+
+
+def damaged_part(folder: Path, rank: int, ranks: int) -> str | None:
+    """What is wrong with a rank's share of the files in a role's ``folder`` of a snapshot; None if nothing is.
+
+    The share is what the ranks with this number modulo ``ranks`` wrote: with as many ranks as then, its own files.
+    Without a manifest beside ``folder`` there is nothing to compare.
+    """
+    if not (folder.parent / MANIFEST).is_file():
+        return None
+    found = _read(folder.parent)
+    entries = [e for e in found.manifest["files"] if "rank" in e and e["rank"] % ranks == rank]
+    problems = _changed(found.path, [e for e in entries if e["path"].startswith(f"{folder.name}/")])
+    return f"snapshot {found.path} is damaged: {'; '.join(problems)}. {_RESTORE}" if problems else None
+
+
+def _wrong_sizes(folder: Path, entries: Sequence[FileEntry]) -> dict[str, str]:
+    """Files that are missing or have another size, with that in words."""
+    problems = {}
+    for entry in entries:
+        path = folder / entry["path"]
+        if not path.is_file():
+            problems[entry["path"]] = f"{entry['path']} is missing"
+        elif path.stat().st_size != entry["size"]:
+            found = path.stat().st_size
+            problems[entry["path"]] = f"{entry['path']} has {found} bytes instead of {entry['size']}"
+    return problems
+
+
+def _changed(folder: Path, entries: Sequence[FileEntry]) -> list[str]:
+    """Files whose digest is not that of their entry, in words."""
+    digests = digest_files([folder / entry["path"] for entry in entries])
+    return [
+        f"{entry['path']} has changed (digest {actual}, not {entry['digest']})"
+        for entry, actual in zip(entries, digests, strict=True)
+        if actual != entry["digest"]
+    ]
 
 
 def _read(path: Path) -> Snapshot:

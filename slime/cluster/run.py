@@ -498,9 +498,8 @@ class Run:
         if self._open_snapshot is None:
             return
         temp, manifest = self._open_snapshot
-        for group in self.groups:
-            group.finish_save()
-        snapshot.commit(temp, manifest)
+        written = [entry for group in self.groups for entry in group.finish_save()]
+        snapshot.commit(temp, manifest, written)
         self._open_snapshot = None
         self.saved = manifest["rollout_id"]
         REPORTS.saved()

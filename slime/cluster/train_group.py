@@ -12,6 +12,7 @@ from slime.config.layout import ParallelLayout
 from slime.config.roles import role_args
 
 if TYPE_CHECKING:
+    from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
     from slime.cluster.placement import Placement
     from slime.cluster.waiting import Waiter
@@ -40,6 +41,7 @@ class TrainActor:
         self.probe: Probe | None = None
         self.calibration: Any = None
         self.audit_memory: Any = None  # of the updates before, for their audit
+        self.written: list[FileEntry] = []  # what the last save wrote
         self.master = ("", 0)  # address and port of the process group's key-value store
         self.store: Any = None  # a connection to it
 
@@ -206,17 +208,18 @@ class TrainActor:
         self.backend.copy_weights("actor", "rollout_actor")
 
     def save(self, directory: str) -> None:
-        self.backend.save(Path(directory))
+        self.written = self.backend.save(Path(directory))
 
     def is_saving(self) -> bool:
         """Whether files of the last :meth:`save` are still being written (``--async-save``)."""
         return self.backend.saving is not None and not self.backend.saving.done()
 
-    def finish_save(self) -> None:
-        """Until the last :meth:`save` is complete, on all ranks."""
+    def finish_save(self) -> list[FileEntry]:
+        """Wait until this rank's part of the last :meth:`save` is complete; returns its files."""
         if self.backend.saving is not None:
-            self.backend.saving.finish(self.args.phase_timeout)
+            self.written = self.backend.saving.finish(self.args.phase_timeout)
             self.backend.saving = None
+        return self.written
 
     def save_hf(self, directory: str) -> None:
         self.backend.save_hf(Path(directory))
@@ -328,8 +331,14 @@ class TrainGroup:
         """Whether a rank still writes what :meth:`save` began (``--async-save``)."""
         return any(self._call([rank.is_saving.remote() for rank in self.ranks], "to say how far it is", 60.0))
 
-    def finish_save(self) -> None:
-        self._all("finish_save", interruptible=False)
+    def finish_save(self) -> list[FileEntry]:
+        """The files of all ranks, with paths relative to the snapshot, for its manifest."""
+        found: list[list[FileEntry]] = self._all("finish_save", interruptible=False)
+        for rank, entries in enumerate(found):
+            for entry in entries:
+                entry["path"] = f"{self.role}/{entry['path']}"
+                entry["rank"] = rank
+        return [entry for entries in found for entry in entries]
 
     def save_hf(self, directory: str) -> None:
         self._all("save_hf", directory)
@@ -358,9 +367,9 @@ class TrainGroup:
 
         ray.get([rank.close.remote() for rank in self.ranks], timeout=CLOSE_DEADLINE_SECONDS)
 
-    def _all(self, method: str, *arguments: Any, interruptible: bool = True) -> None:
+    def _all(self, method: str, *arguments: Any, interruptible: bool = True) -> list[Any]:
         refs = [getattr(rank, method).remote(*arguments) for rank in self.ranks]
-        self._call(refs, f"to {method}", self.args.phase_timeout, interruptible=interruptible)
+        return self._call(refs, f"to {method}", self.args.phase_timeout, interruptible=interruptible)
 
     def _call(self, refs: list[Any], what: str, deadline: float, interruptible: bool = True) -> list[Any]:
         what = f"the {self.role} {what}"

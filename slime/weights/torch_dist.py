@@ -80,10 +80,17 @@ def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: 
         dist.barrier()
     dcp.save(state, checkpoint_id=save / TENSORS, no_dist=not dist.is_initialized())
     if rank == 0:
-        torch.save({}, save / TENSORS / "common.pt")
-        (save / TENSORS / "metadata.json").write_text(json.dumps(MEGATRON_FORMAT))
+        mark_as_megatron(save / TENSORS)
         meta = describe(family, settings, str(folder.folder))
         (save / META).write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def mark_as_megatron(folder: Path) -> list[Path]:
+    """Write what megatron-core looks for in a checkpoint of this format; returns the files."""
+    files = [folder / "common.pt", folder / "metadata.json"]
+    torch.save({}, files[0])
+    files[1].write_text(json.dumps(MEGATRON_FORMAT))
+    return files
 
 
 def _full(entry: Entry, folder: HfFolder) -> Tensor:
@@ -173,5 +180,6 @@ __all__ = [
     "find",
     "hf_tensors",
     "join_launched_ranks",
+    "mark_as_megatron",
     "read_meta",
 ]

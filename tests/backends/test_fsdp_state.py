@@ -25,6 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from slime.backends.create import create_backend
 from slime.backends.train_loop import train_on_rollout
+from slime.checkpoint import snapshot
+from slime.checkpoint.files import FileEntry
+from slime.checkpoint.snapshot import SnapshotError
 from slime.engines.process import free_port
 from slime.models.loading import load_hf_model
 from slime.weights import hf_folder
@@ -245,3 +248,28 @@ def test_sleep_and_wake_leave_the_cpu_alone(llama: Path) -> None:
 def test_create_backend_refuses(llama: Path, changes: dict[str, Any], role: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_backend(make_args(llama, **changes), role, 0, 1, "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_digests_of_the_writer_are_checked_by_the_reader(llama: Path, tmp_path: Path, async_save: bool) -> None:
+    backend = make_backend(make_args(llama, async_save=async_save))
+    temp = snapshot.begin(tmp_path, 0)
+    written = backend.save(temp / "actor")
+    if async_save:
+        assert written == []
+        written = backend.saving.finish(60)
+    names = {entry["path"] for entry in written}
+    assert names == {p.relative_to(temp / "actor").as_posix() for p in temp.rglob("*") if p.is_file()}
+    entries = [FileEntry(**{**entry, "path": f"actor/{entry['path']}", "rank": 0}) for entry in written]
+    final = snapshot.commit(temp, {"rollout_id": 0}, entries)
+    found = snapshot.latest(tmp_path)
+    assert found is not None
+    snapshot.verify(found, of_ranks=True)
+    other = make_backend(make_args(llama))
+    other.load(final / "actor")
+    largest = max(final.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    with pytest.raises(SnapshotError, match=f"{largest.name} has changed"):
+        other.load(final / "actor")

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.checkpoint import manifest, snapshot
+from slime.checkpoint.files import DigestedFile, FileEntry, file_digest
 from slime.checkpoint.snapshot import SnapshotError
 
 
@@ -302,3 +304,54 @@ def test_killed_at_any_moment_leaves_a_complete_snapshot(tmp_path: Path) -> None
     assert seen > 5, "the writer hardly got to write: the test shows nothing"
     snapshot.begin(tmp_path, 99)
     assert sum(path.name.startswith(".iter") for path in tmp_path.iterdir()) == 1
+
+
+def written_by_ranks(tmp_path: Path) -> tuple[Path, list[FileEntry]]:
+    """An open snapshot with a file of each of two ranks, which they have digested, and one of the driver's."""
+    temp = snapshot.begin(tmp_path, 7)
+    (temp / "actor").mkdir()
+    entries: list[FileEntry] = []
+    for rank in range(2):
+        with DigestedFile(temp / "actor" / f"__{rank}_0.distcp") as file:
+            file.write(b"weights ")
+            file.write(memoryview(bytes([rank] * 100)))
+        entries.append({**file.entry(temp), "rank": rank})
+    (temp / "state.pt").write_bytes(b"cursor")
+    return temp, entries
+
+
+def test_what_ranks_digested_is_not_read_again(tmp_path: Path) -> None:
+    temp, entries = written_by_ranks(tmp_path)
+    assert [entry["digest"] for entry in entries] == [file_digest(temp / entry["path"]) for entry in entries]
+    path = temp / "actor" / "__1_0.distcp"
+    path.write_bytes(b"WEIGHTS " + path.read_bytes()[8:])
+    final = snapshot.commit(temp, {"rollout_id": 7}, entries)
+    found = snapshot.latest(tmp_path)  # of the same size: the driver does not see it
+    assert found is not None and found.path == final
+    listed = {entry["path"]: entry for entry in found.manifest["files"]}
+    assert set(listed) == {"actor/__0_0.distcp", "actor/__1_0.distcp", "state.pt"}
+    assert listed["actor/__1_0.distcp"] == entries[1]
+    with pytest.raises(SnapshotError, match=r"actor/__1_0.distcp has changed"):
+        snapshot.verify(found, of_ranks=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_damage_is_found_by_the_rank_that_reads(ranks: int, tmp_path: Path) -> None:
+    temp, entries = written_by_ranks(tmp_path)
+    final = snapshot.commit(temp, {"rollout_id": 7}, entries)
+    assert [snapshot.damaged_part(final / "actor", rank, ranks) for rank in range(ranks)] == [None] * ranks
+    path = final / "actor" / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    found = [snapshot.damaged_part(final / "actor", rank, ranks) for rank in range(ranks)]
+    assert [bool(problem) for problem in found] == [rank == 1 % ranks for rank in range(ranks)]
+    assert "__1_0.distcp has changed" in (found[1 % ranks] or "") and "--ckpt-step" in (found[1 % ranks] or "")
+    assert snapshot.damaged_part(final / "critic", 1 % ranks, ranks) is None
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
+def test_what_a_rank_says_it_wrote_must_be_there(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    temp, entries = written_by_ranks(tmp_path)
+    damage(temp / "actor" / "__0_0.distcp")
+    with pytest.raises(SnapshotError, match=r"actor/__0_0.distcp (is missing|has 0 bytes)"):
+        snapshot.commit(temp, {"rollout_id": 7}, entries)
+    assert snapshot.latest(tmp_path) is None

@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"config", "models"},
     "weights": {"config", "models", "engines"},
     "checkpoint": {"data"},
-    "backends": LOW | {"weights", "observability"},
+    "backends": LOW | {"weights", "observability", "checkpoint"},
     "rollout": {"config", "data", "engines", "observability", "utils"},
     "agent": {"config", "data", "engines", "rollout", "observability"},
     "utils": {"config", "data", "engines", "algorithms"},

@@ -42,6 +42,7 @@ from slime.backends.lr_schedule import LrSchedule
 from slime.backends.offload import Offloader
 from slime.backends.saving import BackgroundSave
 from slime.backends.steps import StepAccounting, complete
+from slime.checkpoint.files import FileEntry
 from slime.config.layout import ParallelLayout
 from slime.models.inputs import ModelInputs
 from slime.models.scorer import PolicyScorer, ValueScorer
@@ -233,8 +234,8 @@ class FsdpBackend(StepAccounting):
         """Forget the optimizer's moments (``--reset-optimizer-states``)."""
         self.optimizer.reset()
 
-    def save(self, path: Path) -> None:
-        save_training_state(self, Path(path), with_optimizer=not self.args.no_save_optim)
+    def save(self, path: Path) -> list[FileEntry]:
+        return save_training_state(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def load(self, path: Path) -> None:
         load_training_state(self, Path(path))

@@ -1,27 +1,31 @@
 """Save and load the training state of all ranks, by torch's distributed checkpoint.
 
-Tensors are stored whole by name, so another number of ranks can read them. The optimizer's step and the
-schedule come back exactly; random-number generators where the rank existed before.
+Tensors are stored by name, each rank's shard in a file of the rank, so another number of ranks can read them. The
+optimizer's step and the schedule come back exactly; random-number generators where the rank existed before.
 """
 
 from __future__ import annotations
 
 import json
-from concurrent.futures import Future
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slime.backends.saving import BackgroundSave
-from slime.weights.dcp_metadata import require_tensors
+from slime.backends.collectives import local
+from slime.backends.saving import in_background, new_save_group, require_undamaged
+from slime.backends.tensor_shards import StoredTensors, TensorShard, copied, write_shards
+from slime.checkpoint.files import FileEntry, describe_files
 
 if TYPE_CHECKING:
     from slime.backends.fsdp.backend import FsdpBackend
 
 META = "trainer.json"
+TENSORS = "dcp"
 
 
 def _state(backend: FsdpBackend, extra_copies: list[str], with_optimizer: bool) -> dict[str, Any]:
@@ -34,21 +38,43 @@ def _state(backend: FsdpBackend, extra_copies: list[str], with_optimizer: bool) 
     return state
 
 
-def save_training_state(backend: FsdpBackend, path: Path, with_optimizer: bool) -> None:
-    """Write below ``path``; a collective. A half-written folder is the caller's to hide."""
+def _shards(state: dict[str, Any], holds_replicated: bool = True) -> Iterator[TensorShard]:
+    """This rank's part of the tensors; of those that are not sharded all, or nothing."""
+    for name, tensor in state.items():
+        if not isinstance(tensor, DTensor):
+            if holds_replicated:
+                yield TensorShard(name, tensor.detach(), (0,) * tensor.dim(), tuple(tensor.shape))
+            continue
+        own = local(tensor).detach()
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        if own.numel():
+            yield TensorShard(name, own, tuple(offsets), tuple(tensor.shape))
+
+
+def save_training_state(backend: FsdpBackend, path: Path, with_optimizer: bool) -> list[FileEntry]:
+    """Write below ``path``; a collective. A half-written folder is the caller's to hide.
+
+    Returns:
+        The files that this rank wrote. With ``--async-save`` none, and ``backend.saving`` returns them.
+    """
     if backend.rank == 0:
         path.mkdir(parents=True, exist_ok=True)
     backend.barrier()
     copies = sorted(backend.moving_copies)
-    state, folder, alone = _state(backend, copies, with_optimizer), path / "dcp", not dist.is_initialized()
-    if backend.args.async_save:
-        if backend.world_size > 1 and backend.save_group is None:  # its calls overlap those of training
-            backend.save_group = dist.new_group(backend="gloo")
-        future = dcp.async_save(state, checkpoint_id=folder, no_dist=alone, process_group=backend.save_group)
-        backend.saving = BackgroundSave(cast("Future[Any]", future))
-    else:
-        dcp.save(state, checkpoint_id=folder, no_dist=alone)
-    torch.save(_rng_state(), path / f"rng_{backend.rank}.pt")
+    shards = list(_shards(_state(backend, copies, with_optimizer), holds_replicated=backend.rank == 0))
+    small = _write_small_files(backend, path, copies, with_optimizer)
+    if not backend.args.async_save:
+        return [*small, *write_shards(shards, path / TENSORS, path)]
+    if backend.save_group is None:
+        backend.save_group = new_save_group()
+    write = partial(write_shards, copied(shards), path / TENSORS, path, backend.save_group)
+    backend.saving = in_background(lambda: [*small, *write()])
+    return []
+
+
+def _write_small_files(backend: FsdpBackend, path: Path, copies: list[str], with_optimizer: bool) -> list[FileEntry]:
+    files = [path / f"rng_{backend.rank}.pt"]
+    torch.save(_rng_state(), files[0])
     if backend.rank == 0:
         meta = {
             "steps": backend.optimizer.steps,
@@ -58,7 +84,8 @@ def save_training_state(backend: FsdpBackend, path: Path, with_optimizer: bool) 
             "role": backend.role,
         }
         (path / META).write_text(json.dumps(meta, indent=2) + "\n")
-    backend.barrier()
+        files.append(path / META)
+    return describe_files(files, path)
 
 
 def load_training_state(backend: FsdpBackend, path: Path) -> None:
@@ -70,6 +97,7 @@ def load_training_state(backend: FsdpBackend, path: Path) -> None:
     Raises:
         FileNotFoundError: there is no such state.
         ValueError: it belongs to the other role, or its index could run code.
+        SnapshotError: a file has changed since it was written.
     """
     if not (path / META).is_file():
         raise FileNotFoundError(
@@ -78,14 +106,14 @@ def load_training_state(backend: FsdpBackend, path: Path) -> None:
     meta = json.loads((path / META).read_text())
     if meta["role"] != backend.role:
         raise ValueError(f"{path} holds the state of the {meta['role']}, not of the {backend.role}")
+    require_undamaged(path, backend.rank, backend.world_size)
     args = backend.args
     copies = [] if args.finetune else meta["copies"]
     for tag in copies:
         backend.bank.copy("actor", tag)  # makes room of the right shape
         backend.moving_copies.add(tag)
     state = _state(backend, copies, meta["optimizer"] and not args.no_load_optim)
-    require_tensors(path / "dcp")
-    dcp.load(state, checkpoint_id=path / "dcp", no_dist=not dist.is_initialized())
+    StoredTensors(path / TENSORS).read(list(_shards(state)))
     if not args.no_load_optim:
         backend.optimizer.steps = meta["steps"]
     rng = path / f"rng_{backend.rank}.pt"

@@ -38,6 +38,7 @@ from slime.backends.megatron.weights import ModelWeights
 from slime.backends.offload import Offloader
 from slime.backends.saving import BackgroundSave
 from slime.backends.steps import StepAccounting
+from slime.checkpoint.files import FileEntry
 from slime.config.hf_config import megatron_folder
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
@@ -90,6 +91,7 @@ class MegatronBackend(StepAccounting):
         )
         self.moving_copies: set[str] = set()
         self.saving: BackgroundSave | None = None
+        self.save_group: Any = None
         if role == "actor":
             self.moving_copies = load_copies(args, self.bank, _initial_weights(args), self._load_copy)
 
@@ -317,8 +319,9 @@ class MegatronBackend(StepAccounting):
         if self.world_size > 1:
             dist.barrier()
 
-    def save(self, path: Path) -> None:
-        save_training_state(self, Path(path), with_optimizer=not self.args.no_save_optim)
+    def save(self, path: Path) -> list[FileEntry]:
+        self._finish_gather()
+        return save_training_state(self, Path(path), with_optimizer=not self.args.no_save_optim)
 
     def load(self, path: Path) -> None:
         self._finish_gather()

@@ -1,88 +1,109 @@
-"""Training state as megatron-core's distributed checkpoint (``torch_dist``), readable by another layout.
+"""Training state in torch's distributed checkpoint format (``torch_dist``), readable by another layout.
 
-A folder holds ``trainer.json`` (layout, shape, flags: what converters need), the sharded tensors of model and
-optimizer, one folder per further copy of the weights, and each rank's random state. Layers are stored one by one
-under their index in the whole model, so neither pipeline nor interleaving shows in the names. With ``--ckpt-format
-torch`` each rank's own tensors stand in files of their own instead (:mod:`~slime.backends.megatron.rank_files`).
+A folder holds ``trainer.json`` (layout, shape, flags: what converters need), the tensors of model and optimizer, one
+folder per further copy of the weights, and each rank's random state. Names are megatron-core's: layers are numbered as
+in the whole model, so neither pipeline nor interleaving shows in them. Every rank writes its own part of every tensor
+(:mod:`~slime.backends.megatron.shards`). With ``--ckpt-format torch`` each rank's own tensors are in files of their own
+instead (:mod:`~slime.backends.megatron.rank_files`).
 """
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
 
 from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
-from slime.backends.saving import BackgroundSave
+from slime.backends.megatron.shards import STATE, is_sharded, state_shards, weight_shards, written_shards
+from slime.backends.saving import in_background, new_save_group, require_undamaged
+from slime.backends.tensor_shards import StoredTensors, TensorShard, copied, write_shards
+from slime.checkpoint.files import FileEntry, describe_files
 from slime.config.layout import ParallelLayout
-from slime.weights.dcp_metadata import require_tensors
-from slime.weights.torch_dist import META, RANK_FILES, TENSORS, describe, read_meta
+from slime.weights.torch_dist import META, RANK_FILES, TENSORS, describe, mark_as_megatron, read_meta
 
 if TYPE_CHECKING:
     from slime.backends.megatron.backend import MegatronBackend
 
-FORMAT = ("torch_dist", 1)
-_Write = tuple[Callable[[], Any], list[Callable[[], None]]]
-"""What writes a rank's files, and what completes the folder once all ranks have."""
+_Write = Callable[[], list[FileEntry]]
+"""Writes this rank's files."""
 
 
-def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bool) -> None:
-    """Write below ``path``; a collective. A half-written folder is the caller's to hide."""
+def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bool) -> list[FileEntry]:
+    """Write below ``path``; a collective. A half-written folder is the caller's to hide.
+
+    Returns:
+        The files that this rank wrote. With ``--async-save`` none, and ``backend.saving`` returns them.
+    """
     copies = sorted(backend.moving_copies)
     if backend.rank == 0:
         for name in (backend.args.ckpt_format, *(f"copy_{tag}" for tag in copies)):
             (path / name).mkdir(parents=True, exist_ok=True)
     backend.barrier()
-    save = _save_rank_files if backend.args.ckpt_format == "torch" else _save_distributed
-    later = save(backend, path, copies, with_optimizer)
+    save = _rank_files_writer if backend.args.ckpt_format == "torch" else _shards_writer
+    write = save(backend, path, copies, with_optimizer)
+    small = _write_small_files(backend, path, copies, with_optimizer)
     if backend.args.async_save:
-        backend.saving = _in_background(later)
-    torch.save(_rng_state(), path / f"rng_{backend.rank}.pt")
-    if backend.rank == 0:
-        (path / META).write_text(json.dumps(_describe(backend, copies, with_optimizer), indent=2) + "\n")
-    backend.barrier()
+        backend.saving = in_background(lambda: [*small, *write()])
+        return []
+    return [*small, *write()]
 
 
-def _save_distributed(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> list[_Write]:
-    """Returns what ``--async-save`` leaves to be written."""
-    state = _model_state(backend.chunks)
-    if with_optimizer:
-        state["optimizer"] = _optimizer_state(backend, state, is_loading=False)
-    later = [_write(state, path / TENSORS, backend.args.async_save)]
+def _shards_writer(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> _Write:
+    """With ``--async-save`` the tensors are copied at once."""
+    chunks, chained = backend.chunks, backend.optimizer.chained
+    folders = {path / TENSORS: written_shards(chunks, chained, with_optimizer=with_optimizer)}
     for tag in copies:
-        with backend.bank.using(tag):
-            later.append(_write(_model_state(backend.chunks), path / f"copy_{tag}", backend.args.async_save))
-    return [write for write in later if write is not None]
+        folders[path / f"copy_{tag}"] = written_shards(chunks, chained, _tensors_of_copy(backend, tag))
+    group = None
+    if backend.args.async_save:
+        folders = {folder: copied(shards) for folder, shards in folders.items()}
+        if backend.save_group is None:
+            backend.save_group = new_save_group()
+        group = backend.save_group
+    return partial(_write_folders, folders, path, group, backend.rank)
 
 
-def _save_rank_files(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> list[_Write]:
-    """Returns what ``--async-save`` leaves to be written."""
+def _write_folders(folders: dict[Path, list[TensorShard]], root: Path, group: Any, rank: int) -> list[FileEntry]:
+    entries = []
+    for folder, shards in folders.items():
+        entries += write_shards(shards, folder, root, group)
+        if rank == 0:
+            entries += describe_files(mark_as_megatron(folder), root)
+    return entries
+
+
+def _rank_files_writer(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> _Write:
+    """Tensors are copied at once."""
     files = rank_files.content(_own_states(backend.chunks), path / RANK_FILES)
     if with_optimizer:
         files |= rank_files.optimizer_content(backend, path / RANK_FILES)
     for tag in copies:
         with backend.bank.using(tag):
             files |= rank_files.content(_own_states(backend.chunks), path / f"copy_{tag}")
-    if backend.args.async_save:
-        return [(partial(rank_files.write, files), [])]
-    rank_files.write(files)
-    return []
+    return partial(rank_files.write, files, path)
+
+
+def _write_small_files(
+    backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool
+) -> list[FileEntry]:
+    files = [path / f"rng_{backend.rank}.pt"]
+    torch.save(_rng_state(), files[0])
+    if backend.rank == 0:
+        (path / META).write_text(json.dumps(_describe(backend, copies, with_optimizer), indent=2) + "\n")
+        files.append(path / META)
+    return describe_files(files, path)
 
 
 def load_training_state(backend: MegatronBackend, path: Path) -> None:
-    """Read what :func:`save_training_state` wrote, by whatever layout.
+    """Read what :func:`save_training_state` wrote, by whatever layout. Each rank reads its own part.
 
     ``--no-load-optim`` leaves optimizer and schedule at their start, ``--no-load-rng`` the random state, ``--finetune``
     both and the copies that a run made of its weights.
@@ -90,10 +111,12 @@ def load_training_state(backend: MegatronBackend, path: Path) -> None:
     Raises:
         FileNotFoundError: there is no such state.
         MegatronError: it belongs to the other role, or cannot be read by this layout; says what to do.
+        SnapshotError: a file has changed since it was written.
     """
     meta = read_meta(path)
     if meta["role"] != backend.role:
         raise MegatronError(f"{path} holds the state of the {meta['role']}, not of the {backend.role}")
+    require_undamaged(path, backend.rank, backend.world_size)
     args = backend.args
     for tag in [] if args.finetune else meta["copies"]:
         backend.moving_copies.add(tag)
@@ -118,149 +141,55 @@ def load_weights(chunks: list[Any], layout: ParallelLayout, path: Path, part: st
     meta = read_meta(path)
     if meta["ckpt_format"] == "torch":
         states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], _layout(layout))
-        _put_model(chunks, states)
+        for chunk, state in zip(chunks, states, strict=True):
+            _unwrapped(chunk).load_state_dict(state)
     else:
-        loaded = _read(_model_state(chunks), path / (part or TENSORS))
-        _put_model(chunks, [loaded[name] for name in _chunk_names(chunks)])
+        _read(path / (part or TENSORS), weight_shards(chunks))
 
 
 def _load_with_optimizer(backend: MegatronBackend, path: Path, meta: dict[str, Any]) -> None:
-    here, there = backend.layout, meta["layout"]
-    distributed = _is_distributed(backend)
-    if meta["distributed_optimizer"] != distributed:
-        other = "--use-distributed-optimizer" if meta["distributed_optimizer"] else "--no-use-distributed-optimizer"
-        raise MegatronError(f"{path} was saved with {other}: pass it, or --no-load-optim for the weights only")
-    same = {k: there[k] for k in ("tp", "pp", "ep", "etp", "vpp")} == {
-        k: getattr(here, k) for k in ("tp", "pp", "ep", "etp", "vpp")
-    }
-    if not distributed and not same:
-        raise MegatronError(f"{path} has another layout: only the distributed optimizer's state moves between layouts")
-    backend.optimizer.prime()
-    state = _model_state(backend.chunks)
-    state["optimizer"] = _optimizer_state(backend, state, is_loading=True)
-    loaded = _read(state, path / TENSORS)
-    _put_model(backend.chunks, [loaded[name] for name in _chunk_names(backend.chunks)])
-    backend.optimizer.chained.load_state_dict(loaded["optimizer"])
-    backend.optimizer.unshare_steps()
+    stored = StoredTensors(path / TENSORS)
+    needed = f"{STATE}exp_avg."
+    if (
+        meta["steps"]
+        and backend.args.optimizer == "adam"
+        and not any(name.startswith(needed) for name in stored.shapes)
+    ):
+        raise MegatronError(
+            f"{path} has no moments of Adam under names that this version reads ({needed}...): pass --no-load-optim to "
+            "go on with the weights only"
+        )
+    try:
+        of_optimizer = state_shards(backend.chunks, backend.optimizer.chained, stored)
+        stored.read([*weight_shards(backend.chunks), *of_optimizer])
+    except ValueError as error:
+        raise MegatronError(f"{error}; --no-load-optim goes on with the weights only") from error
+    backend.optimizer.set_adam_steps(meta.get("adam_steps", meta["steps"]))
     backend.optimizer.set_steps(meta["steps"])
 
 
-# --- state dicts ---------------------------------------------------------------------------------
+def _read(folder: Path, shards: list[TensorShard]) -> None:
+    try:
+        StoredTensors(folder).read(shards)
+    except ValueError as error:
+        raise MegatronError(str(error)) from error
 
 
-def _metadata() -> dict[str, Any]:
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "non_homogeneous_layers": True,
-        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-    }
-
-
-def _model_state(chunks: list[Any]) -> dict[str, Any]:
-    states = [_unwrapped(chunk).sharded_state_dict(metadata=_metadata()) for chunk in chunks]
-    return dict(zip(_chunk_names(chunks), map(_without_extra, states), strict=True))
+def _tensors_of_copy(backend: MegatronBackend, tag: str) -> Callable[[Tensor], Tensor]:
+    """Where a copy has the weights of each parameter."""
+    live = [tensor for _, tensor in backend.bank.named]
+    of_copy = {id(tensor): copy for tensor, copy in zip(live, backend.bank.copies[tag], strict=True)}
+    return lambda tensor: of_copy[id(tensor)]
 
 
 def _own_states(chunks: list[Any]) -> list[dict[str, Any]]:
     """What this rank holds, unsharded."""
-    return [_without_extra(_unwrapped(chunk).state_dict()) for chunk in chunks]
-
-
-def _without_extra(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
-
-
-def _chunk_names(chunks: list[Any]) -> list[str]:
-    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+    states = [_unwrapped(chunk).state_dict() for chunk in chunks]
+    return [{name: x for name, x in state.items() if not name.endswith("_extra_state")} for state in states]
 
 
 def _unwrapped(chunk: Any) -> Any:
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-
-
-def _optimizer_state(backend: MegatronBackend, model_state: dict[str, Any], is_loading: bool) -> Any:
-    if not is_loading:
-        backend.optimizer.prime()
-    return backend.optimizer.chained.sharded_state_dict(model_state, is_loading=is_loading, metadata=_metadata())
-
-
-def _put_model(chunks: list[Any], states: list[dict[str, Any]]) -> None:
-    for chunk, state in zip(chunks, states, strict=True):
-        _unwrapped(chunk).load_state_dict(state)
-
-
-def _write(state: dict[str, Any], folder: Path, later: bool) -> _Write | None:
-    """Save; ``later``: only copy what is to be written, and say how to write it and how to complete it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecations between torch and megatron-core
-        request = dist_checkpointing.save(
-            state, str(folder), FORMAT, validate_access_integrity=False, async_sharded_save=later
-        )
-    if request is None:
-        return None
-    if request.async_fn is None:  # this rank has nothing to write
-        return lambda: None, request.finalize_fns
-    rank, buckets, results = request.async_fn_args
-    if torch.cuda.is_initialized():
-        copies = request.preload_fn()
-    else:
-        copies = [(*where, (raw, [(item, x.clone()) for item, x in tensors])) for *where, (raw, tensors) in buckets]
-    return partial(request.async_fn, rank, copies, results, **request.async_fn_kwargs), request.finalize_fns
-
-
-def _in_background(writes: list[_Write]) -> BackgroundSave:
-    """Write on a thread; megatron-core's own finalizers, which are collectives, come when all ranks are done."""
-
-    def work() -> None:
-        for write, _ in writes:
-            write()
-
-    def finalize() -> None:
-        torch.distributed.barrier()
-        for _, functions in writes:
-            for function in functions:
-                function()
-
-    pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-    written = pool.submit(work)
-    pool.shutdown(wait=False)
-    return BackgroundSave(written, finalize)
-
-
-@torch.no_grad()
-def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    require_tensors(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    return loaded
-
-
-# --- torch's Adam in megatron-core's optimizers --------------------------------------------------
-
-
-def _is_distributed(backend: MegatronBackend) -> bool:
-    return any(isinstance(x, DistributedOptimizer) for x in backend.optimizer.chained.chained_optimizers)
-
-
-def keep_steps_on_load() -> None:
-    """Reading a fully reshardable state wants a ``step`` per parameter, which is stored per group: take that one."""
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-    if getattr(original, "keeps_steps", False):
-        return
-
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state:
-            tensors = {**tensors, "step": state["step"]}
-        original(self, model_param, tensors)
-
-    set_states.keeps_steps = True  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
 # --- the rest ------------------------------------------------------------------------------------
@@ -275,7 +204,8 @@ def _describe(backend: MegatronBackend, copies: list[str], with_optimizer: bool)
         steps=backend.optimizer.steps,
         copies=copies,
         optimizer=with_optimizer,
-        distributed_optimizer=_is_distributed(backend),
+        distributed_optimizer=is_sharded(backend.optimizer.chained),
+        adam_steps=backend.optimizer.adam_steps(),
         layout=_layout(backend.layout),
         ckpt_format=backend.args.ckpt_format,
         train_dtype=backend.args.train_dtype,
@@ -291,7 +221,7 @@ def _written_by(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _grid(backend: MegatronBackend) -> dict[str, Any]:
-    return {**_layout(backend.layout), "distributed optimizer": _is_distributed(backend)}
+    return {**_layout(backend.layout), "distributed optimizer": is_sharded(backend.optimizer.chained)}
 
 
 def _rng_state() -> dict[str, Any]:
@@ -306,6 +236,3 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-keep_steps_on_load()

@@ -98,15 +98,21 @@ class ScheduledOptimizer:
                         zeros = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
                         optimizer.state[parameter].update(step=_step(group, parameter), **zeros)
 
-    def unshare_steps(self) -> None:
-        """Megatron's loader gives every parameter the same ``step`` tensor, which torch's Adam advances once for each
-        of them: bias corrections would be those of a much later step."""
+    def adam_steps(self) -> int:
+        """How many steps Adam's bias corrections count: those since the start, or since its states were reset."""
+        counts = {int(state["step"]) for state in self.states() if "step" in state}
+        assert len(counts) <= 1, f"parameters have made different numbers of steps: {sorted(counts)}"
+        return counts.pop() if counts else 0
+
+    def set_adam_steps(self, steps: int) -> None:
+        """Give every parameter that has moments a count of its own: with one tensor for all, torch's Adam would
+        advance it once for each of them."""
         for optimizer in self._inner():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    state = optimizer.state[parameter]
-                    if isinstance(state.get("step"), torch.Tensor):
-                        state["step"] = _step(group, parameter).fill_(float(state["step"]))
+                    state = optimizer.state.get(parameter)
+                    if state and "exp_avg" in state:
+                        state["step"] = _step(group, parameter).fill_(float(steps))
 
     def _inner(self) -> list[Any]:
         """torch's optimizers; a rank without parameters of a kind has None."""

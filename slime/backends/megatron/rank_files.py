@@ -7,7 +7,7 @@ rank's optimizer keeps: main parameters, moments and counts of steps.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
+from slime.checkpoint.files import DigestedFile, FileEntry
 
 if TYPE_CHECKING:
     from slime.backends.megatron.backend import MegatronBackend
@@ -39,9 +40,14 @@ def optimizer_content(backend: MegatronBackend, folder: Path) -> Content:
     return {folder / f"optimizer_{backend.rank}.pt": [_copied(kept) for kept in backend.optimizer.kept()]}
 
 
-def write(files: Content) -> None:
+def write(files: Content, root: Path) -> list[FileEntry]:
+    """Returns the files with their digests, and with paths relative to ``root``."""
+    entries = []
     for path, state in files.items():
-        torch.save(state, path)
+        with DigestedFile(path) as file:
+            torch.save(state, cast("IO[bytes]", file))
+        entries.append(file.entry(root))
+    return entries
 
 
 def read_weights(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> list[dict[str, Any]]:

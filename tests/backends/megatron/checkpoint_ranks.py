@@ -55,8 +55,16 @@ CASES = [
     Case(layout("glm4_moe", **{PP: 2}), (layout("glm4_moe", **{PP: 2}), layout("glm4_moe", **{EP: 2}))),
     Case(
         layout("llama", use_distributed_optimizer=False, **{TP: 2}),
-        (layout("llama", use_distributed_optimizer=False, **{TP: 2}),),
+        (
+            layout("llama", use_distributed_optimizer=False, **{TP: 2}),
+            layout("llama", **{TP: 2}),
+            layout("llama", **{PP: 2}),
+        ),
         async_save=True,
+    ),
+    Case(
+        in_bf16("qwen3", use_distributed_optimizer=False),
+        (in_bf16("qwen3", use_distributed_optimizer=False), in_bf16("qwen3")),
     ),
     Case(
         in_bf16("qwen3", **OFFLOAD),
@@ -75,10 +83,6 @@ CASES = [
     ),
 ]
 REFUSED = [
-    Case(
-        layout("llama", use_distributed_optimizer=False, **{TP: 2}),
-        (layout("llama", **{TP: 2}), layout("llama", **{PP: 2})),
-    ),
     Case(rank_files("qwen3", **{TP: 2}), (layout("qwen3", **{PP: 2}), layout("qwen3", **{TP: 2}))),
 ]
 

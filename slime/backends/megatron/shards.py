@@ -1,0 +1,236 @@
+"""Which rectangles of the whole model's tensors a rank's parameters and optimizer state are.
+
+megatron-core's sharded state dicts say where a local parameter lies in the whole model. The distributed optimizer keeps
+a flat range of each parameter, which is a few rectangles of it (:func:`~slime.backends.tensor_shards.boxes`). A rank
+writes its own range of the weights, too, so that replicas share the work; names are megatron-core's ("fully
+reshardable").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from slime.backends.tensor_shards import StoredTensors, TensorShard, boxes, share
+
+STATE = "optimizer.state."
+MAIN = "param"
+MAIN_NAMES = (MAIN, "fp32_param")
+"""Of main parameters in checkpoints, the second in those that megatron-core wrote without the distributed optimizer."""
+
+
+class Place(NamedTuple):
+    """Where contiguous elements of a local tensor lie in one of the whole model."""
+
+    name: str
+    start: int
+    """Of the first element in the local tensor."""
+    shape: tuple[int, ...]
+    """With as many axes as the whole tensor."""
+    offsets: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    may_be_padded: bool
+
+    def shards(self, flat: Tensor, base: int, start: int, end: int, prefix: str = "") -> Iterator[TensorShard]:
+        """What of the elements ``start`` to ``end`` of the local tensor lies here.
+
+        Args:
+            flat: those elements from ``base`` on, or what belongs to them, like a moment.
+        """
+        numel = math.prod(self.shape)
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        for inner, sizes in boxes(self.shape, max(start - self.start, 0), min(end - self.start, numel)):
+            first = self.start - base + sum(i * stride for i, stride in zip(inner, strides, strict=True))
+            data = flat[first : first + math.prod(sizes)].view(sizes)
+            offsets = tuple(a + b for a, b in zip(self.offsets, inner, strict=True))
+            yield TensorShard(prefix + self.name, data, offsets, self.full_shape, self.may_be_padded)
+
+
+class Parameter(NamedTuple):
+    """A tensor of the model on this rank."""
+
+    tensor: Tensor
+    places: list[Place]
+    is_written: bool
+    """False on all but one of the tensor and pipeline parallel ranks that hold the same."""
+
+    def shards(self, flat: Tensor, base: int, start: int, end: int, prefix: str = "") -> Iterator[TensorShard]:
+        for place in self.places:
+            yield from place.shards(flat, base, start, end, prefix)
+
+
+class Kept(NamedTuple):
+    """What an optimizer keeps of a parameter on this rank: of its elements ``start`` to ``end``."""
+
+    start: int
+    end: int
+    main: Tensor
+    inner: Any
+    """torch's optimizer, which has the moments of ``main``."""
+    is_separate: bool
+    """Whether ``main`` is float32 beside a parameter of fewer bits. Otherwise it equals the parameter."""
+
+    def moments(self) -> dict[str, Tensor]:
+        """By name; without the count of steps."""
+        state: dict[str, Any] = self.inner.state.get(self.main, {})
+        return {name: x for name, x in state.items() if isinstance(x, Tensor) and name != "step"}
+
+
+def parameters(chunks: list[Any]) -> list[Parameter]:
+    """Parameters, and buffers that are trained, of this rank's model chunks."""
+    metadata = {
+        "non_homogeneous_layers": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+    }
+    found = []
+    for chunk in chunks:
+        module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+        for sharded in nested_values(module.sharded_state_dict(metadata=metadata)):
+            if isinstance(sharded, ShardedTensorFactory):
+                parts = list(nested_values(sharded.build()))
+            elif isinstance(sharded, ShardedTensor):
+                parts = [sharded]
+            else:
+                continue  # the extra state of a module: nothing of ours has one
+            places = [_place(part, sharded.data) for part in parts]
+            found.append(Parameter(sharded.data, places, not any(sharded.replica_id[:-1])))
+    return found
+
+
+def _place(part: ShardedTensor, whole: Tensor) -> Place:
+    assert part.data.is_contiguous() and whole.is_contiguous(), f"{part.key} is not contiguous in memory"
+    start, rest = divmod(part.data.data_ptr() - whole.data_ptr(), whole.element_size())
+    assert 0 <= start <= whole.numel() - part.data.numel() and not rest, f"{part.key} is a copy of its parameter"
+    shape = (*(1 for _ in range(part.prepend_axis_num)), *part.local_shape)
+    return Place(part.key, start, shape, part.global_offset, part.global_shape, part.allow_shape_mismatch)
+
+
+def is_sharded(chained: Any) -> bool:
+    """Whether the distributed optimizer is used, which keeps each element on one replica only."""
+    return any(isinstance(one, DistributedOptimizer) for one in chained.chained_optimizers)
+
+
+def kept_state(chained: Any) -> dict[int, Kept]:
+    """By ``id`` of the parameter, of all optimizers on this rank."""
+    found = {}
+    for optimizer in chained.chained_optimizers:
+        if getattr(optimizer, "is_stub_optimizer", False) or optimizer.optimizer is None:
+            continue
+        inner = optimizer.optimizer
+        for model, main, is_separate in _pairs(optimizer):
+            start, end = 0, model.numel()
+            if isinstance(optimizer, DistributedOptimizer):
+                own = optimizer._get_model_param_range_map(model)["param"]
+                start, end = own.start, own.end
+            found[id(model)] = Kept(start, end, main, inner, is_separate)
+    return found
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    """Parameters of the model with what the optimizer updates, and whether that is of another dtype."""
+    if isinstance(optimizer, DistributedOptimizer):
+        groups = [(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, True)]
+        groups.append((optimizer.model_fp32_groups, optimizer.shard_fp32_groups, False))
+    elif hasattr(optimizer, "float16_groups"):
+        groups = [(optimizer.float16_groups, optimizer.fp32_from_float16_groups, True)]
+        groups.append((optimizer.fp32_from_fp32_groups, optimizer.fp32_from_fp32_groups, False))
+    else:
+        params = [group["params"] for group in optimizer.optimizer.param_groups]
+        groups = [(params, params, False)]
+    for models, mains, is_separate in groups:
+        for model_group, main_group in zip(models, mains, strict=True):
+            for model, main in zip(model_group, main_group, strict=True):
+                yield model, main, is_separate
+
+
+def written_shards(
+    chunks: list[Any],
+    chained: Any,
+    tensor_of: Callable[[Tensor], Tensor] = lambda x: x,
+    with_optimizer: bool = False,
+) -> list[TensorShard]:
+    """What this rank writes of the weights and, if asked, of the optimizer's state.
+
+    Args:
+        chained: Megatron's optimizers.
+        tensor_of: where the weights of a parameter are, if they are another copy's.
+    """
+    kept, sharded = kept_state(chained), is_sharded(chained)
+    shards: list[TensorShard] = []
+    for parameter in parameters(chunks):
+        if not parameter.is_written:
+            continue
+        state = kept.get(id(parameter.tensor))
+        if sharded and parameter.tensor.requires_grad:
+            start, end = (state.start, state.end) if state is not None else (0, 0)
+        else:
+            start, end = _share(parameter.tensor)
+        weights = tensor_of(parameter.tensor).detach().view(-1)
+        shards += parameter.shards(weights, 0, start, end)
+        if state is None or not with_optimizer:
+            continue
+        tensors = state.moments() | ({MAIN: state.main} if state.is_separate else {})
+        for name, tensor in tensors.items():
+            flat = tensor.detach().view(-1)
+            shards += parameter.shards(flat, state.start, start, end, f"{STATE}{name}.")
+    return shards
+
+
+def _share(tensor: Tensor) -> tuple[int, int]:
+    """This rank's part of a parameter that all its replicas hold alike."""
+    is_expert = not getattr(tensor, "allreduce", True)
+    group = mpu.get_expert_data_parallel_group() if is_expert else mpu.get_data_parallel_group(True)
+    return share(tensor.numel(), group.rank(), group.size())
+
+
+def weight_shards(chunks: list[Any], tensor_of: Callable[[Tensor], Tensor] = lambda x: x) -> list[TensorShard]:
+    """All weights on this rank, to be read."""
+    return [
+        shard
+        for parameter in parameters(chunks)
+        for shard in parameter.shards(tensor_of(parameter.tensor).detach().view(-1), 0, 0, parameter.tensor.numel())
+    ]
+
+
+def state_shards(chunks: list[Any], chained: Any, stored: StoredTensors) -> list[TensorShard]:
+    """All of the optimizer's state on this rank, to be read. Moments are made where the checkpoint has them; a main
+    parameter that it lacks is the weight.
+
+    Raises:
+        ValueError: a weight in fewer bits is all that the checkpoint has of a main parameter.
+    """
+    kept = kept_state(chained)
+    shards: list[TensorShard] = []
+    for parameter in parameters(chunks):
+        state = kept.get(id(parameter.tensor))
+        if state is None:
+            continue
+        sources = [name for name in MAIN_NAMES if _has(stored, parameter, f"{STATE}{name}.")]
+        prefix = f"{STATE}{sources[0]}." if sources else ""
+        for place in parameter.places:
+            dtype = stored.dtypes.get(prefix + place.name)
+            if state.is_separate and dtype not in (None, torch.float32):
+                raise ValueError(f"{stored.folder} has {place.name} in {dtype} only, and no float32 main parameter")
+        main = state.main.detach().view(-1)
+        shards += parameter.shards(main, state.start, state.start, state.end, prefix)
+        for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            if not _has(stored, parameter, f"{STATE}{name}."):
+                continue
+            moment = state.inner.state[state.main].setdefault(name, torch.zeros_like(state.main.detach()))
+            flat = moment.view(-1)
+            shards += parameter.shards(flat, state.start, state.start, state.end, f"{STATE}{name}.")
+    return shards
+
+
+def _has(stored: StoredTensors, parameter: Parameter, prefix: str) -> bool:
+    return all(prefix + place.name in stored for place in parameter.places)

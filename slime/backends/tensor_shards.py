@@ -1,0 +1,263 @@
+"""Tensors of the whole model as rectangles that ranks hold, in torch's distributed checkpoint (DCP) format.
+
+Each rank writes its own rectangles into a file of its own, without a gather, one tensor in memory after the other. Any
+other division of the same tensors reads them: each rank reads what overlaps its rectangles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
+from slime.weights.dcp_metadata import require_tensors
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangle."""
+
+
+class TensorShard(NamedTuple):
+    """A rectangle of a tensor, and the memory that holds it on this rank."""
+
+    name: str
+    """Of the whole tensor."""
+    data: Tensor
+    """Of the rectangle's shape."""
+    offsets: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    may_be_padded: bool = False
+    """The first axis of the stored tensor may have another length: what it lacks stays as it is."""
+
+
+def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
+    """The elements ``start`` to ``end`` of a tensor in row-major order, as rectangles, in that order.
+
+    A tensor of ``n`` dimensions takes up to ``2 n - 1`` of them: the rest of a row, whole rows, the begin of a row,
+    and of each incomplete row the same.
+    """
+    if start >= end:
+        return []
+    if len(shape) <= 1:
+        return [((start,), (end - start,))] if shape else [((), ())]
+    row = math.prod(shape[1:])
+    first, last = start // row, end // row
+    if first == last:
+        return [_in_row(first, box) for box in boxes(shape[1:], start % row, end % row)]
+    found = []
+    if start % row:
+        found += [_in_row(first, box) for box in boxes(shape[1:], start % row, row)]
+        first += 1
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    if end % row:
+        found += [_in_row(last, box) for box in boxes(shape[1:], 0, end % row)]
+    return found
+
+
+def _in_row(index: int, box: Box) -> Box:
+    offsets, sizes = box
+    return (index, *offsets), (1, *sizes)
+
+
+def share(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where a rank's part of a flat tensor begins and ends when all ranks hold the same."""
+    return numel * rank // ranks, numel * (rank + 1) // ranks
+
+
+def copied(shards: Iterable[TensorShard]) -> list[TensorShard]:
+    """The same in CPU memory of its own, so that training may go on."""
+    return [shard._replace(data=shard.data.detach().to("cpu", copy=True)) for shard in shards]
+
+
+@contextmanager
+def _causes_named(folder: Path) -> Iterator[None]:
+    """torch's exception is none that ``except Exception`` catches, and its message leaves the causes out."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        causes = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+        raise RuntimeError(f"{folder}: {causes}") from error
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def write_shards(shards: Sequence[TensorShard], folder: Path, root: Path, group: Any = None) -> list[FileEntry]:
+    """Write ``folder`` with all ranks of ``group``; a collective.
+
+    Returns:
+        This rank's files, on disk and digested, with paths relative to ``root``.
+
+    Raises:
+        RuntimeError: a rank failed; or the ranks' rectangles overlap or leave something out.
+    """
+    writer = _DigestingWriter(folder)
+    with torch.no_grad(), _causes_named(folder):
+        dcp.save(
+            {},
+            storage_writer=writer,
+            planner=_ShardSavePlanner(shards),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+    entries = [file.entry(root) for file in writer.files]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        entries += describe_files([folder / ".metadata"], root)
+    return entries
+
+
+class _ShardSavePlanner(DefaultSavePlanner):
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.shards = {(shard.name, shard.offsets): shard for shard in shards}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_write_item(shard) for shard in self.shards.values()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.shards[index.fqn, tuple(index.offset)].data
+
+
+def _write_item(shard: TensorShard) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.data.shape)
+    properties = TensorProperties(dtype=shard.data.dtype)
+    return WriteItem(
+        index=MetadataIndex(shard.name, torch.Size(shard.offsets)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk, properties, torch.Size(shard.full_shape)),
+    )
+
+
+class _DigestingWriter(dcp.FileSystemWriter):
+    """One file per rank, digested as it is written. torch's own writer keeps a CPU copy of all that a rank writes until
+    the file is complete; this one keeps a tensor."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.files: list[DigestedFile] = []
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = []
+        if plan.items:
+            name = f"{plan.storage_data.prefix}0.distcp"
+            with DigestedFile(Path(self.path) / name) as file:
+                for item in plan.items:
+                    start = file.tell()
+                    _write_tensor(planner.resolve_data(item), file)
+                    length = file.tell() - start
+                    results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+            self.files.append(file)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+
+def _write_tensor(data: Any, file: DigestedFile) -> None:
+    tensor = data.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        tensor = tensor.clone()  # torch.save writes whole storages
+    torch.save(tensor, cast("IO[bytes]", file))
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+class StoredTensors:
+    """Names, shapes and dtypes of what a folder holds.
+
+    Raises:
+        ValueError: the folder's index names anything but tensors.
+        FileNotFoundError: there is no index.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        require_tensors(folder)
+        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        stored = {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
+        self.shapes = {name: tuple(x.size) for name, x in stored.items()}
+        self.dtypes = {name: x.properties.dtype for name, x in stored.items()}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def read(self, shards: Sequence[TensorShard]) -> None:
+        """Fill the memory of ``shards``; a collective. Dtypes are converted.
+
+        Raises:
+            ValueError: names that are not stored, or have another shape there.
+            RuntimeError: a rank could not read.
+        """
+        problems = []
+        for shard in shards:
+            stored = self.shapes.get(shard.name)
+            if stored is None:
+                problems.append(f"{shard.name} is not there")
+            elif stored[1:] != shard.full_shape[1:] or (stored != shard.full_shape and not shard.may_be_padded):
+                problems.append(f"{shard.name} is {stored} there, here {shard.full_shape}")
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError(f"{self.folder} does not fit the model: {'; '.join(problems[:5])}{more}")
+        with torch.no_grad(), _causes_named(self.folder):
+            dcp.load(
+                {},
+                storage_reader=dcp.FileSystemReader(self.folder),
+                planner=_ShardLoadPlanner(shards),
+                no_dist=not dist.is_initialized(),
+            )
+
+
+class _ShardLoadPlanner(DefaultLoadPlanner):
+    def __init__(self, shards: Sequence[TensorShard]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.by_name: dict[str, list[TensorShard]] = {}
+        for shard in shards:
+            self.by_name.setdefault(shard.name, []).append(shard)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, shards in self.by_name.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            for number, shard in enumerate(shards):  # one by one: two may be the same rectangle
+                chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.data.shape)
+                for item in create_read_items_for_chunk_list(name, stored, [chunk]):
+                    index = dataclasses.replace(item.dest_index, index=number)
+                    items.append(dataclasses.replace(item, dest_index=index))
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.index is not None
+        return self.by_name[index.fqn][index.index].data
