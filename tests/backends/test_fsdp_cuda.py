@@ -115,7 +115,7 @@ def test_moved_copies_come_back_in_a_resumed_run(llama: Path, tmp_path: Path, fl
     tag = "ref" if "use_kl_loss" in flag else "old_actor"
     first, second = on_cuda(llama, **flags), on_cuda(llama, **flags)
     initial = [tensor.clone() for tensor in second.bank.copies[tag]]
-    assert all(tensor.is_pinned() for tensor in initial)
+    assert all(tensor.is_pinned() for tensor in second.bank.copies[tag])
     run(first)
     first.copy_weights("actor", tag)
     saved = [tensor.clone() for tensor in first.bank.copies[tag]]

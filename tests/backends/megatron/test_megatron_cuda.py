@@ -67,7 +67,7 @@ def test_gpu_and_cpu_agree(family: str, dtype: str, fused: bool, tmp_path: Path)
 @pytest.mark.parametrize("in_bf16", [False, True])
 def test_cpu_offload_takes_the_optimizer_off_the_gpu(in_bf16: bool, tmp_path: Path) -> None:
     """Twelve bytes a parameter leave the GPU, training and a resume are the same as without."""
-    path = save_tiny_qwen3(tmp_path / "model", hidden_size=1024, intermediate_size=4096)
+    path = save_tiny_qwen3(tmp_path / "model", hidden_size=1024, intermediate_size=4096, head_dim=64)
     held, metrics, steps = {}, {}, {}
     for offload in (False, True):
         megatron = {"optimizer_cpu_offload": offload, "grad_reduce_in_bf16": in_bf16}
