@@ -58,7 +58,12 @@ ROUTER_REFUSED: dict[str, str] = {
     ),
     **dict.fromkeys(("tls_cert_path", "tls_key_path"), _NO_TLS),
 }
-ROUTER_DEFAULTS: dict[str, Any] = {"balance_abs_threshold": 10, "balance_rel_threshold": 1.2, "log_level": "warn"}
+ROUTER_DEFAULTS: dict[str, Any] = {
+    "balance_abs_threshold": 10,
+    "balance_rel_threshold": 1.2,
+    "log_level": "warn",
+    "cb_timeout_duration_secs": 5,
+}
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "loose": Loose, "count": Loose}
 

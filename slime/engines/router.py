@@ -38,6 +38,9 @@ DEFAULTS: dict[str, Any] = {
     "balance_abs_threshold": 10,
     "balance_rel_threshold": 1.2,
     "log_level": "warn",
+    # The circuit breaker counts 4xx as failures. A series of requests that no engine takes would bench all of them:
+    # then for seconds, not for a minute. A bad engine costs a few retries each time that it is tried again.
+    "cb_timeout_duration_secs": 5,
 }
 """What slime sets unless ``--router-…`` says otherwise (contract, arguments 1.15)."""
 FORCED = ("--disable-health-check",)

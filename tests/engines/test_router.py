@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from aiohttp import web
 from engine_parts import engine_args
 
 from slime.cluster.health import answers
-from slime.engines.http import take_retries
+from slime.engines.http import HttpError, take_retries
 from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.process import EngineProcess, ServerFailed, wait_gone, without_proxy
 from slime.engines.router import Router, Routers, Worker, router_options, start_router
@@ -204,6 +205,30 @@ def test_one_bad_engine_does_not_draw_the_traffic(listeners: list[Listener], tmp
         take_retries()
         run(load())
         assert take_retries() <= 50 and bad.calls <= 100
+    finally:
+        router.stop()
+
+
+@pytest.mark.real
+def test_requests_that_no_engine_takes_bench_the_engines_for_seconds_only(
+    listeners: list[Listener], tmp_path: Path
+) -> None:
+    """The router's circuit breaker counts 4xx, too. Sooner or later a good request must get through."""
+    router = start_router(engine_args(tmp_path), [each.url for each in listeners], log_path=tmp_path / "log")
+
+    async def load() -> None:
+        for listener in listeners:
+            listener.status = 400
+        for _ in range(60):
+            with contextlib.suppress(HttpError):
+                await post(f"{router.url}/generate", {"input_ids": [1], "sampling_params": {}}, max_retries=0)
+        for listener in listeners:
+            listener.status = 200
+        async with asyncio.timeout(50):
+            await post(f"{router.url}/generate", {"input_ids": [1], "sampling_params": {}})
+
+    try:
+        run(load())
     finally:
         router.stop()
 
