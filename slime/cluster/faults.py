@@ -92,8 +92,6 @@ class Faults:
         if run.args.offload_rollout:
             run.manager_call([run.manager.offload.remote()], "the new engines to release memory")
         if run.args.offload_train:
-            for group in run.groups:
-                group.wake()
             run.make_room_for_weights()
         return urls
 

@@ -332,10 +332,12 @@ class Run:
         with self.phase("train"):
             values = None
             if self.critic is not None:
+                self.take_turn(self.critic)
                 result = self.critic.train(rollout_id, batch["refs"])
                 values = result["values"]
                 self.pending.update(result["metrics"])
             if rollout_id >= self.args.num_critic_only_steps or self.critic is None:
+                self.take_turn(self.actor)
                 result = self.actor.train(rollout_id, batch["refs"], values)
                 self.pending.update(result["metrics"])
                 self.pending.update({f"perf/{name}_time": s for name, s in result["timings"].items()})
@@ -352,6 +354,7 @@ class Run:
     def _refresh_reference(self, rollout_id: int) -> None:
         interval = self.args.ref_update_interval
         if interval and (rollout_id + 1) % interval == 0:
+            self.take_turn(self.actor)
             self.actor.copy_weights("actor", "ref")
 
     def _refresh_old_actor(self) -> None:
@@ -432,15 +435,22 @@ class Run:
             self._log_memory("offload")
         if self.args.offload_train:
             with self.display.timers("wake_up"):
-                for group in self.groups:
-                    group.wake()
+                self.take_turn(self.critic or self.actor)
             self._log_memory("wake_up")
 
     def make_room_for_weights(self) -> None:
         """Colocated: of the trainer only the weights that engines get stay on the accelerator."""
         if self.args.offload_train:
-            for group in self.groups:
-                group.sleep(keep_weights=group is self.actor)
+            self.take_turn(self.actor)
+            self.actor.sleep(keep_weights=True)
+
+    def take_turn(self, group: Any) -> None:
+        """Colocated: ``group`` is awake and the other asleep, so that the accelerator never holds actor and critic."""
+        if self.args.offload_train:
+            for other in self.groups:
+                if other is not group:
+                    other.sleep()
+            group.wake()
 
     def _log_memory(self, phase: str) -> None:
         """``memory/<phase>/…``: GiB in use once a phase is over, where trainer and engines take turns."""
@@ -477,6 +487,7 @@ class Run:
             self.finish_save()
             temp = snapshot.begin(Path(self.args.save), rollout_id)
             for group in self.groups:
+                self.take_turn(group)
                 group.save(temp)
             self.manager_call([self.manager.save_state.remote(rollout_id, str(temp))], "the data source to be saved")
             manifest: dict[str, Any] = {
@@ -489,6 +500,7 @@ class Run:
             if not self.args.async_save:
                 self.finish_save()
             if self.args.save_hf and self.actor is not None:
+                self.take_turn(self.actor)
                 self.actor.save_hf(str(self.args.save_hf).format(rollout_id=rollout_id))
 
     def finish_save(self) -> None:

@@ -274,6 +274,8 @@ class TrainGroup:
             )
             for rank in range(world_size)
         ]
+        self.resident: Literal["everything", "weights", "nothing"] = "everything"
+        """On the accelerator; of interest where trainers and engines take turns."""
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
         self.host, port = self._call([self.ranks[0].address.remote()], "to start", self.args.start_timeout)[0]
         # Each rank reads its own shards, and those of others when their number changed.
@@ -350,10 +352,16 @@ class TrainGroup:
         self._all("refresh_old_actor", behind)
 
     def sleep(self, keep_weights: bool = False) -> None:
-        self._all("sleep", keep_weights)
+        """Give accelerator memory back, with ``keep_weights`` but for the weights. Nothing if asleep already."""
+        if self.resident != "nothing":
+            self._all("sleep", keep_weights)
+            self.resident = "weights" if keep_weights else "nothing"
 
     def wake(self) -> None:
-        self._all("wake")
+        """Take all of it again. Nothing if awake already."""
+        if self.resident != "everything":
+            self._all("wake")
+            self.resident = "everything"
 
     def memory(self) -> dict[str, float]:
         """GiB in use, see :func:`slime.observability.memory.memory_in_use`; the largest of any rank."""

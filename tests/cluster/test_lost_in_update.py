@@ -122,11 +122,7 @@ def test_the_last_engine_is_replaced_in_the_memory_that_it_needs(colocated: bool
     manager.replacements = ["new"]
     result, urls = faults_of(manager, colocated=colocated).survive(failing(torn("a")), ["a"], replace=True)
     assert result == urls == ["new"]
-    dance = (
-        ["sleep", "start_lost_engines", "offload", "wake", "make room", "onload"]
-        if colocated
-        else ["start_lost_engines"]
-    )
+    dance = ["sleep", "start_lost_engines", "offload", "make room", "onload"] if colocated else ["start_lost_engines"]
     assert manager.calls == ["lose_engines", *dance]
 
 
@@ -135,7 +131,7 @@ def test_engines_that_are_started_before_an_update_get_room_once() -> None:
     manager = Manager([])
     manager.replacements = ["new"]
     assert faults_of(manager, colocated=True).targets() == ["new"]
-    assert manager.calls == ["begin_update", "sleep", "start_lost_engines", "offload", "wake", "make room"]
+    assert manager.calls == ["begin_update", "sleep", "start_lost_engines", "offload", "make room"]
 
 
 def test_when_all_were_lost_the_next_that_comes_is_looked_after() -> None:

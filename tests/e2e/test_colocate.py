@@ -28,6 +28,21 @@ def test_a_later_iteration_uses_no_more_memory_than_the_first(runner, flags) -> 
     assert runner.wait_gone() == []
 
 
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_actor_and_critic_take_turns_in_the_place_of_the_engine(runner, flags) -> None:
+    """PPO with a first rollout that trains the critic alone, and snapshots: every phase finds who it needs awake."""
+    ppo = ["--advantage-estimator", "ppo", "--num-critic-only-steps", 1, "--save-interval", 1, "--kl-coef", "0.01"]
+    result = runner.run(*flags, "--colocate", *ppo, "--ref-update-interval", 1)
+    assert result.code == 0, result.output
+    first, *others = result.metrics()
+    assert "train/loss" not in first and first["train/critic-grad_norm"] > 0
+    for row in others:
+        assert row["train/grad_norm"] > 0 and row["train/train_rollout_logprob_abs_diff"] < 1e-4
+    assert (result.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert runner.wait_gone() == []
+
+
 class Engine:
     """Counts down its requests, and refuses a flush once more after the last has gone, as SGLang may."""
 
