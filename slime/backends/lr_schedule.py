@@ -38,7 +38,7 @@ class LrSchedule:
         """
         critic = role == "critic"
         constant = args.lr_decay_style == "constant" and not args.lr_warmup_fraction
-        decay = args.lr_decay_iters or (1 if constant and args.num_rollout is None else planned_steps(args))
+        decay = args.lr_decay_iters or (1 if constant and args.num_rollout is None else planned_steps(args, role))
         warmup = args.lr_warmup_iters or 0
         if args.lr_warmup_fraction:
             warmup = int(args.lr_warmup_fraction * decay)
@@ -83,8 +83,9 @@ class LrSchedule:
         raise ValueError(f"unknown --lr-decay-style {self.style!r}")
 
 
-def planned_steps(args: Any) -> int:
-    """Optimizer steps of the whole run, at least 1.
+def planned_steps(args: Any, role: str = "actor") -> int:
+    """Optimizer steps of a role in the whole run, at least 1. The actor rests in the first
+    ``--num-critic-only-steps`` rollouts.
 
     Raises:
         ValueError: ``num_rollout`` is not known. The driver sets it from ``--num-epoch`` and the data source before
@@ -95,8 +96,11 @@ def planned_steps(args: Any) -> int:
             "the learning rate's decay or warm-up fraction depends on the number of rollouts, which is not known: "
             "give --num-rollout or --lr-decay-iters"
         )
-    samples = args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt
-    return max(samples // args.global_batch_size if args.global_batch_size else args.num_rollout, 1)
+    rollouts = args.num_rollout
+    if role == "actor" and args.use_critic:
+        rollouts = max(rollouts - args.num_critic_only_steps, 0)
+    samples = rollouts * args.rollout_batch_size * args.n_samples_per_prompt
+    return max(samples // args.global_batch_size if args.global_batch_size else rollouts, 1)
 
 
 def zero_lr_warning(args: Any, metrics: Mapping[str, float], rollout_id: int) -> str | None:

@@ -26,8 +26,8 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
         with contextlib.suppress(ConfigError):  # a file vanished: said below
             return load_args(asynchronous=asynchronous)
     checks = (
-        _check_data, _check_rewards, _check_estimator, _check_checkpoints, _check_snapshots, _check_save_folder,
-        _check_server_options,
+        _check_data, _check_rewards, _check_estimator, check_schedules, _check_checkpoints, _check_snapshots,
+        _check_save_folder, _check_server_options,
     )  # fmt: skip
     args = parse_args(words, asynchronous=asynchronous, extra_checks=checks)
     if words is None and args.max_restarts and not REPORTS.attached:
@@ -39,6 +39,22 @@ def _check_data(args: Args) -> list[str]:
     from slime.data.validate import check_data
 
     return check_data(args)
+
+
+def check_schedules(args: Args) -> list[str]:
+    """The learning-rate schedules of all roles can be made; nothing is said while the run's length is unknown."""
+    from slime.backends.lr_schedule import LrSchedule
+    from slime.config.roles import role_args
+
+    if args.num_rollout is None or args.debug_rollout_only:
+        return []
+    problems = []
+    for role in ("actor", "critic") if args.use_critic else ("actor",):
+        try:
+            LrSchedule.from_args(role_args(args, role), role)
+        except ValueError as error:
+            problems.append(f"{role}: {error}")
+    return problems
 
 
 def _check_estimator(args: Args) -> list[str]:

@@ -13,11 +13,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime.backends.lr_schedule import LrSchedule, zero_lr_warning
+from slime.backends.lr_schedule import zero_lr_warning
+from slime.cluster.checks import check_schedules
 from slime.cluster.faults import Faults
 from slime.cluster.restart import end_lost, goes_on
 from slime.cluster.supervisor import REPORTS
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
+from slime.config.errors import ConfigError
 from slime.observability.trace_file import add_phases, trace_of
 from slime.weights.audit import gap_alarm
 
@@ -141,7 +143,8 @@ class Run:
     def _start_training(self) -> None:
         from slime.cluster.train_group import TrainGroup
 
-        LrSchedule.from_args(self.args)  # raises here, before any trainer starts, where the flags do not fit
+        if problems := check_schedules(self.args):  # the run's length may have been unknown until now
+            raise ConfigError(problems)
         make = lambda role: TrainGroup(  # noqa: E731 - two calls that differ in one word
             self.args, role, self.placement, self.waiter, self.dir.path / "logs",
             self.snapshot.path / role if self.snapshot else None,

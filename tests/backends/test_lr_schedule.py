@@ -84,6 +84,12 @@ def test_a_schedule_that_needs_the_length_of_the_run_raises_when_it_is_unknown(f
     assert LrSchedule.from_args(args).decay_steps == 20
 
 
+def test_the_actors_decay_leaves_out_the_rollouts_that_train_the_critic_alone() -> None:
+    args = make_args("x", advantage_estimator="ppo", num_critic_only_steps=4, lr_decay_style="cosine")
+    assert LrSchedule.from_args(args).decay_steps == 6
+    assert LrSchedule.from_args(args, "critic").decay_steps == 10
+
+
 def test_a_constant_rate_needs_no_length() -> None:
     args = make_args("x", num_rollout=None, lr_warmup_iters=3)
     assert LrSchedule.from_args(args).lr(100) == args.lr

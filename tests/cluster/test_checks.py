@@ -14,8 +14,10 @@ from slime.cluster.checks import (
     _check_save_folder,
     _check_snapshots,
     _snapshot_bytes,
+    check_schedules,
 )
 from slime.config.args import FLAGS, Args
+from slime.config.defaults import default_args
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8
@@ -141,3 +143,13 @@ def test_an_estimator_that_is_not_registered_everywhere_is_named_before_the_star
     args.advantage_estimator = "maxrl"
     (problem,) = _check_estimator(args)
     assert "--advantage-estimator maxrl: no group baseline is registered" in problem
+
+
+def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_length_is_known() -> None:
+    args = default_args(num_rollout=10, lr_decay_style="cosine", lr_warmup_iters=20)
+    (problem,) = check_schedules(args)
+    assert problem.startswith("actor: warm-up of 20 steps leaves nothing of a decay of 10")
+    args.num_rollout = None
+    assert check_schedules(args) == []
+    args.num_rollout = 100
+    assert check_schedules(args) == []
