@@ -436,7 +436,7 @@ class Run:
             with self.phase("offload"):
                 self.manager_call([self.manager.offload.remote()], "the engines to release memory")
             self._log_memory("offload")
-        if self.args.offload_train:
+        if self.args.offload_train and self.groups:
             with self.display.timers("wake_up"):
                 self.take_turn(self.critic or self.actor)
             self._log_memory("wake_up")
