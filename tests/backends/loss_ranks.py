@@ -46,7 +46,8 @@ ADVANTAGE_CASES: dict[str, dict[str, Any]] = {
 
 def run_args(changes: dict[str, Any]) -> Args:
     args = Args()
-    for name, value in ({"eps_clip_high": 0.28, "rollout_max_response_len": 8} | changes).items():
+    defaults = {"eps_clip_high": 0.28, "rollout_max_response_len": 8, "kl_loss_type": "k1"}
+    for name, value in (defaults | changes).items():
         setattr(args, name, value)
     return args
 
