@@ -112,7 +112,8 @@ def _check_quantized_engines(args: Args) -> list[str]:
 
     config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
     quantization = quantization_of(config) if config else None
-    if quantization is None or args.rollout_backend != "sglang" or args.debug_train_only:
+    no_updates = args.debug_train_only or args.debug_rollout_only
+    if quantization is None or args.rollout_backend != "sglang" or no_updates:
         return []
     return [
         f"--hf-checkpoint {args.hf_checkpoint} is quantized ({quantization.get('quant_method')}): SGLang would keep "

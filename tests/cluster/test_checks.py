@@ -115,6 +115,9 @@ def test_sglang_with_a_quantized_checkpoint_is_refused(model: Path, tmp_path: Pa
     rewrite(model, tmp_path, to_block_fp8(read_tensors(model), 16), quantization_config=quantization)
     (problem,) = _check_checkpoints(args)
     assert "is quantized (fp8)" in problem and "tools/dequantize_hf.py" in problem
+    args.debug_rollout_only = True  # the engines keep what they have read
+    assert _check_checkpoints(args) == []
+    args.debug_rollout_only = False
     args.rollout_backend = "embedded"
     assert _check_checkpoints(args) == []
 
