@@ -25,7 +25,7 @@ from slime.agent.trajectory import Turn
 
 _FIELDS = {
     **{"messages": LIST, "system": CONTENT, "tools": LIST, "tool_choice": OBJECT, "stop_sequences": LIST},
-    **{"stream": FLAG, "model": TEXT},
+    **{"stream": FLAG, "model": TEXT, "thinking": OBJECT},
 }
 _MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
@@ -56,6 +56,7 @@ class Messages:
             stop=strings(body, "stop_sequences"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
+            reasoning=(body.get("thinking") or {}).get("type") in ("enabled", "adaptive"),
         )  # fmt: skip
 
     @staticmethod
@@ -64,39 +65,64 @@ class Messages:
         turn = turns[0]
         return {
             **_head(ask),
-            "content": _blocks(turn),
+            "content": _blocks(turn, ask.reasoning),
             **_reason(ask, turn),
             "usage": _usage(turn),
         }
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask, self.said = ask, False
+    def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
+        self.ask, self.prompt_tokens = ask, prompt_tokens
+        self.open: str | None = None  # the kind of the block under way
+        self.index = -1  # of it
 
     def begin(self) -> bytes:
-        """The first event of a stream."""
-        usage = {"input_tokens": 0, "output_tokens": 0}  # the counts come with the end
+        """The first event of a stream; what a cache held is told in the end."""
+        usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         head = {**_head(self.ask), "content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**head, "usage": usage})
 
+    def ping(self) -> bytes:
+        """That the stream lives."""
+        return _event("ping")
+
+    def think(self, new: str) -> bytes:
+        """More reasoning; the first opens its block."""
+        opened = self._block({"type": "thinking", "thinking": "", "signature": ""})
+        return opened + self._delta({"type": "thinking_delta", "thinking": new})
+
     def text(self, new: str) -> bytes:
         """More text; the first opens its block."""
-        opened = (
-            b"" if self.said else _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
-        )
-        self.said = True
-        return opened + _event("content_block_delta", index=0, delta={"type": "text_delta", "text": new})
+        return self._block({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": new})
 
     def end(self, turn: Turn) -> bytes:
         """The end of the text, the calls, the reason."""
-        parts = [_event("content_block_stop", index=0)] if self.said else []
-        uses = [block for block in _blocks(turn) if block["type"] == "tool_use"]
-        for index, block in enumerate(uses, int(self.said)):
-            given = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            parts.append(_event("content_block_start", index=index, content_block={**block, "input": {}}))
-            parts.append(_event("content_block_delta", index=index, delta=given))
-            parts.append(_event("content_block_stop", index=index))
+        parts = []
+        for block in _blocks(turn, reasoning=False):
+            if block["type"] == "tool_use":
+                parts.append(self._close() + self._block({**block, "input": {}}))
+                given = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                parts.append(self._delta(given))
+        parts.append(self._close())
         parts.append(_event("message_delta", delta=_reason(self.ask, turn), usage=_usage(turn)))
         return b"".join([*parts, _event("message_stop")])
+
+    def _block(self, block: Json) -> bytes:
+        """The beginning of a block, unless it is under way."""
+        if self.open == block["type"]:
+            return b""
+        closed = self._close()
+        self.open, self.index = block["type"], self.index + 1
+        return closed + _event("content_block_start", index=self.index, content_block=block)
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", index=self.index, delta=delta)
+
+    def _close(self) -> bytes:
+        if self.open is None:
+            return b""
+        signed = self._delta({"type": "signature_delta", "signature": self.ask.id}) if self.open == "thinking" else b""
+        self.open = None
+        return signed + _event("content_block_stop", index=self.index)
 
     def failed(self, error: ApiError) -> bytes:
         """The last event of a stream that an error ends."""
@@ -132,10 +158,14 @@ def _usage(turn: Turn) -> Json:
     }
 
 
-def _blocks(turn: Turn) -> list[Json]:
+def _blocks(turn: Turn, reasoning: bool) -> list[Json]:
     calls = turn.answer.get("tool_calls", [])
-    text = turn.answer["content"]
-    blocks: list[Json] = [] if calls and not text.strip() else [{"type": "text", "text": text}]
+    text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
+    blocks: list[Json] = []
+    if thought and reasoning:
+        blocks.append({"type": "thinking", "thinking": thought, "signature": turn.id})
+    if text.strip() or not calls:
+        blocks.append({"type": "text", "text": text})
     functions = [(entry["id"], entry["function"]) for entry in calls]
     return [*blocks, *({"type": "tool_use", "id": i, "name": f["name"], "input": f["arguments"]} for i, f in functions)]
 
@@ -173,4 +203,7 @@ def _messages(raw: Json) -> list[Message]:
         if block.get("type") == "tool_use"
     ]
     message: Message = {"role": role, "content": text_of(texts), **({"tool_calls": calls} if calls else {})}
+    thoughts = [block["thinking"] for block in blocks if isinstance(block.get("thinking"), str)]
+    if thoughts and role == "assistant":
+        message["reasoning_content"] = "".join(thoughts)
     return [*results, *([message] if texts or calls or not results else [])]

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.agent.fields import ApiError
 from slime.agent.messages import Message, Tool, fold_system
-from slime.agent.tool_parsers import HERMES_PREAMBLE
+from slime.agent.tool_parsers import tools_in_words
 from slime.data.json_text import clean
 from slime.rollout.prompts import encode
 
@@ -100,7 +100,7 @@ def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
         plain.append({"role": message["role"], "content": (message["content"] + calls).lstrip("\n")})
     if not tools:
         return plain
-    preamble = HERMES_PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))
+    preamble = tools_in_words(tools)
     if plain[0]["role"] == "system":
         first = {"role": "system", "content": f"{plain[0]['content']}\n\n{preamble}"}
         return [first, *plain[1:]]

@@ -109,7 +109,7 @@ def note(name: str, words: str) -> None:
     """Log, once in this process, that something which clients send is not served as they may expect."""
     if name not in _noted:
         _noted.add(name)
-        logger.warning("the agent program's %r %s (said once)", name, words)
+        logger.warning("agents: %r %s (said once)", name, words)
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,8 @@ from slime.data.json_text import parse_json
 
 Message = dict[str, Any]
 """``role`` (system, user, assistant, tool) and ``content``, a string. An assistant's may have ``tool_calls``
-(``{"id", "type": "function", "function": {"name", "arguments": dict}}``), a tool's has ``tool_call_id``."""
+(``{"id", "type": "function", "function": {"name", "arguments": dict}}``), a tool's has ``tool_call_id``.
+An assistant's may have ``reasoning_content``, which is no part of what tells conversations apart."""
 Tool = dict[str, Any]
 """OpenAI's form: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 RAW_ARGUMENTS = "_raw_arguments"
@@ -34,6 +35,7 @@ class Ask:
         after: id of the answer that ``messages`` go on from (Responses' ``previous_response_id``).
         model: name to repeat in the answer.
         usage: whether a stream ends with the token counts.
+        reasoning: whether the client takes the model's reasoning, apart from the answer.
         id: of the answer, where there is only one.
     """
 
@@ -46,6 +48,7 @@ class Ask:
     after: str | None = None
     model: str = ""
     usage: bool = False
+    reasoning: bool = True
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 

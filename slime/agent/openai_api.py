@@ -39,6 +39,9 @@ _RESPONSES_FIELDS = {
 }
 
 
+PING = b": ping\n\n"
+
+
 def event(data: Json, name: str | None = None) -> bytes:
     """One server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n"
@@ -93,12 +96,20 @@ class Chat:
         ]
         return {**_head(ask, turns[0].created, "chat.completion"), "choices": choices, "usage": _usage(turns)}
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
         self.ask, self.head = ask, _head(ask, int(time.time()), "chat.completion.chunk")
 
     def begin(self) -> bytes:
         """The first event of a stream."""
         return self._chunk({"role": "assistant", "content": ""})
+
+    def ping(self) -> bytes:
+        """A comment, which clients skip."""
+        return PING
+
+    def think(self, new: str) -> bytes:
+        """More reasoning."""
+        return self._chunk({"reasoning_content": new})
 
     def text(self, new: str) -> bytes:
         """More text."""
@@ -149,6 +160,8 @@ def _chat_message(raw: Json) -> Message:
     calls = [entry for entry in raw.get("tool_calls") or [] if isinstance(entry, dict)]
     if calls:
         message["tool_calls"] = [_chat_call(entry) for entry in calls]
+    if isinstance(raw.get("reasoning_content"), str):
+        message["reasoning_content"] = raw["reasoning_content"]
     if role == "tool":
         message["tool_call_id"] = str(raw.get("tool_call_id") or "")
     return message
@@ -162,6 +175,8 @@ def _chat_call(entry: Json) -> Json:
 def _chat_answer(turn: Turn) -> Json:
     calls, content = _chat_calls(turn), turn.answer["content"]
     message: Json = {"role": "assistant", "content": (content.strip() or None) if calls else content, "refusal": None}
+    if turn.answer.get("reasoning_content"):
+        message["reasoning_content"] = turn.answer["reasoning_content"]
     return {**message, "tool_calls": calls} if calls else message
 
 
@@ -212,6 +227,7 @@ class Responses:
             stream=bool(body.get("stream")),
             after=str(after).removeprefix("resp_") if after else None,
             model=str(body.get("model") or ""),
+            reasoning=body.get("reasoning") is not None,
         )
 
     @staticmethod
@@ -222,7 +238,7 @@ class Responses:
         return {
             **_response(ask, turn.created, "incomplete" if turn.cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
-            "output": _items(turn),
+            "output": _items(turn, ask.reasoning),
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": turn.cached_tokens},
@@ -232,8 +248,9 @@ class Responses:
             },
         }
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
         self.ask, self.number = ask, 0
+        self.thought: list[str] = []
         self.said: list[str] = []
         self.item = f"msg_{ask.id}"
 
@@ -241,28 +258,55 @@ class Responses:
         """The first event of a stream."""
         return self._event("response.created", response=_response(self.ask, int(time.time()), "in_progress"))
 
+    def ping(self) -> bytes:
+        """A comment, which clients skip."""
+        return PING
+
+    def think(self, new: str) -> bytes:
+        """More reasoning; the first opens its item."""
+        opened = b""
+        if not self.thought:
+            item = {**_reasoning_item(self.ask.id, ""), "content": [], "status": "in_progress"}
+            opened = self._event("response.output_item.added", output_index=0, item=item)
+        self.thought.append(new)
+        place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
+        return opened + self._event("response.reasoning_text.delta", **place, delta=new)
+
+    def _thought(self) -> bytes:
+        """The end of the reasoning."""
+        text = "".join(self.thought)
+        place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
+        done = self._event("response.reasoning_text.done", **place, text=text)
+        item = _reasoning_item(self.ask.id, text)
+        return done + self._event("response.output_item.done", output_index=0, item=item)
+
+    def _place(self) -> Json:
+        return {"item_id": self.item, "output_index": int(bool(self.thought)), "content_index": 0}
+
     def text(self, new: str) -> bytes:
-        """More text; the first opens the message."""
-        place = {"item_id": self.item, "output_index": 0, "content_index": 0}
+        """More text; the first ends the reasoning and opens the message."""
+        place = self._place()
         opened = b""
         if not self.said:
+            opened = self._thought() if self.thought else b""
             item = {"id": self.item, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
-            opened = self._event("response.output_item.added", output_index=0, item=item)
+            opened += self._event("response.output_item.added", output_index=place["output_index"], item=item)
             opened += self._event("response.content_part.added", **place, part=_part(""))
         self.said.append(new)
         return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
 
     def end(self, turn: Turn) -> bytes:
         """The end of the message, the calls, the whole answer."""
-        parts = []
+        parts = [self._thought()] if self.thought and not self.said else []
         response = self.whole(self.ask, [turn])
         if text := "".join(self.said):
-            place = {"item_id": self.item, "output_index": 0, "content_index": 0}
+            place = self._place()
             parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
             parts.append(self._event("response.content_part.done", **place, part=_part(text)))
             said = _message_item(turn, text)
-            parts.append(self._event("response.output_item.done", output_index=0, item=said))
-            response["output"] = [said, *(i for i in response["output"] if i["type"] != "message")]
+            parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=said))
+            thought = [item for item in response["output"] if item["type"] == "reasoning"]
+            response["output"] = [*thought, said, *(i for i in response["output"] if i["type"] == "function_call")]
         for index, item in enumerate(response["output"]):
             if item["type"] == "function_call":
                 place = {"item_id": item["id"], "output_index": index}
@@ -303,11 +347,17 @@ def _message_item(turn: Turn, text: str) -> Json:
     return {"id": f"msg_{turn.id}", "type": "message", "status": status, "role": "assistant", "content": [_part(text)]}
 
 
-def _items(turn: Turn) -> list[Json]:
+def _reasoning_item(turn_id: str, text: str) -> Json:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{turn_id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+
+
+def _items(turn: Turn, reasoning: bool) -> list[Json]:
     calls = turn.answer.get("tool_calls", [])
-    text = turn.answer["content"]
+    text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
     items = [] if calls and not text.strip() else [_message_item(turn, text)]
     return [
+        *([_reasoning_item(turn.id, thought)] if thought and reasoning else []),
         *items,
         *(
             {"id": f"fc_{entry['id']}", "type": "function_call", "status": "completed", "call_id": entry["id"],

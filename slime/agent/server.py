@@ -28,6 +28,7 @@ from slime.engines.request_guard import request_guard
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
 _DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
+PING_SECONDS = 15.0  # without a token: clients and proxies give up a stream that is silent
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _NOT_FORCED = ("response_format", "text", "thinking", "tool_choice")
@@ -112,7 +113,9 @@ class AgentServer:
         ask = guarded(dialect.read, await _body(request))
         prepared = session.prepare(ask)
         if ask.stream:
-            return await _stream(request, dialect(ask), session, ask, prepared)
+            parent, _, added = prepared
+            encoder = dialect(ask, (parent.length if parent else 0) + len(added))
+            return await _stream(request, encoder, session, ask, prepared)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_caught(session.answer(ask, prepared))) for _ in range(ask.choices)]
         turns = [task.result() for task in tasks]
@@ -157,29 +160,24 @@ async def _stream(
     request: web.Request, encoder: Chat | Responses | Messages, session: Session, ask: Ask, prepared: Place
 ) -> web.StreamResponse:
     """Server-sent events while the turn is generated; an error before the first token is a plain refusal."""
-    texts: asyncio.Queue[str | None] = asyncio.Queue()
-    task = asyncio.ensure_future(session.answer(ask, prepared, texts.put_nowait))
-    task.add_done_callback(lambda _: texts.put_nowait(None))
+    parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
+    task = asyncio.ensure_future(session.answer(ask, prepared, lambda *part: parts.put_nowait(part)))
+    task.add_done_callback(lambda _: parts.put_nowait(None))
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    pieces: list[str] = []
+    sent = _Sent(encoder, ask)
     try:
-        text = await texts.get()
-        if text is None:
+        part = await _next(parts)
+        if part is None:
             task.result()  # raises what it failed with, if it did
         await response.prepare(request)
         await response.write(encoder.begin())
-        while text is not None:
-            await response.write(encoder.text(text))
-            pieces.append(text)
-            text = await texts.get()
+        while part is not None:
+            await response.write(sent.events(*part) if part else encoder.ping())
+            part = await _next(parts)
         turn = _result(task)
-        if isinstance(turn, ApiError):
-            await response.write(encoder.failed(turn))
-        else:
-            content, sent = turn.answer["content"], "".join(pieces)
-            rest = content[len(sent) :] if content.startswith(sent) else ""
-            more = encoder.text(rest) if rest.strip() or (rest and not turn.answer.get("tool_calls")) else b""
-            await response.write(more + encoder.end(turn))
+        await response.write(
+            encoder.failed(turn) if isinstance(turn, ApiError) else sent.rest(turn) + encoder.end(turn)
+        )
         await response.write_eof()
     except (ConnectionError, asyncio.CancelledError):
         if task.done() and not task.cancelled() and task.exception() is None:
@@ -189,6 +187,41 @@ async def _stream(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
     return response
+
+
+async def _next(parts: asyncio.Queue[tuple[str, str] | None]) -> tuple[str, str] | tuple[()] | None:
+    """The next part of an answer, None after the last; nothing where none has come for a while."""
+    try:
+        async with asyncio.timeout(PING_SECONDS):
+            return await parts.get()
+    except TimeoutError:
+        return ()
+
+
+class _Sent:
+    """What was sent of an answer, and what is left of it in the end: the stream holds back what may be a call."""
+
+    def __init__(self, encoder: Chat | Responses | Messages, ask: Ask) -> None:
+        self.encoder, self.ask = encoder, ask
+        self.reasoning: list[str] = []
+        self.text: list[str] = []
+
+    def events(self, reasoning: str, text: str) -> bytes:
+        """A new part as events."""
+        self.reasoning.append(reasoning)
+        self.text.append(text)
+        thought = self.encoder.think(reasoning) if reasoning and self.ask.reasoning else b""
+        return thought + (self.encoder.text(text) if text else b"")
+
+    def rest(self, turn: Turn) -> bytes:
+        content = turn.answer["content"]
+        reasoning = _after(turn.answer.get("reasoning_content", ""), "".join(self.reasoning))
+        text = _after(content, "".join(self.text))
+        return self.events(reasoning, text if text.strip() or not turn.answer.get("tool_calls") else "")
+
+
+def _after(whole: str, sent: str) -> str:
+    return whole[len(sent) :] if whole.startswith(sent) else ""
 
 
 def _result(task: asyncio.Task[Turn]) -> Turn | ApiError:

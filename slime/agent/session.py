@@ -13,11 +13,14 @@ import numpy as np
 import xxhash
 
 from slime.agent.chat import ChatTemplate
-from slime.agent.fields import ApiError
+from slime.agent.fields import ApiError, note
 from slime.agent.messages import Ask, Message
-from slime.agent.tool_parsers import NoCalls, Shown, ToolParser, tool_parser
+from slime.agent.reasoning import StreamSplit, parse_answer, reasoning_tags, split_reasoning
+from slime.agent.tool_formats import KNOWN_MARKS, NoCalls
+from slime.agent.tool_parsers import Shown, ToolParser, choose_parser, tool_parser
 from slime.agent.trajectory import Tree, Turn
 from slime.config.context import ENGINES_OWN, served_context
+from slime.config.hf_config import read_config
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying
@@ -29,6 +32,8 @@ from slime.rollout.state import GenerateState
 
 logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
+OnPart = Callable[[str, str], None]
+"""Called with new reasoning and new text of the answer; one may be empty."""
 Place = tuple[Turn | None, list[Message], list[int]]
 """The turn that a request goes on from, its new messages, and the ids to add there."""
 
@@ -45,7 +50,7 @@ class Session:
     Attributes:
         counts: ``turns``, ``branches`` (turns beside others that go on from the same one), ``cancelled`` (the client
             was gone before the answer), ``overflows``, ``unreadable`` (the parser of tool calls raised; the answer is
-            text).
+            text), ``unread_calls`` (tools were given and no call was read, but the text holds a mark of one).
         fault: an error of the engines; whoever waits for the session raises it.
         error: any other error in the service of a request: the sample is left out, and the run goes on.
     """
@@ -56,7 +61,11 @@ class Session:
         self.id, self.args, self.sample, self.params, self.evaluation = session_id, args, sample, params, evaluation
         self.state = GenerateState(args)
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
-        self.parser: ToolParser = tool_parser(args.agent_tool_parser)
+        model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
+        template = str(self.state.tokenizer.chat_template)
+        self.parser_name = choose_parser(args.agent_tool_parser, template, model_type)
+        tool_parser(self.parser_name)  # a name that is none is told of before the first request
+        self.tags = reasoning_tags(args.agent_reasoning_parser, self.state.tokenizer)
         self.context = served_context(args)
         self.tree = Tree()
         self.counts: Counter[str] = Counter()
@@ -150,12 +159,12 @@ class Session:
             response_length=len(known) + len(added) - first,
         )
 
-    async def answer(self, ask: Ask, prepared: Place, on_text: OnText | None = None) -> Turn:
+    async def answer(self, ask: Ask, prepared: Place, on_part: OnPart | None = None) -> Turn:
         """Generate a turn and record it.
 
         Args:
             prepared: of :meth:`prepare`.
-            on_text: called with new text that can be shown.
+            on_part: called with what is new of the reasoning and of the text that can be shown.
 
         Raises:
             ApiError: the rollout was aborted, or the engine refused.
@@ -163,15 +172,19 @@ class Session:
         parent, messages, added = prepared
         stops = [*_strings(self.params.get("stop")), *ask.stop]
         params = {**self.params, "stop": stops or None, "no_stop_trim": False}
+        parser: ToolParser = tool_parser(self.parser_name, ask.tools) if ask.tools else NoCalls()
+        if ask.tools:
+            params["skip_special_tokens"] = False  # in many forms of calls the marks are special tokens
         probe = self._probe(parent, added)
         if params.get("sampling_seed") is not None:  # by the conversation: parallel requests come in any order
             prompt = _digest(probe.tokens)
             params["sampling_seed"] = derive_seed(params["sampling_seed"], "agent", prompt, self._asked[prompt])
             self._asked[prompt] += 1
-        most = self._room(parent, added, ask)
-        parser = self.parser if ask.tools else NoCalls()
+        most, opened = self._room(parent, added, ask), self._opened(added)
+        shown = Shown((*parser.marks, *stops), getattr(parser, "opening", ()))
+        on_text = None if on_part is None else _parting(on_part, StreamSplit(self.tags, opened, shown))
         try:
-            outputs = await self._generate(probe, params, most, _filtered(on_text, (*parser.marks, *stops)))
+            outputs = await self._generate(probe, params, most, on_text)
         except asyncio.CancelledError:
             self.counts["cancelled"] += 1
             raise
@@ -180,7 +193,7 @@ class Session:
         except Exception as error:
             self.fault = self.fault or error
             raise
-        answer = self._message(parser, added, outputs, params)
+        answer = self._message(parser, added, opened, outputs, params)
         turn = Turn(
             parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex
         )
@@ -190,20 +203,35 @@ class Session:
         self.tree.add(turn)
         return turn
 
+    def _opened(self, added: list[int]) -> bool:
+        """Whether the prompt ends with the tag after which the model reasons, as some templates have it."""
+        tail = str(self.state.tokenizer.decode(added[-16:])).rstrip() if self.tags is not None else ""
+        return self.tags is not None and tail.endswith(self.tags.start)
+
     def _message(
-        self, parser: ToolParser, added: list[int], outputs: list[dict[str, Any]], params: dict[str, Any]
+        self, parser: ToolParser, added: list[int], opened: bool, outputs: list[dict[str, Any]], params: dict[str, Any]
     ) -> Message:
-        text = self._text(outputs, params)
+        reasoning, text = split_reasoning(self._text(outputs, params), self.tags, opened)
         try:
-            content, calls = parser.parse(text)
+            content, calls = parse_answer(parser, text, self.tags)
         except Exception:  # a parser of the user's, or a text that ours does not foresee
             logger.exception("the parser of tool calls failed: the answer stays text")
             self.counts["unreadable"] += 1
             content, calls = text, []
+        if (
+            not calls
+            and not isinstance(parser, NoCalls)
+            and (mark := next((m for m in KNOWN_MARKS if m in text), None))
+        ):
+            self.counts["unread_calls"] += 1
+            note(f"--agent-tool-parser {self.parser_name}", f"read no call in an answer that holds {mark!r}")
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
         for number, entry in enumerate(calls):  # some templates show ids, so they are fixed by what was sampled
-            entry["id"] = f"{_digest([*added, *ids], number):016x}"[:9]
-        return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+            entry["id"] = entry["id"] or f"{_digest([*added, *ids], number):016x}"[:9]
+        message: Message = {"role": "assistant", "content": content}
+        return (
+            message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
+        )
 
     def _text(self, outputs: list[dict[str, Any]], params: dict[str, Any]) -> str:
         """Without what ended it; decoded in one piece where an engine was interrupted (a character may lie across) or
@@ -253,15 +281,13 @@ class Session:
             raise ApiError(400, str(error), code) from error
 
 
-def _filtered(on_text: OnText | None, marks: tuple[str, ...]) -> OnText | None:
-    """``on_text`` for the text that can be shown, less what may be the beginning of a call or of a stop string."""
-    if on_text is None:
-        return None
-    shown = Shown(marks)
+def _parting(on_part: OnPart, split: StreamSplit) -> OnText:
+    """New text of the engine, parted and filtered, to ``on_part``."""
 
     def show(text: str) -> None:
-        if new := shown.add(text):
-            on_text(new)
+        parts = split.add(text)
+        if any(parts):
+            on_part(*parts)
 
     return show
 

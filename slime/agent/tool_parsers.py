@@ -1,19 +1,20 @@
-"""Tool calls in a model's text. A registry by name; ``--agent-tool-parser`` may also name a class of the user's."""
+"""Which parser reads the tool calls in a model's text: by name, by the chat template, or a class of the user's."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+import functools
+import importlib
+import json
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from slime.agent.messages import call
-from slime.config.hooks import load_function
-from slime.data.json_text import DECODER, clean, parse_json, too_deep
+from slime.agent.messages import Tool, call
+from slime.agent.tool_formats import FORMATS
+from slime.config.hooks import HookError, load_function
+from slime.data.json_text import parse_json
 
-_START, _END = "<tool_call>", "</tool_call>"
-_SPACE = re.compile(r"\s*")
-_MOST_UNREADABLE = 256  # in one text, after which the rest is left as it is: a model that repeats itself
-
+logger = logging.getLogger(__name__)
 HERMES_PREAMBLE = """\
 # Tools
 
@@ -29,6 +30,17 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 """The Hermes and Qwen models' own words, for chat templates that know no tools."""
+_BY_TEMPLATE = (  # what a template shows of the form in which its model calls tools; the first that is found
+    ("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<|tool_call_argument_begin|>", "kimi_k2"),
+    ("```json", "deepseekv3"), ("<｜tool▁sep｜>", "deepseekv31"), ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "pythonic"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
+)  # fmt: skip
+_BY_MODEL = {
+    **{"glm4_moe": "glm45", "glm4_moe_lite": "glm47", "glm_moe_dsa": "glm47", "deepseek_v3": "deepseekv3"},
+    **{"kimi_k2": "kimi_k2", "kimi_k25": "kimi_k2", "llama": "llama3", "llama4": "pythonic", "mistral": "mistral"},
+    **{"mixtral": "mistral", "mistral3": "mistral", "ministral3": "mistral", "qwen3_next": "hermes"},
+    **{"qwen3_5": "qwen3_coder", "qwen3_5_moe": "qwen3_coder", "deepseek_v32": "deepseekv32"},
+}
 
 
 class ToolParser(Protocol):
@@ -37,92 +49,97 @@ class ToolParser(Protocol):
     marks: ClassVar[tuple[str, ...]]
 
     def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """The text without its calls, and the calls as entries of ``tool_calls`` with an empty id."""
+        """The text without its calls, and the calls as entries of ``tool_calls``, with an id where the text has one."""
 
 
-class Hermes:
-    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many others.
+def choose_parser(name: str, template: str, model_type: str | None) -> str:
+    """The name behind ``auto``: by the chat template, which shows the model the form; then by ``model_type``.
 
-    A call that cannot be read stays in the text, for the program to see.
+    A template that knows no tools has them described in the words of the Hermes models.
     """
-
-    marks: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-
-    def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        calls: list[dict[str, Any]] = []
-        kept, done, start = [], 0, text.find(_START)
-        unreadable = 0
-        while start >= 0 and unreadable < _MOST_UNREADABLE:
-            found = _read_block(text, start)
-            unreadable += found is None
-            if found is not None:
-                end, entries = found
-                calls += entries
-                kept.append(text[done:start])
-                done = end
-            start = text.find(_START, found[0] if found is not None else start + 1)
-        return "".join([*kept, text[done:]]), calls
+    if name != "auto":
+        return name
+    if "tools" not in template:
+        return "hermes"
+    found = next((parser for mark, parser in _BY_TEMPLATE if mark in template), None)
+    return found or _BY_MODEL.get(model_type or "", "hermes")
 
 
-def _read_block(text: str, start: int) -> tuple[int, list[dict[str, Any]]] | None:
-    """Where the block that begins at ``start`` ends, and its calls; None for one that cannot be read."""
-    begin = _SPACE.match(text, start + len(_START)).end()  # type: ignore[union-attr]
+def tool_parser(name: str, tools: Sequence[Tool] = ()) -> ToolParser:
+    """The parser of this name in the registry, else in the installed SGLang, else of this dotted path.
+
+    Args:
+        tools: those of the request; some forms write arguments as bare text, and their types stand in the schemas.
+
+    Raises:
+        HookError: none of these.
+    """
+    if name in FORMATS:
+        return FORMATS[name](tools)
+    if not any(mark in name for mark in "./:"):
+        known = sglang_parsers("sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum")
+        if name not in known:
+            raise HookError(
+                f"--agent-tool-parser {name}: there is no such parser here ({', '.join(FORMATS)}), nor in an installed "
+                "SGLang that can be imported"
+            )
+        return SGLangParser(name, tools)
+    parser: ToolParser = load_function(name)()
+    return parser
+
+
+@functools.cache
+def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
+    """A registry of the installed SGLang; empty where SGLang is absent or cannot be imported (it wants a GPU's
+    packages)."""
     try:
-        value, end = DECODER.raw_decode(text, begin)
-    except (ValueError, RecursionError):
-        return None
-    end = _SPACE.match(text, end).end()  # type: ignore[union-attr]
-    found = read_calls(value)
-    return (end + len(_END), found) if found is not None and text.startswith(_END, end) else None
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        logger.debug("no parsers of SGLang: %s", error)
+        return {}
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    return dict(found)
 
 
-def read_calls(value: Any) -> list[dict[str, Any]] | None:
-    """The calls of a JSON value, an object or a list of them, in the forms that models write; None where it is none.
-
-    The arguments are called ``arguments`` or ``parameters``, and may be JSON text.
-    """
-    calls = []
-    for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or too_deep(item):
-            return None
-        arguments = item.get("arguments", item.get("parameters"))
-        if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments)
-            except ValueError:
-                return None
-        if not isinstance(arguments, dict | None):
-            return None
-        calls.append(call(clean(item["name"]), clean(arguments or {})))
-    return calls or None
-
-
-class NoCalls:
-    """All is text."""
+class SGLangParser:
+    """A parser of the installed SGLang, for forms that this package has none for. Calls of unknown tools are left out,
+    and so is the text after the first call, as SGLang does."""
 
     marks: ClassVar[tuple[str, ...]] = ()
 
+    def __init__(self, name: str, tools: Sequence[Tool]) -> None:
+        from sglang.srt.entrypoints.openai.protocol import Tool as SGLangTool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        self._parser = FunctionCallParser([SGLangTool(**entry) for entry in tools], name)
+        begins = getattr(self._parser.detector, "bot_token", "")
+        self.marks = (begins.strip(),) if begins.strip() else ()  # type: ignore[misc]
+
     def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        return text, []
-
-
-PARSERS: dict[str, type[ToolParser]] = {"hermes": Hermes, "none": NoCalls}
-
-
-def tool_parser(name: str) -> ToolParser:
-    """The parser of this name in the registry, or of this dotted path.
-
-    Raises:
-        HookError: neither.
-    """
-    return PARSERS[name]() if name in PARSERS else load_function(name)()
+        rest, found = self._parser.parse_non_stream(text)
+        calls = []
+        for item in found:
+            try:
+                arguments = parse_json(item.parameters or "{}")
+            except ValueError:
+                arguments = None
+            if not isinstance(arguments, dict) or not item.name:
+                return text, []
+            calls.append(call(item.name, arguments))
+        return (rest, calls) if calls else (text, [])
 
 
 class Shown:
-    """The part of a text under way that can be passed on: up to a mark, or to what may become one."""
+    """The part of a text under way that can be passed on: up to a mark, or to what may become one.
 
-    def __init__(self, marks: Iterable[str]) -> None:
+    Args:
+        opening: marks at the beginning of the text alone.
+    """
+
+    def __init__(self, marks: Iterable[str], opening: Iterable[str] = ()) -> None:
         self._marks = [mark for mark in marks if mark]
+        self._opening = tuple(opening)
         self._held = ""
         self._ended = False
 
@@ -131,6 +148,11 @@ class Shown:
         if self._ended:
             return ""
         text = self._held + text
+        if self._opening:
+            if not text.strip() or text.lstrip().startswith(self._opening):
+                self._held, self._ended = text, bool(text.strip())
+                return ""
+            self._opening = ()
         found = [at for mark in self._marks if (at := text.find(mark)) >= 0]
         if found:
             self._ended = True
@@ -143,3 +165,8 @@ class Shown:
 def overlap(text: str, mark: str) -> int:
     """Characters at the end of ``text`` that ``mark`` begins with, less than all of it."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def tools_in_words(tools: Sequence[Tool]) -> str:
+    """The tools for the system message of a model whose template knows none."""
+    return HERMES_PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))

@@ -26,6 +26,14 @@ class AgentConfig:
         1800.0, above=0, help="seconds that an agent program may take; then its sample is left out"
     )
     agent_tool_parser: str = flag(
-        "hermes", help="reads tool calls in the model's text: hermes (Qwen's too), none, or a class of your own"
+        "auto",
+        help="reads tool calls in the model's text: auto (by the chat template, then the model type), hermes, qwen25, "
+        "qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, another name of "
+        "the installed SGLang's, or a class of your own",
+    )
+    agent_reasoning_parser: str = flag(
+        "auto",
+        help="takes reasoning out of the answer: auto (by the chat template and the tokenizer), none, or a name of "
+        "SGLang's such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral",
     )
     agent_host: str = flag("127.0.0.1", help="this machine's address, under which agent programs reach the endpoint")

@@ -16,9 +16,11 @@ from slime.agent.chat import ChatTemplate
 from slime.agent.fields import ApiError, guarded, to_json
 from slime.agent.messages import Ask, call, fold_system
 from slime.agent.openai_api import Chat, Responses
+from slime.agent.reasoning import THINK, StreamSplit, parse_answer, split_reasoning
 from slime.agent.server import AgentServer
 from slime.agent.session import Session
-from slime.agent.tool_parsers import PARSERS
+from slime.agent.tool_formats import FORMATS
+from slime.agent.tool_parsers import Shown
 from slime.agent.trajectory import Tree, Turn
 from slime.data.sample import Sample
 from slime.observability.samples import write_samples
@@ -90,7 +92,7 @@ async def test_whatever_the_model_writes_is_an_answer(
 
 
 def test_calls_that_can_be_read_beside_those_that_cannot() -> None:
-    calls = {name: PARSERS["hermes"]().parse(text)[1] for name, text in WRITTEN.items()}
+    calls = {name: FORMATS["hermes"]().parse(text)[1] for name, text in WRITTEN.items()}
     read = {name: [entry["function"]["arguments"] for entry in entries] for name, entries in calls.items() if entries}
     assert read == {
         "an open call and a whole one": [{}],
@@ -288,9 +290,15 @@ def test_random_outputs_in_each_form_of_calls_and_each_api() -> None:
     rng = random.Random(0)
     for _ in range(EXAMPLES):
         text = random_text(rng).encode(errors="replace").decode()  # a tokenizer decodes to whole characters
-        for name, parser in PARSERS.items():
-            content, calls = parser().parse(text)
-            assert isinstance(content, str), name
+        for name, form in FORMATS.items():
+            parser = form(TOOLS["chat/completions"])
+            reasoning, answered = split_reasoning(text, THINK, opened=False)
+            content, calls = parse_answer(parser, answered, THINK)
+            assert isinstance(content, str) and isinstance(reasoning, str), name
+            split = StreamSplit(THINK, False, Shown(parser.marks, parser.opening))
+            parts = [split.add(text[i : i + 3]) for i in range(0, len(text), 3)]
+            assert reasoning.startswith("".join(part for part, _ in parts)), (name, text)
+            assert answered.startswith("".join(part for _, part in parts)), (name, text)
             answer = {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
             meta = {"output_token_logprobs": [[-1.0, 1, None]], "finish_reason": {"type": "stop"}}
             turn = Turn(None, [], [], answer, [1], [{"text": text, "meta_info": meta}], "1")

@@ -14,7 +14,8 @@ from agent_parts import ScriptedEngine, arguments, make_tokenizer
 
 from slime.agent.chat import ChatTemplate
 from slime.agent.server import AgentServer
-from slime.agent.tool_parsers import Hermes, Shown, tool_parser
+from slime.agent.tool_formats import Hermes
+from slime.agent.tool_parsers import Shown, tool_parser
 from slime.config.hooks import HookError
 from slime.data.sample import Sample
 from slime.rollout.state import GenerateState
@@ -193,7 +194,7 @@ def test_calls_that_cannot_be_read_stay_in_the_text() -> None:
 
 def test_parsers_by_name_and_path() -> None:
     assert tool_parser("none").parse("<tool_call>{}</tool_call>") == ("<tool_call>{}</tool_call>", [])
-    assert isinstance(tool_parser("slime.agent.tool_parsers.Hermes"), Hermes)
+    assert isinstance(tool_parser("slime.agent.tool_formats.Hermes"), Hermes)
     with pytest.raises(HookError):
         tool_parser("slime.agent.tool_parsers.Nothing")
 

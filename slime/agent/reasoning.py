@@ -1,0 +1,139 @@
+"""Reasoning apart from the answer: ``<think>…</think>`` at the beginning of a text, whole and while it streams."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from slime.agent.tool_parsers import Shown, ToolParser, overlap, sglang_parsers
+
+
+class Tags(NamedTuple):
+    """What a model's reasoning stands between."""
+
+    start: str
+    end: str
+
+
+THINK = Tags("<think>", "</think>")
+TAGS: dict[str, Tags] = {
+    **dict.fromkeys(("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking"), THINK),
+    **dict.fromkeys(("step3", "step3p5", "interns1"), THINK),
+    "kimi": Tags("◁think▷", "◁/think▷"),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+}
+
+
+def reasoning_tags(name: str, tokenizer: Any) -> Tags | None:
+    """The tags that ``--agent-reasoning-parser`` names; with ``auto`` those that the template or the tokenizer knows.
+
+    Raises:
+        ValueError: no parser of this name here, nor in the installed SGLang.
+    """
+    if name == "none":
+        return None
+    if name == "auto":
+        template = str(tokenizer.chat_template)
+        return next((tags for tags in dict.fromkeys(TAGS.values()) if _knows(tokenizer, template, tags)), None)
+    if name in TAGS:
+        return TAGS[name]
+    known = sglang_parsers("sglang.srt.parser.reasoning_parser", "ReasoningParser.DetectorMap")
+    if name in known:
+        detector = known[name]()
+        return Tags(detector.think_start_token, detector.think_end_token)
+    raise ValueError(f"--agent-reasoning-parser {name}: known are auto, none, {', '.join(TAGS)}, and those of SGLang")
+
+
+def _knows(tokenizer: Any, template: str, tags: Tags) -> bool:
+    token = tokenizer.convert_tokens_to_ids(tags.end)
+    return tags.end in template or (token is not None and token != tokenizer.unk_token_id)
+
+
+def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, str]:
+    """Reasoning and answer.
+
+    Args:
+        opened: the prompt ends with the tag that begins the reasoning.
+    """
+    if tags is None:
+        return "", text
+    said = text.lstrip()
+    if not opened and not said.startswith(tags.start):
+        return "", text
+    reasoning, found, answer = said.removeprefix(tags.start).partition(tags.end)
+    return reasoning.strip(), answer.lstrip() if found else ""
+
+
+def parse_answer(parser: ToolParser, text: str, tags: Tags | None) -> tuple[str, list[dict[str, Any]]]:
+    """The parser's reading of an answer, less what stands between tags: what a model only thinks of is not done."""
+    if tags is None:
+        return parser.parse(text)
+    kept: list[str] = []
+    calls: list[dict[str, Any]] = []
+    while True:
+        begin = text.find(tags.start)
+        before = text if begin < 0 else text[:begin]
+        content, found = parser.parse(before)
+        if begin < 0 or _open_call(parser, content):  # the tag is part of a call
+            content, found = (content, found) if begin < 0 else parser.parse(text)
+            return "".join([*kept, content]), calls + found
+        calls += found
+        end = text.find(tags.end, begin)
+        end = len(text) if end < 0 else end + len(tags.end)
+        kept += [content, text[begin:end]]
+        text = text[end:]
+
+
+def _open_call(parser: ToolParser, content: str) -> bool:
+    return any(mark in content for mark in parser.marks)
+
+
+class StreamSplit:
+    """A text under way as pieces of reasoning and of the answer, as :func:`split_reasoning` will part them.
+
+    Args:
+        shown: filters the answer.
+    """
+
+    def __init__(self, tags: Tags | None, opened: bool, shown: Shown) -> None:
+        self._tags, self._shown = tags, shown
+        self._opened = opened
+        self._state = "begin"
+        self._held = ""
+        self._said = False  # whether any of this part was passed on: space before it is not
+
+    def add(self, text: str) -> tuple[str, str]:
+        """What new text lets pass: reasoning and answer."""
+        if self._tags is None:
+            return "", self._shown.add(text)
+        text, self._held = self._held + text, ""
+        if self._state == "begin":
+            start = text.lstrip()
+            if len(start) < len(self._tags.start) and self._tags.start.startswith(start):
+                self._held = text
+                return "", ""
+            tagged = start.startswith(self._tags.start)
+            self._state = "reasoning" if tagged or self._opened else "plain"
+            text = start.removeprefix(self._tags.start) if tagged else text
+        reasoning = ""
+        if self._state == "reasoning":
+            reasoning, found, text = text.partition(self._tags.end)
+            if not found:
+                return self._think(reasoning), ""
+            reasoning, self._state = self._trimmed(reasoning).rstrip(), "after"
+        if self._state == "after":
+            text = text.lstrip()
+            self._state = "plain" if text else "after"
+        return reasoning, self._shown.add(text)
+
+    def _think(self, text: str) -> str:
+        """Reasoning without the space around it, and without what may begin its end."""
+        assert self._tags is not None
+        text = self._trimmed(text)
+        keep = overlap(text, self._tags.end)
+        body = text[: len(text) - keep].rstrip()
+        self._held = text[len(body) :]
+        self._said = self._said or bool(body)
+        return body
+
+    def _trimmed(self, text: str) -> str:
+        return text if self._said else text.lstrip()

@@ -1,0 +1,357 @@
+"""The forms in which model families write tool calls: one class each, by the names that SGLang gives its parsers.
+
+A call that cannot be read stays in the text, for the program to see. All work is linear in the text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from slime.agent.messages import Tool, call
+from slime.data.json_text import DECODER, MOST_NESTED, clean, parse_json, too_deep
+
+Call = dict[str, Any]
+_SPACE = re.compile(r"\s*")
+_NAME = re.compile(r"[\w.\-/:]+")
+_MOST_UNREADABLE = 256  # in one text, after which the rest is left as it is: a model that repeats itself
+_LONGEST_LIST = 100_000  # characters of a pythonic list
+
+
+class Format:
+    """A form in which every call, or every list of calls, begins with a mark.
+
+    ``marks`` begin a call anywhere, ``opening`` at the beginning of the text alone: a stream holds back what follows.
+    """
+
+    marks: ClassVar[tuple[str, ...]] = ()
+    opening: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Sequence[Tool] = ()) -> None:
+        self.tools = {entry["function"]["name"]: entry["function"].get("parameters") or {} for entry in tools}
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        """The text without its calls, and the calls as entries of ``tool_calls``."""
+        kept: list[str] = []
+        calls: list[Call] = []
+        done, unreadable, start = 0, 0, self._find(text, 0)
+        while start >= 0 and unreadable < _MOST_UNREADABLE:
+            found = self.read(text, start)
+            unreadable += found is None
+            if found is not None:
+                kept.append(text[done:start])
+                done, entries = found
+                calls += entries
+            start = self._find(text, done if found is not None else start + 1)
+        return "".join([*kept, text[done:]]), calls
+
+    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+        """Where the block that begins at ``start`` ends, and its calls; None for one that cannot be read."""
+        raise NotImplementedError
+
+    def _find(self, text: str, start: int) -> int:
+        found = [at for mark in self.marks if (at := text.find(mark, start)) >= 0]
+        return min(found, default=-1)
+
+
+class NoCalls(Format):
+    """All is text."""
+
+
+class Hermes(Format):
+    """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many others."""
+
+    marks = ("<tool_call>",)
+
+    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+        found = _json_at(text, start + len("<tool_call>"))
+        if found is None:
+            return None
+        value, end = found
+        end, calls = _after_space(text, end), read_calls(value)
+        return (end + len("</tool_call>"), calls) if calls and text.startswith("</tool_call>", end) else None
+
+
+class Glm(Format):
+    """``<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>…</tool_call>``: GLM-4.5, 4.6 and 4.7."""
+
+    marks = ("<tool_call>",)
+
+    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+        begin, end = start + len("<tool_call>"), text.find("</tool_call>", start)
+        body = text[begin:end]
+        if end < 0 or "<tool_call>" in body:
+            return None
+        head, key, rest = body.partition("<arg_key>")
+        name = head.replace("\\n", "\n").strip()
+        if not _NAME.fullmatch(name):
+            return None
+        arguments: dict[str, Any] = {}
+        for part in rest.split("<arg_key>") if key else ():
+            word, closed, after = part.partition("</arg_key>")
+            _, opened, value = after.partition("<arg_value>")
+            value, ended, _ = value.partition("</arg_value>")
+            if not (closed and opened and ended):
+                return None
+            arguments[word.strip()] = _by_schema(self.tools.get(name, {}), word.strip(), value, guess=True)
+        return end + len("</tool_call>"), [call(name, clean(arguments))]
+
+
+class Qwen3Coder(Format):
+    """``<tool_call><function=NAME><parameter=K>V</parameter>…</function></tool_call>``: Qwen3-Coder, Qwen 3.5."""
+
+    marks = ("<tool_call>",)
+
+    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+        begin, end = start + len("<tool_call>"), text.find("</tool_call>", start)
+        body = text[begin:end]
+        if end < 0 or "<tool_call>" in body or "<function=" not in body:
+            return None
+        calls = []
+        for part in body.split("<function=")[1:]:
+            name, closed, rest = part.partition("</function>")[0].partition(">")
+            if not closed or not _NAME.fullmatch(name.strip()):
+                return None
+            calls.append(call(name.strip(), clean(self._arguments(name.strip(), rest))))
+        return end + len("</tool_call>"), calls
+
+    def _arguments(self, name: str, text: str) -> dict[str, Any]:
+        schema, arguments = self.tools.get(name, {}), {}
+        for part in text.split("<parameter=")[1:]:
+            key, _, value = part.partition("</parameter>")[0].partition(">")
+            arguments[key.strip()] = _by_schema(schema, key.strip(), value.removeprefix("\n").removesuffix("\n"))
+        return arguments
+
+
+class _Sections(Format):
+    """Calls between tokens of their own, in a section that has two more."""
+
+    section: ClassVar[tuple[str, str]]
+    one: ClassVar[tuple[str, str]]
+
+    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+        position, calls = start, []
+        if text.startswith(self.section[0], start):
+            position = _after_space(text, start + len(self.section[0]))
+        while text.startswith(self.one[0], position):
+            end = text.find(self.one[1], position)
+            entry = self.entry(text[position + len(self.one[0]) : end]) if end >= 0 else None
+            if entry is None:
+                return None
+            calls.append(entry)
+            position = _after_space(text, end + len(self.one[1]))
+        if text.startswith(self.section[1], position):
+            position += len(self.section[1])
+        return (position, calls) if calls else None
+
+    def entry(self, text: str) -> Call | None:
+        """The call that the text between the tokens is."""
+        raise NotImplementedError
+
+
+class DeepSeek(_Sections):
+    """DeepSeek V3 and R1 (``function<｜tool▁sep｜>NAME`` and a block of JSON), V3.1 (``NAME<｜tool▁sep｜>{…}``)."""
+
+    marks = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    one = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+
+    def entry(self, text: str) -> Call | None:
+        name, found, arguments = text.partition("<｜tool▁sep｜>")
+        if "```json" in arguments:
+            name, _, arguments = arguments.partition("```json")
+            arguments = arguments.rstrip().removesuffix("```")
+        return _entry(name, arguments) if found else None
+
+
+class Kimi(_Sections):
+    """Kimi K2: ``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``. Its template
+    shows the ids, so they are the model's own."""
+
+    marks = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    one = ("<|tool_call_begin|>", "<|tool_call_end|>")
+    _id = re.compile(r"(?:functions\.)?([\w.\-]+):\d+")
+
+    def entry(self, text: str) -> Call | None:
+        call_id, found, arguments = text.partition("<|tool_call_argument_begin|>")
+        known = self._id.fullmatch(call_id.strip())
+        entry = _entry(known[1], arguments) if found and known else None
+        return None if entry is None else {**entry, "id": call_id.strip()}
+
+
+class Llama3(Format):
+    """Llama 3: ``{"name": …, "parameters": {…}}``, after ``<|python_tag|>`` or as the whole answer, joined by ``;``."""
+
+    marks = ("<|python_tag|>",)
+    opening = ("{",)
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        tag = text.find("<|python_tag|>")
+        start = tag if tag >= 0 else _after_space(text, 0)
+        position = tag + len("<|python_tag|>") if tag >= 0 else start
+        calls: list[Call] = []
+        end = position
+        while (found := _json_at(text, position)) is not None:
+            value, end_of_value = found
+            read = read_calls(value) if isinstance(value, dict) and {"parameters", "arguments"} & value.keys() else None
+            if read is None:
+                break
+            calls, end = calls + read, end_of_value
+            position = _after_space(text, end_of_value)
+            position += text.startswith(";", position)
+        return (text[:start] + text[end:].lstrip("; \n"), calls) if calls else (text, [])
+
+
+class Pythonic(Format):
+    """Llama 4: ``[f(a=1), g(b="x")]`` as the whole answer."""
+
+    marks = ("<|python_start|>",)
+    opening = ("[",)
+
+    def parse(self, text: str) -> tuple[str, list[Call]]:
+        body = text.replace("<|python_start|>", "").replace("<|python_end|>", "").strip()
+        if not body.startswith("[") or not body.endswith("]") or len(body) > _LONGEST_LIST or _deep_brackets(body):
+            return text, []
+        try:
+            tree = ast.parse(body, mode="eval").body
+            calls = [_python_call(node) for node in tree.elts] if isinstance(tree, ast.List) else []
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return text, []
+        return ("", calls) if calls else (text, [])
+
+
+class Mistral(Format):
+    """``[TOOL_CALLS] [{"name": …, "arguments": {…}}]``, or ``[TOOL_CALLS]NAME[ARGS]{…}`` of later models."""
+
+    marks = ("[TOOL_CALLS]",)
+    _compact = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]")
+
+    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+        begin = start + len("[TOOL_CALLS]")
+        named = self._compact.match(text, begin)
+        found = _json_at(text, named.end() if named else begin)
+        if found is None:
+            return None
+        value, end = found
+        if named is None:
+            calls = read_calls(value)
+            return (end, calls) if calls else None
+        if not isinstance(value, dict) or too_deep(value):
+            return None
+        return end, [call(named[1], clean(value), named[2] or "")]
+
+
+FORMATS: dict[str, type[Format]] = {
+    **{"hermes": Hermes, "qwen": Hermes, "qwen25": Hermes},
+    **{"glm": Glm, "glm45": Glm, "glm47": Glm, "qwen3_coder": Qwen3Coder, "step3p5": Qwen3Coder},
+    **{"deepseekv3": DeepSeek, "deepseekv31": DeepSeek, "kimi_k2": Kimi},
+    **{"llama3": Llama3, "pythonic": Pythonic, "mistral": Mistral, "none": NoCalls},
+}
+KNOWN_MARKS = tuple(dict.fromkeys(mark for form in FORMATS.values() for mark in form.marks))
+
+
+def read_calls(value: Any) -> list[Call] | None:
+    """The calls of a JSON value, an object or a list of them, in the forms that models write; None where it is none.
+
+    The arguments are called ``arguments`` or ``parameters``, and may be JSON text.
+    """
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or too_deep(item):
+            return None
+        arguments = item.get("arguments", item.get("parameters"))
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments)
+            except ValueError:
+                return None
+        if not isinstance(arguments, dict | None):
+            return None
+        calls.append(call(clean(item["name"]), clean(arguments or {})))
+    return calls or None
+
+
+def _entry(name: str, arguments: str) -> Call | None:
+    try:
+        value = parse_json(arguments.strip() or "{}")
+    except ValueError:
+        return None
+    return call(name.strip(), value) if isinstance(value, dict) and _NAME.fullmatch(name.strip()) else None
+
+
+def _json_at(text: str, start: int) -> tuple[Any, int] | None:
+    """The JSON object or list that begins at ``start``, after space, and its end."""
+    start = _after_space(text, start)
+    if not text.startswith(("{", "["), start):
+        return None
+    try:
+        return DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _after_space(text: str, start: int) -> int:
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+def _by_schema(schema: Any, key: str, text: str, guess: bool = False) -> Any:
+    """An argument that stands as bare text, by the type that the tool's schema gives it.
+
+    Args:
+        guess: without a type it is JSON where it can be read so, else text.
+    """
+    kind = _type_of(schema, key)
+    if kind == "string" or (kind is None and not guess):
+        return None if kind is None and text.strip() == "null" else text
+    try:
+        value = parse_json(text.strip())
+    except ValueError:
+        return _python_value(text.strip(), kind)
+    if kind == "number" and isinstance(value, str):
+        return text
+    return value
+
+
+def _python_value(text: str, kind: str | None) -> Any:
+    """``True`` and ``False`` of models that write Python; other text as it is."""
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text) if kind is not None else text
+
+
+def _type_of(schema: Any, key: str) -> str | None:
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    found = properties.get(key) if isinstance(properties, dict) else None
+    options = [found, *(found.get("anyOf") or found.get("oneOf") or [])] if isinstance(found, dict) else []
+    for option in options:
+        kinds = option.get("type") if isinstance(option, dict) else None
+        for kind in kinds if isinstance(kinds, list) else [kinds]:
+            if isinstance(kind, str) and kind != "null":
+                return kind
+    return "string" if isinstance(found, dict) and "enum" in found else None
+
+
+def _deep_brackets(text: str) -> bool:
+    depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > MOST_NESTED:
+            return True
+    return False
+
+
+def _python_call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError("not a call with named arguments")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("** is no argument")
+    arguments = {str(keyword.arg): _python_literal(keyword.value) for keyword in node.keywords}
+    return call(node.func.id, parse_json(json.dumps(arguments)))
+
+
+def _python_literal(node: ast.expr) -> Any:
+    words = {"true": True, "false": False, "null": None}
+    return words[node.id] if isinstance(node, ast.Name) and node.id in words else ast.literal_eval(node)
