@@ -89,7 +89,7 @@ def test_one_model_without_a_file() -> None:
             "two models have the name 'a'",
         ),
         ("sglang: [{name: a, model_path: /other, server_groups: [{num_gpus: 1}]}]", "no model gets the trainer's"),
-        ("sglang: [", "no YAML"),
+        ("sglang: [", "not YAML"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_where(tmp_path: Path, text: str, says: str) -> None:
