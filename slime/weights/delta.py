@@ -87,10 +87,14 @@ class HostBucket:
 
 @dataclass
 class HostCopy:
-    """All weights of one version. ``version`` is None while it is changed, or after that failed."""
+    """All weights of one version. ``version`` is None while it is changed, or after that failed.
+
+    ``shared``: the memory is that of other ranks of the node, too.
+    """
 
     version: str | None = None
     buckets: list[HostBucket] = field(default_factory=list)
+    shared: bool = False
 
     def advance(self, bucket: Bucket, encoding: Encoding) -> Changes | None:
         """Take in the next version of one bucket.

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from slime.weights.delta import Changes, HostBucket, HostCopy, digests, unpack
-from slime.weights.published import Manifest, PublishedBucket, Status, read_request
+from slime.weights.node_copy import Announcement, Node, open_buckets, shared_buckets, take_turns, touched_names
+from slime.weights.published import Manifest, PublishedBucket, Request, Status, read_request
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +45,11 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Statu
     start = time.perf_counter()
     prefix = None
     try:
-        folder, prefix = read_request(text)
-        status = _load(model, folder, place.device)
+        request = read_request(text)
+        prefix = request.prefix
+        status = _load_shared(model, request, place.device) if request.ranks > 1 else None
+        if status is None:
+            status = _load(model, request.folder, place.device)
     except Exception as error:
         _held.pop(model, None)  # neither the copy nor the model can be trusted: only a full version helps
         status = Status("failed", f"{type(error).__name__}: {error}")
@@ -59,6 +63,51 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Statu
     return status
 
 
+def _load_shared(model: Any, request: Request, device: torch.device) -> Status | None:
+    """With one host copy for all ranks of the node; None where each rank has to keep its own."""
+    import torch
+
+    manifest = Manifest.read(request.folder)
+    copy = HostCopy(shared=True) if manifest.base_version is None else _held.get(model)
+    if copy is None or copy.version != manifest.base_version:
+        return Status("wrong_base", _wrong_base(copy, manifest))  # the ranks that hold it do without this one
+    if not copy.shared:
+        return None
+
+    def take_in() -> Announcement:
+        copy.version = None
+        if manifest.base_version is not None:
+            changed = _take_delta(copy, manifest, request.folder, torch.device("cpu"))
+            return Announcement("ready", touched=touched_names(changed))
+        try:
+            copy.buckets, handles = shared_buckets(manifest.buckets)
+        except MemoryError as error:
+            return Announcement("alone", str(error))
+        changed = _fill(copy, manifest, request.folder)
+        return Announcement("ready", touched=touched_names(changed), buffers=handles)
+
+    said, first = take_turns(Node(request.prefix, request.seconds), take_in)
+    if said.outcome == "alone":
+        logger.warning("each rank keeps a copy of the weights of its own: %s", said.message)
+        return None
+    if said.outcome != "ready":
+        raise DamagedFiles(said.message)
+    copy.version = None
+    if not first and said.buffers is not None:
+        copy.buckets = open_buckets(manifest.buckets, said.buffers)
+    for held, sent in zip(copy.buckets, manifest.buckets, strict=True):
+        held.digests = {entry.name: sent.digests[entry.name] for entry in sent.entries}
+    tensors = _write(model, copy, {index: set(names) for index, names in said.touched.items()}, device)
+    copy.version = manifest.version
+    _held[model] = copy
+    return Status("loaded", manifest.version, tensors)
+
+
+def _wrong_base(copy: HostCopy | None, manifest: Manifest) -> str:
+    held = None if copy is None else copy.version
+    return f"holds {held or 'no version'}, the delta is against {manifest.base_version}"
+
+
 def _load(model: Any, folder: Path, device: torch.device) -> Status:
     manifest = Manifest.read(folder)
     copy = _held.get(model)
@@ -66,9 +115,8 @@ def _load(model: Any, folder: Path, device: torch.device) -> Status:
         _held[model] = copy = HostCopy()
         touched = _take_full(copy, manifest, folder, device)
     else:
-        held = None if copy is None else copy.version
-        if copy is None or held != manifest.base_version:
-            return Status("wrong_base", f"holds {held or 'no version'}, the delta is against {manifest.base_version}")
+        if copy is None or copy.version != manifest.base_version:
+            return Status("wrong_base", _wrong_base(copy, manifest))
         copy.version = None
         touched = _take_delta(copy, manifest, folder, device)
     tensors = _write(model, copy, touched, device)
@@ -77,11 +125,18 @@ def _load(model: Any, folder: Path, device: torch.device) -> Status:
 
 
 def _take_full(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.device) -> _Touched:
+    for index, bucket in enumerate(manifest.buckets):
+        copy.allocate(index, bucket.entries, bucket.size, device)
+    return _fill(copy, manifest, folder)
+
+
+def _fill(copy: HostCopy, manifest: Manifest, folder: Path) -> _Touched:
+    """Read a full version into buckets of its layout."""
     from safetensors import safe_open
 
     touched = {}
     for index, bucket in enumerate(manifest.buckets):
-        ours = copy.allocate(index, bucket.entries, bucket.size, device)
+        ours = copy.buckets[index]
         assert bucket.file is not None
         with safe_open(folder / bucket.file, framework="pt") as file:
             for name, view in ours.tensors():
@@ -126,6 +181,8 @@ def _write(model: Any, copy: HostCopy, touched: _Touched, device: torch.device) 
     count = 0
     for index, names in touched.items():
         bucket = copy.buckets[index]
+        if not names:
+            continue
         moved = bucket.tensors(bucket.flat.to(device, non_blocking=True))
         tensors = [(name, tensor) for name, tensor in moved if name in names]
         model.load_weights(tensors)

@@ -137,18 +137,38 @@ def reports_folder() -> str:
     return f".reports-{secrets.token_hex(4)}"
 
 
-def request(folder: Path, reports: str, number: int) -> str:
+@dataclass(frozen=True)
+class Request:
+    """What an engine is asked to load.
+
+    Attributes:
+        folder: of the published version.
+        prefix: of the files to report in.
+        ranks: of the engine; with several, those of one node share a host copy.
+        seconds: how long a rank waits for another one.
+    """
+
+    folder: Path
+    prefix: str
+    ranks: int = 1
+    seconds: float = 600.0
+
+
+def request(folder: Path, reports: str, number: int, ranks: int = 1, seconds: float = 600.0) -> str:
     """What an engine is told: the folder to load, and under which name beside it to report.
 
     Args:
         reports: a name from :func:`reports_folder`; the sender makes the folder in ``folder.parent``.
         number: of the engine.
+        ranks: tensor-parallel ranks of the engine.
+        seconds: how long a rank waits for another one.
     """
-    return json.dumps({"folder": str(folder), "status": f"{reports}/{number}"})
+    status = f"{reports}/{number}"
+    return json.dumps({"folder": str(folder), "status": status, "ranks": ranks, "seconds": seconds})
 
 
-def read_request(text: str) -> tuple[Path, str]:
-    """The folder to load, and the prefix of the files to report in.
+def read_request(text: str) -> Request:
+    """The inverse of :func:`request`.
 
     Raises:
         ValueError: the report would not lie in a folder of reports beside the published version.
@@ -160,4 +180,4 @@ def read_request(text: str) -> tuple[Path, str]:
     reports = folder.parent / status.partition("/")[0]
     if reports.is_symlink():
         raise ValueError(f"{reports} is a symbolic link")
-    return folder, str(folder.parent / status)
+    return Request(folder, str(folder.parent / status), int(said.get("ranks", 1)), float(said.get("seconds", 600.0)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_model
-from test_sync_sglang import START_SECONDS, make_args
+from test_sync_sglang import START_SECONDS, closed_transports, make_args, transport_of
 from torch.distributed import TCPStore
 
 from slime.config.machine import installed
@@ -19,6 +21,7 @@ from slime.engines.background import run
 from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
+from slime.engines.process import EngineProcess
 from slime.weights import audit, fused
 from slime.weights.audit import Probe, WeightAuditError
 from slime.weights.changes import AuditMemory
@@ -32,6 +35,7 @@ pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not installed("sglang"), reason="needs SGLang: scripts/test_sglang.sh"),
 ]
+__all__ = ["closed_transports"]
 SECONDS = 120.0
 DTYPE = "bfloat16"  # as in most runs; the harder one for the audit
 
@@ -42,14 +46,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpEngineHandle]:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     server = start_engine(make_args(model, DTYPE), EngineSpec(0, str(model), num_gpus=2), log_path=log)
     try:
         server.wait_ready(START_SECONDS)
-        yield HttpEngineHandle(server.url)
+        yield server
     finally:
         server.stop()
+
+
+@pytest.fixture
+def engine(server: EngineProcess) -> HttpEngineHandle:
+    return HttpEngineHandle(server.url)
 
 
 Named = Callable[[int], list[NamedTensor]]
@@ -118,6 +127,27 @@ def test_each_rank_of_the_server_reads_its_own_training_ranks_memory(engine: Htt
     assert {name.split(".")[0] for name in names} == {"rank0", "rank1"}
     for name in names:
         assert mixed[name] == (second if name.startswith("rank1.") else first)[name], name
+
+
+def test_the_ranks_of_a_server_share_one_copy_of_the_weights(
+    engine: HttpEngineHandle, server: EngineProcess, model: Path, tmp_path: Path
+) -> None:
+    """Deltas are applied once per node, to memory that both ranks have mapped."""
+    args = make_args(model, DTYPE)
+    transport, trained = transport_of("delta", args, tmp_path), new_model(70)
+    for step in range(3):
+        trained.state_dict()["model.layers.0.mlp.gate_proj.weight"][3, step] += 1.0
+        report = sync_weights(
+            args, iter(named_weights(trained)), [engine], transport, f"2000.{step}", True, probe=probe_of(trained)
+        )
+        assert report is not None and (report.density == 1.0) == (step == 0)
+    mapped: dict[str, set[int]] = {}
+    for process in psutil.Process(server.child.pid).children(recursive=True):
+        for file in process.memory_maps(grouped=True):
+            if re.fullmatch(r"/dev/shm/torch_\d+_\d+_\d+.*", file.path):
+                mapped.setdefault(file.path, set()).add(process.pid)
+    assert len(mapped) == len(transport.copy.buckets), mapped  # type: ignore[attr-defined]
+    assert {len(pids) for pids in mapped.values()} == {2}, mapped
 
 
 NORM = "model.layers.1.post_attention_layernorm.weight"

@@ -171,14 +171,15 @@ class DeltaTransport:
 
         async def load(engine: EngineHandle) -> None:
             number, refusal = numbers[engine.url], None
+            ranks = self._infos[engine.url].tensor_parallel_size
             try:
-                await engine.call_loader(DELTA_LOADER, request(folder, name, number))
+                await engine.call_loader(DELTA_LOADER, request(folder, name, number, ranks, self.deadline))
             except EngineError as error:  # the embedded engine says so at once; SGLang answers that all is well
                 refusal = error
             reported = await asyncio.to_thread(Status.read, str(reports / str(number)))
             if refusal is not None and not reported:
                 raise refusal
-            _judge(engine.url, reported, self._infos[engine.url].tensor_parallel_size)
+            _judge(engine.url, reported, ranks)
 
         try:
             _, failed = await on_each(engines, load, f"load {folder}", self.deadline)

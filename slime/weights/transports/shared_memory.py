@@ -140,6 +140,14 @@ def _remove_listed(fd: int, pid: str) -> list[str]:
     return [entry for entry in ours if _remove_own(entry)]
 
 
+def is_buffer_of_ours(name: str) -> bool:
+    """Whether a base name is that of torch's shared memory, in a file of this user."""
+    try:
+        return bool(_FILE_NAME.fullmatch(name)) and _is_own_file(os.lstat(os.path.join(SHARED_MEMORY, name)))
+    except OSError:
+        return False
+
+
 def _remove_own(name: str) -> bool:
     """Remove a file of the shared memory folder by its base name, if it is a regular file of this user with one link.
 
