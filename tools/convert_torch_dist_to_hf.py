@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> None:
     from slime.weights import torch_dist
-    from slime.weights.hf_folder import copy_companions, copy_config, resolve_folder, write_tensors
+    from slime.weights.hf_folder import copy_companions, copy_config, resolve_folder, without_mtp_layers, write_tensors
     from slime.weights.maps.registry import get_family
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,7 +47,12 @@ def main() -> None:
     except (KeyError, ValueError) as error:
         parser.error(str(error.args[0]))
     copy_companions(origin, options.output_dir)
-    copy_config(origin, options.output_dir, **({"vocab_size": options.vocab_size} if options.vocab_size else {}))
+    changes, notice = without_mtp_layers(origin)
+    if options.vocab_size:
+        changes["vocab_size"] = options.vocab_size
+    copy_config(origin, options.output_dir, **changes)
+    if notice:
+        print(notice, file=sys.stderr)
     print(f"{options.output_dir}: {family.name} from {folder}")
 
 

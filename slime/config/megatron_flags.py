@@ -99,8 +99,10 @@ def check_megatron(args: Any) -> list[str]:
         return []
     if notice := shadowing_notice():
         args.notices.append(notice)
+    stateless = "--use-stateless-adam: --train-backend megatron keeps its moments; leave it out, or use fsdp"
     return [
         *ParallelLayout.from_args(args).problems(),
+        *([stateless] if args.use_stateless_adam else []),
         *refused_flags(args.megatron),
         *_offload_problems(args.megatron),
     ]

@@ -15,7 +15,7 @@ from slime.models.quantized import without_quantization
 from slime.models.shards import INDEX
 from slime.models.stored import COPIED_FILES, StoredWeights, resolve_folder
 
-__all__ = ["HfFolder", "copy_companions", "copy_config", "resolve_folder", "write_tensors"]
+__all__ = ["HfFolder", "copy_companions", "copy_config", "resolve_folder", "without_mtp_layers", "write_tensors"]
 
 SHARD_BYTES = 4 * 1024**3
 
@@ -72,6 +72,22 @@ def copy_companions(source: str | Path, path: Path) -> None:
     for pattern in COPIED_FILES:
         for file in Path(source).glob(pattern):
             shutil.copy2(file, path / file.name)
+
+
+def without_mtp_layers(source: str | Path) -> tuple[dict[str, int], str | None]:
+    """What config.json must say of a folder without layers for multi-token prediction, and a notice for the user.
+
+    Returns:
+        Changes for :func:`copy_config`, and the notice; nothing and None where ``source`` has no such layers.
+    """
+    name = "num_nextn_predict_layers"
+    count = json.loads((Path(source) / "config.json").read_text()).get(name)
+    if not count:
+        return {}, None
+    return {name: 0}, (
+        f"the {count} layer(s) for multi-token prediction of {source} are not trained and not written: config.json "
+        f"says {name} 0, and an engine cannot use them as a draft model"
+    )
 
 
 def copy_config(source: str | Path, path: Path, **changes: Any) -> None:

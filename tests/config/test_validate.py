@@ -85,6 +85,7 @@ ONE_PROBLEM = [
     ("--use-routing-replay", "does not replay"),
     ("--train-backend megatron --fp8 e4m3", "Transformer Engine"),
     ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
+    ("--use-stateless-adam --train-backend megatron", "keeps its moments"),
     ("--optimizer-cpu-offload --no-use-distributed-optimizer --train-backend megatron", "the distributed optimizer"),
     ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5 --train-backend megatron", "must be from 0 to 1"),
     ("--optimizer-offload-fraction 0.5 --train-backend megatron", "no effect without --optimizer-cpu-offload"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,9 +45,18 @@ from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
 from slime.models.loading import check_checkpoint, load_hf_config
-from slime.weights.hf_folder import HfFolder, copy_companions, copy_config, resolve_folder, write_tensors
+from slime.weights.hf_folder import (
+    HfFolder,
+    copy_companions,
+    copy_config,
+    resolve_folder,
+    without_mtp_layers,
+    write_tensors,
+)
 from slime.weights.maps.family import moe_layers
 from slime.weights.maps.registry import family_of
+
+logger = logging.getLogger(__name__)
 
 
 class MegatronBackend(StepAccounting):
@@ -301,7 +311,10 @@ class MegatronBackend(StepAccounting):
         if writer:
             source = resolve_folder(self.args.hf_checkpoint)
             copy_companions(source, path)
-            copy_config(source, path)
+            changes, notice = without_mtp_layers(source)
+            copy_config(source, path, **changes)
+            if notice:
+                logger.warning("%s: %s", path, notice)
         self.barrier()
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
