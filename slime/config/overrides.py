@@ -9,6 +9,7 @@ from typing import Any
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.passthrough import FAMILIES, Family, by_name
+from slime.config.secrets import HIDDEN
 from slime.config.yaml_file import load_yaml
 
 RESERVED = frozenset(
@@ -48,6 +49,8 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
         Problems, one line each.
     """
     content, problems = read_yaml(path, option)
+    if content.keys() >= RESERVED:
+        content = _of_a_run(content)
     for key, value in content.items():
         problem = set_value(args, str(key), value, new_names)
         if problem:
@@ -55,11 +58,25 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
     return problems
 
 
+def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
+    """The settings in the config.yaml of a run: without what was derived and the secrets, which are not in it, and with
+    the pass-through flags by their full names."""
+    left_out = {*RESERVED, "override"}
+    settings = {key: value for key, value in content.items() if key not in left_out and value != HIDDEN}
+    for family in FAMILIES:
+        prefix = "" if family == "megatron" else f"{family}_"
+        given = content[family] if isinstance(content[family], dict) else {}
+        settings |= {f"{prefix}{name}": value for name, value in given.items() if value != HIDDEN}
+    return settings
+
+
 def set_value(args: Args, key: str, value: Any, new_names: bool = False) -> str | None:
     """Set one flag by name; returns what is wrong, if anything. None un-sets a pass-through flag."""
     name = key.removeprefix("--").replace("-", "_")
     if name in RESERVED or name.startswith("__"):
         return f"{key}: slime sets this itself"
+    if name == "override" and not new_names:
+        return f"{key}: a file for --override cannot name another one"
     own = _own_flags().get(name)
     try:
         if own is not None:

@@ -104,6 +104,12 @@ def test_evaluation_files_of_another_shape(workplace, text: str) -> None:
     assert len(problems) == 1 and "eval" in problems[0]
 
 
+@pytest.mark.parametrize("value", ["null", "other.yaml", "5"])
+def test_an_override_file_names_no_other(workplace, value: str) -> None:
+    file = workplace.write("x.yaml", f"override: {value}\nhf_checkpoint: {workplace.model}\n")
+    one_problem(workplace, ["--override", file], "cannot name another")
+
+
 def test_deep_json_and_other_odd_values(workplace) -> None:
     one_problem(workplace, ["--apply-chat-template-kwargs", '{"a":' * 5000], "--apply-chat-template-kwargs")
     one_problem(workplace, ["--multimodal-keys", '{"image": {"a": 1}}'], "needs the name of a column")

@@ -69,6 +69,17 @@ def test_nothing_that_a_run_writes_holds_a_secret(workplace: Any) -> None:
     assert args.wandb_key == hidden[0] and args.my_api_key == hidden[1]
 
 
+def test_the_config_of_a_run_is_a_file_for_override(workplace: Any) -> None:
+    line = "--lr 0.25 --wandb-key s3cret --tensor-model-parallel-size 1 --router-policy random --run-name a"
+    args, _ = check_args([*workplace.required, *line.split(), "--output-dir", str(workplace.root / "out")])
+    config = RunDir.create(args).config
+    again, problems = check_args([*workplace.required, "--wandb-key", "mine", "--override", str(config)])
+    assert problems == [] and again.lr == 0.25 and again.wandb_key == "mine"
+    assert again.megatron == args.megatron and again.router == args.router
+    different = {name for name in FLAGS if getattr(args, name) != getattr(again, name)}
+    assert different == {"override", "wandb_key"}
+
+
 def test_the_notice_of_an_override_hides_them(workplace: Any) -> None:
     file = workplace.write("o.yaml", "wandb_key: new-s3cret\nrm_url: http://a:b-s3cret@h/\nlr: 0.5\n")
     args, _ = read_settings([*workplace.required, "--wandb-key", "old-s3cret", "--override", file])
