@@ -72,6 +72,17 @@ def _has_died(answer: Any) -> bool:
     return False
 
 
+def answers(actor: Any) -> bool:
+    """Whether an actor says within :data:`ASK_SECONDS` what it is doing."""
+    import ray
+
+    try:
+        ray.get(actor.status.remote(), timeout=ASK_SECONDS)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
 def _never_was(error: Exception) -> bool:
     """Whether its constructor failed: it would again."""
     return "creation task" in str(error)

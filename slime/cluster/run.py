@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from slime.backends.lr_schedule import zero_lr_warning
 from slime.cluster.checks import check_schedules
 from slime.cluster.faults import Faults
-from slime.cluster.restart import end_lost, goes_on
+from slime.cluster.restart import answers, end_lost, goes_on
 from slime.cluster.supervisor import REPORTS
 from slime.cluster.waiting import StopRequested, StopSignals, Waiter
 from slime.config.errors import ConfigError
@@ -270,7 +270,10 @@ class Run:
 
         if not ray.is_initialized():
             return
-        if self.manager is not None:
+        if self.manager is not None and failed and not answers(self.manager):
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(self.manager)  # it is frozen or gone; its engines end with it
+        elif self.manager is not None:
             if failed and self.engine_urls:
                 with contextlib.suppress(ray.exceptions.RayError):
                     self.display.note(ray.get(self.manager.engine_report.remote(), timeout=15))

@@ -389,5 +389,6 @@ def with_status_group(cls: type) -> type:
     loaded."""
     import ray
 
-    aside = {name: ray.method(concurrency_group="status")(getattr(cls, name)) for name in ("status", "try_folder")}
+    names = [name for name in ("status", "try_folder") if hasattr(cls, name)]
+    aside = {name: ray.method(concurrency_group="status")(getattr(cls, name)) for name in names}
     return type(cls.__name__, (cls,), aside)

@@ -96,3 +96,23 @@ def test_a_signal_ends_an_interruptible_wait_and_spares_the_other(worker_class) 
         assert stop.requested == "SIGTERM"
         with pytest.raises(StopRequested):
             waiter.get([worker.work.remote(30)], "generation", 60)
+
+
+def test_a_frozen_actor_does_not_answer(worker_class, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from slime.cluster import restart
+
+    worker, dead = worker_class.remote(), worker_class.remote()
+    pid = ray.get(worker.work.remote(0.0))
+    assert restart.answers(worker) and restart.answers(dead)
+    monkeypatch.setattr(restart, "ASK_SECONDS", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    assert not restart.answers(worker)
+    ray.kill(worker)  # also one that is stopped
+    ray.kill(dead)
+    assert not restart.answers(dead)
+    until = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)
