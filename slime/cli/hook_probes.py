@@ -14,6 +14,7 @@ from typing import Any
 
 from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, check_picklable, check_signature, guarded, not_async, wrong
+from slime.cli.hook_masks import appends_recorded, check_mask
 from slime.data.sample import Sample, flatten
 from slime.rollout.hooks import accepted, call, parameters
 from slime.rollout.verifier.pool import STARTUP_SECONDS
@@ -43,7 +44,8 @@ def generate(bench: Bench, fn: Any) -> str:
         return list(await asyncio.gather(*(call_single(fn, args, one, dict(params), False) for one in group)))
 
     guarded(fn, whole_group, bench.limit, loop=True)  # imports and connections of a first call are not counted
-    outcome = guarded(fn, whole_group, bench.limit, loop=True)
+    with appends_recorded():
+        outcome = guarded(fn, whole_group, bench.limit, loop=True)
     if outcome.stall:
         raise Complaint(
             f"it holds the event loop for {outcome.stall:.1f} s: meanwhile no other sample goes on. Await asynchronous "
@@ -53,6 +55,7 @@ def generate(bench: Bench, fn: Any) -> str:
     leaves = flatten(outcome.result)
     for one in leaves:
         _check_generated(bench, fn, one)
+        check_mask(bench, fn, one)
     bench.generated = [outcome.result]
     if all(one.rollout_log_probs is None for one in leaves):
         bench.notes.append("no rollout_log_probs: the trainer recomputes the old log-probs (one more forward pass)")

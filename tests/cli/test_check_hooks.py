@@ -208,6 +208,19 @@ async def mask(args, sample, sampling_params):
     await ask(args, sample, sampling_params)
     sample.loss_mask = [1, 1]
     return sample
+async def tool_turn(args, sample, sampling_params):
+    from slime.rollout.sglang_rollout import generate
+    sample = await generate(args, sample, {**sampling_params, "max_new_tokens": 4})
+    sample.append_response_tokens(args, tokens=[1, 2, 3], trainable=False)
+    return sample
+async def replaced(args, sample, sampling_params):
+    sample = await tool_turn(args, sample, sampling_params)
+    sample.loss_mask = None
+    return sample
+async def left_out(args, sample, sampling_params):
+    sample = await tool_turn(args, sample, sampling_params)
+    sample.loss_mask[0] = 0
+    return sample
 async def nothing(args, sample, sampling_params):
     await ask(args, sample, sampling_params)
 async def response_only(args, sample, sampling_params):
@@ -250,6 +263,9 @@ def engine(smollm2: Path) -> Iterator[tuple[str, int]]:
         ("--custom-generate-function-path", "good", 0, ": 4 samples, "),
         ("--custom-generate-function-path", "custom_generate", 0, "note  no rollout_log_probs: the trainer recomputes"),
         ("--custom-generate-function-path", "mask", 1, "has 2 entries in loss_mask, but response_length is"),
+        ("--custom-generate-function-path", "tool_turn", 0, ": 4 samples, 7 to 7 tokens"),
+        ("--custom-generate-function-path", "replaced", 1, "3 of the 3 tokens that it appended with trainable=False"),
+        ("--custom-generate-function-path", "left_out", 0, "1 tokens that were appended as trainable have loss_mask 0"),
         ("--custom-generate-function-path", "nothing", 1, "returned NoneType, not a Sample or a list of them"),
         ("--custom-generate-function-path", "response_only", 1, "it must be prompt tokens + response tokens"),
         ("--custom-generate-function-path", "blocks", 1, "it holds the event loop for"),
