@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import numbers
@@ -11,6 +12,7 @@ import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,6 +22,9 @@ from slime.engines.background import background_loop
 from slime.rollout.hooks import is_async
 
 _KEPT_BYTES = 1 << 16  # of a command's output
+_LOOK_SECONDS = 0.5
+_REST_SECONDS = 1.0  # for what a command that has ended left in its pipes
+_STOP_SECONDS = 3.0  # for the guard to end a command
 Reward = float | dict[str, Any] | None
 
 
@@ -125,7 +130,7 @@ async def _in_thread(fn: Callable[[Task], Any], task: Task) -> Any:
 
 async def _run_command(words: list[str], task: Task) -> Any:
     """The reward in the last line of a command's output, JSON such as ``{"reward": 1.0}``; None without such a line."""
-    guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
+    guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--reap", "--"]
     process = await asyncio.create_subprocess_exec(
         *guard,
         *words,
@@ -136,14 +141,20 @@ async def _run_command(words: list[str], task: Task) -> Any:
         start_new_session=True,
     )
     assert process.stdout is not None and process.stderr is not None
+    output, errors = _Tail(process.stdout), _Tail(process.stderr)
     try:
-        output, errors, code = await asyncio.gather(_tail(process.stdout), _tail(process.stderr), process.wait())
+        ended = asyncio.ensure_future(process.wait())
+        while process.returncode is None:  # and not until the pipes are closed: what it left behind may hold them
+            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+        await asyncio.wait({output.task, errors.task}, timeout=_REST_SECONDS)
     finally:
-        _kill_group(process.pid)
-        await process.wait()
-    if code:
-        raise ProgramError(f"it ended with status {code}: {errors.strip()[-2000:] or output.strip()[-2000:]}")
-    last = output.rstrip().rpartition("\n")[2]
+        ended.cancel()
+        output.task.cancel()
+        errors.task.cancel()
+        await _stop(process)
+    if code := process.returncode:
+        raise ProgramError(f"it ended with status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
+    last = output.text.rstrip().rpartition("\n")[2]
     try:
         found = json.loads(last)
     except (ValueError, RecursionError):
@@ -151,12 +162,31 @@ async def _run_command(words: list[str], task: Task) -> Any:
     return found.get("reward") if isinstance(found, dict) else None
 
 
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """The end of what comes, however much it is."""
-    kept = b""
-    while part := await stream.read(_KEPT_BYTES):
-        kept = (kept + part)[-_KEPT_BYTES:]
-    return kept.decode(errors="replace")
+class _Tail:
+    """The end of what comes out of a pipe, however much it is, as far as it has come."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._kept = b""
+        self.task = asyncio.ensure_future(self._read(stream))
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while part := await stream.read(_KEPT_BYTES):
+            self._kept = (self._kept + part)[-_KEPT_BYTES:]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Have the guard kill all that the command started; then the process group, should the guard be stuck."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        while process.returncode is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+    _kill_group(process.pid)
 
 
 def _kill_group(pid: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,3 +38,40 @@ async def test_an_exit_of_one_program_is_not_the_end_of_the_others() -> None:
 def test_what_is_no_reward(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="agent program f"):
         reward_of(value, "f")
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("session", ["", "setsid "])
+async def test_what_a_command_leaves_behind_costs_nothing_and_ends_with_it(tmp_path: Path, session: str) -> None:
+    """A child that holds the command's output, and one in a session of its own."""
+    pid_file = tmp_path / "pid"
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        f"{session}bash -c 'echo $$ > {pid_file}; exec sleep 600' &\n"
+        f"while [ ! -s {pid_file} ]; do sleep 0.02; done\necho '{{\"reward\": 0.5}}'\n"
+    )
+    args = SimpleNamespace(agent_command=f"bash {script}", agent_function_path=None)
+    assert await asyncio.wait_for(run_program(args, TASK), 60) == 0.5
+    assert _gone(int(pid_file.read_text()))
+
+
+@pytest.mark.real
+async def test_a_command_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    script = tmp_path / "agent.sh"
+    script.write_text(f"setsid bash -c 'echo $$ > {pid_file}; exec sleep 600' &\nsleep 600\n")
+    args = SimpleNamespace(agent_command=f"bash {script}", agent_function_path=None)
+    task = asyncio.ensure_future(run_program(args, TASK))
+    async with asyncio.timeout(60):
+        while not pid_file.is_file() or not pid_file.read_text().strip():
+            await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert _gone(int(pid_file.read_text()))
