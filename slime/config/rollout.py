@@ -90,7 +90,7 @@ class RewardConfig:
     eval_reward_key: str = flag(None, help="entry of a dict reward that evaluates")
     custom_reward_post_process_path: str = flag(None, kind="hook", help="raw rewards to trained rewards")
     reward_timeout: float = flag(30.0, above=0, help="seconds a verifier may take; then the sample is left out")
-    reward_workers: int = flag(None, low=1, help="verifier processes; default: the cores, at most 8")
+    reward_workers: int = flag(None, low=1, help="verifier processes; default: half of the cores")
 
 
 def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:

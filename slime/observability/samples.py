@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.data.sample import flatten
+from slime.observability.best_effort import best_effort
 
 _SPECIAL = re.compile(r"<[|｜][^<>]{1,40}[|｜]>")
 _USER_TURN = re.compile(r"<[|｜](?:im_start[|｜]>user|user[|｜]>|User[|｜]>)\s*(.*?)(?=<[|｜]|$)", re.DOTALL)
@@ -19,21 +20,28 @@ _USER_TURN = re.compile(r"<[|｜](?:im_start[|｜]>user|user[|｜]>|User[|｜]>)
 def write_samples(run_dir: Path, rollout_id: int, samples: Iterable[Any], kind: str = "rollout") -> Path:
     """Write ``<run>/samples/<kind>_<rollout_id>.jsonl``, one sample a line, replacing an older file.
 
+    A full disk is logged, and no error.
+
     Args:
         run_dir: folder of the run.
         samples: flat or nested as groups.
         kind: ``rollout`` or ``eval-<data set>``.
     """
     folder = Path(run_dir) / "samples"
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind.replace('/', '-')}_{rollout_id:06d}.jsonl"
+    with best_effort("the texts of samples"):
+        _write(path, rollout_id, samples)
+    return path
+
+
+def _write(path: Path, rollout_id: int, samples: Iterable[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     # half a surrogate pair, which UTF-8 does not know, is written as JSON's own escape of it
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for sample in flatten(samples):
             file.write(_line(sample_record(sample, rollout_id)) + "\n")
     temporary.replace(path)
-    return path
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.observability.best_effort import best_effort
+
 DRIVER = 0  # process id of the driver's row in the viewer; prompt groups follow it
 
 
@@ -34,7 +36,6 @@ def write_trace_file(path: Path, samples: Iterable[Any], phases: Sequence[dict[s
             events.extend(_sample_events(trace, position))
     if not events:
         return None
-    path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, {"displayTimeUnit": "ms", "traceEvents": events})
     return path
 
@@ -52,9 +53,11 @@ def add_phases(path: Path, phases: Sequence[dict[str, Any]]) -> None:
 
 
 def _write(path: Path, trace: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(trace, default=str))
-    temporary.replace(path)
+    with best_effort("traces"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(trace, default=str))
+        temporary.replace(path)
 
 
 def _phase_events(phases: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:

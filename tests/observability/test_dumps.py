@@ -138,3 +138,17 @@ def test_texts_of_samples_are_written_whatever_is_in_them(tmp_path: Path) -> Non
            Sample(prompt="p", response="whole", metadata={"ring": ring})]  # fmt: skip
     lines = [json.loads(line) for line in write_samples(tmp_path, 0, odd).read_text(encoding="utf-8").splitlines()]
     assert lines[0]["response"] == "a\ud83db" and "kept" in lines[1]["metadata"] and lines[2]["response"] == "whole"
+
+
+def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """/dev/full refuses every write as a full disk does."""
+    from slime.observability.best_effort import best_effort
+
+    (tmp_path / "samples").write_text("a file where the folder should be")
+    write_samples(tmp_path, 0, [Sample(prompt="p", response="r")])
+    for _ in range(5):
+        with best_effort("something"), open("/dev/full", "w") as file:
+            file.write("x")
+            file.flush()
+    told = [record.message for record in caplog.records if "the run goes on" in record.message]
+    assert sum("something" in line for line in told) == 3 and any("texts of samples" in line for line in told)

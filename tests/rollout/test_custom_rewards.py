@@ -1,6 +1,7 @@
 """Users' reward functions are bounded by --reward-timeout however they hang, and what hangs is counted, never 0."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -163,3 +164,23 @@ async def test_a_model_that_hangs_is_killed_and_made_anew(tmp_path):
     with pytest.raises(RuntimeError, match=r"ZeroDivisionError.*model.py:5"):
         await async_rm(args, Sample(response="raise"))
     assert len(await batched_async_rm(args, [Sample(response="x"), Sample(response="y")])) == 2
+
+
+async def test_threads_of_functions_that_hang_are_bounded(monkeypatch):
+    from slime.rollout.rm_hub import custom
+
+    release, begun = threading.Event(), []
+
+    def hang(number):
+        begun.append(number)
+        release.wait(60)
+
+    monkeypatch.setattr(custom, "_MOST_LEFT", 3)
+    monkeypatch.setattr(custom, "_left", [])
+    try:
+        for number in range(5):
+            with pytest.raises(custom.RewardTimeout):
+                await custom.call_bounded(0.3, 8, hang, number)
+        assert begun == [0, 1, 2]
+    finally:
+        release.set()

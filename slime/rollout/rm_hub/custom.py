@@ -13,7 +13,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import os
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.rollout.hooks import is_async
+from slime.rollout.verifier.pool import default_workers
 
 logger = logging.getLogger(__name__)
 _BEAT = 0.1  # seconds between looks at the open calls
@@ -97,8 +97,13 @@ class _Host:
                 answer = (None, error)
             self.loop.call_soon_threadsafe(settle, *answer)
 
-        threading.Thread(target=work, name="custom-reward", daemon=True).start()
-        return await future
+        thread = threading.Thread(target=work, name="custom-reward", daemon=True)
+        thread.start()
+        try:
+            return await future
+        finally:
+            if not future.done():
+                _left.append(thread)
 
     async def _watch(self) -> None:
         while True:
@@ -128,6 +133,16 @@ class _Host:
         return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+_left: list[threading.Thread] = []  # threads of plain functions that used up their time and did not end
+_MOST_LEFT = 64
+
+
+def _hanging() -> int:
+    """How many such threads there are now."""
+    _left[:] = [thread for thread in _left if thread.is_alive()]
+    return len(_left)
+
+
 _lock = threading.Lock()
 _host: _Host | None = None
 
@@ -145,12 +160,17 @@ async def call_bounded(limit: float, threads: int | None, fn: Callable[..., Any]
 
     Args:
         limit: seconds it may take. Functions with an attribute ``deadline(args) -> seconds`` have their own.
-        threads: plain functions that run at once; default: the cores, at most 8.
+        threads: plain functions that run at once; default: half of the cores.
 
     Raises:
         RewardTimeout: it took longer, or blocked the loop of the rewards for longer.
     """
-    count = threads or min(8, os.cpu_count() or 1)
+    count = threads or default_workers()
+    if not is_async(fn) and _hanging() >= _MOST_LEFT:
+        raise RewardTimeout(
+            f"{_MOST_LEFT} earlier calls of plain reward functions hang in threads that cannot be ended: no more are "
+            "begun; give them limits of their own, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
+        )
     for _ in range(_MOST_STARTS):
         host = _current(count)
         call = _Call(functools.partial(fn, *args, **keywords), not is_async(fn), limit)

@@ -59,11 +59,11 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 async def math_reward(args: Any, sample: Sample) -> float | None:
     """Reward type ``math``."""
-    response = as_latex(after_thinking(sample.response))
+    response = after_thinking(sample.response)
     gold, marked = gold_answer(sample.label), _marked_answer(response)
     if marked is not None:
-        return await _compare(args, sample, gold, marked)
-    tail = response[-_TAIL:]
+        return await _compare(args, sample, gold, as_latex(marked))
+    tail = as_latex(response[-_TAIL:])[-_TAIL:]  # cut first: this runs on the event loop
     gold_value, value = as_number(gold), last_number(tail)
     if value is None and not any(character in tail for character in "\\$=+*/^0123456789"):
         return float(normalize_math(gold) == normalize_math(tail))
@@ -76,8 +76,8 @@ async def deepscaler_reward(args: Any, sample: Sample) -> float | None:
     """Reward type ``deepscaler``."""
     for marker in ("</think>", "###Response"):
         if marker in sample.response:
-            boxed = last_boxed(as_latex(sample.response.rsplit(marker, 1)[-1]))
-            return 0.0 if boxed is None else await _compare(args, sample, gold_answer(sample.label), boxed)
+            boxed = last_boxed(sample.response.rsplit(marker, 1)[-1])
+            return 0.0 if boxed is None else await _compare(args, sample, gold_answer(sample.label), as_latex(boxed))
     return 0.0
 
 

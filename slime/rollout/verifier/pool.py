@@ -267,9 +267,15 @@ _shared: dict[tuple[int, int, int], VerifierPool] = {}
 _shared_lock = threading.Lock()
 
 
+def default_workers() -> int:
+    """Half of the cores, the other half being the rollout's and the engines', and at least two where there are two."""
+    cores = os.cpu_count() or 1
+    return min(cores, max(2, cores // 2))
+
+
 def shared_pool(workers: int | None = None, memory_bytes: int = DEFAULT_MEMORY) -> VerifierPool:
     """The process's pool of this size. Verifiers are pure functions, so runs may share one."""
-    workers = workers or min(8, os.cpu_count() or 1)
+    workers = workers or default_workers()
     key = (os.getpid(), workers, memory_bytes)
     with _shared_lock:
         if key not in _shared:
