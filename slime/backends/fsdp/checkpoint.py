@@ -7,7 +7,7 @@ optimizer's step and the schedule come back exactly; random-number generators wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,19 +62,21 @@ def save_training_state(backend: FsdpBackend, path: Path, with_optimizer: bool) 
     backend.barrier()
     copies = sorted(backend.moving_copies)
     shards = list(_shards(_state(backend, copies, with_optimizer), holds_replicated=backend.rank == 0))
-    small = _write_small_files(backend, path, copies, with_optimizer)
+    small = _small_files_writer(backend, path, copies, with_optimizer)
     if not backend.args.async_save:
-        return [*small, *write_shards(shards, path / TENSORS, path)]
+        return [*small(), *write_shards(shards, path / TENSORS, path)]
     if backend.save_group is None:
         backend.save_group = new_save_group()
     write = partial(write_shards, copied(shards), path / TENSORS, path, backend.save_group)
-    backend.saving = in_background(lambda: [*small, *write()])
+    backend.saving = in_background(lambda: [*small(), *write()])
     return []
 
 
-def _write_small_files(backend: FsdpBackend, path: Path, copies: list[str], with_optimizer: bool) -> list[FileEntry]:
-    files = [path / f"rng_{backend.rank}.pt"]
-    torch.save(_rng_state(), files[0])
+def _small_files_writer(
+    backend: FsdpBackend, path: Path, copies: list[str], with_optimizer: bool
+) -> Callable[[], list[FileEntry]]:
+    """Writes the random state and, on rank 0, what describes the folder; both as they are now."""
+    rng, description = _rng_state(), None
     if backend.rank == 0:
         meta = {
             "steps": backend.optimizer.steps,
@@ -83,9 +85,17 @@ def _write_small_files(backend: FsdpBackend, path: Path, copies: list[str], with
             "optimizer": with_optimizer,
             "role": backend.role,
         }
-        (path / META).write_text(json.dumps(meta, indent=2) + "\n")
-        files.append(path / META)
-    return describe_files(files, path)
+        description = json.dumps(meta, indent=2)
+
+    def write() -> list[FileEntry]:
+        files = [path / f"rng_{backend.rank}.pt"]
+        torch.save(rng, files[0])
+        if description is not None:
+            (path / META).write_text(description + "\n")
+            files.append(path / META)
+        return describe_files(files, path)
+
+    return write
 
 
 def load_training_state(backend: FsdpBackend, path: Path) -> None:

@@ -49,11 +49,11 @@ def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bo
     backend.barrier()
     save = _rank_files_writer if backend.args.ckpt_format == "torch" else _shards_writer
     write = save(backend, path, copies, with_optimizer)
-    small = _write_small_files(backend, path, copies, with_optimizer)
+    small = _small_files_writer(backend, path, copies, with_optimizer)
     if backend.args.async_save:
-        backend.saving = in_background(lambda: [*small, *write()])
+        backend.saving = in_background(lambda: [*small(), *write()])
         return []
-    return [*small, *write()]
+    return [*small(), *write()]
 
 
 def _shards_writer(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> _Write:
@@ -91,15 +91,23 @@ def _rank_files_writer(backend: MegatronBackend, path: Path, copies: list[str], 
     return partial(rank_files.write, files, path)
 
 
-def _write_small_files(
+def _small_files_writer(
     backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool
-) -> list[FileEntry]:
-    files = [path / f"rng_{backend.rank}.pt"]
-    torch.save(_rng_state(), files[0])
+) -> Callable[[], list[FileEntry]]:
+    """Writes the random state and, on rank 0, what describes the folder; both as they are now."""
+    rng, description = _rng_state(), None
     if backend.rank == 0:
-        (path / META).write_text(json.dumps(_describe(backend, copies, with_optimizer), indent=2) + "\n")
-        files.append(path / META)
-    return describe_files(files, path)
+        description = json.dumps(_describe(backend, copies, with_optimizer), indent=2)
+
+    def write() -> list[FileEntry]:
+        files = [path / f"rng_{backend.rank}.pt"]
+        torch.save(rng, files[0])
+        if description is not None:
+            (path / META).write_text(description + "\n")
+            files.append(path / META)
+        return describe_files(files, path)
+
+    return write
 
 
 def load_training_state(backend: MegatronBackend, path: Path) -> None:

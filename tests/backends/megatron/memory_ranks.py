@@ -1,0 +1,99 @@
+"""What the ranks of ``test_snapshot_memory.py`` run."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class PeakMemory:
+    """The growth of this process's resident memory inside the block, in bytes, sampled every 2 ms."""
+
+    def __enter__(self) -> PeakMemory:
+        gc.collect()
+        self.base = self.peak = resident_bytes()
+        self._ends = False
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends = True
+        self._thread.join()
+        self.growth = self.peak - self.base
+
+    def _watch(self) -> None:
+        while not self._ends:
+            self.peak = max(self.peak, resident_bytes())
+            time.sleep(0.002)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(
+    rank: int, ports: Any, paths: dict[str, Path], world: int, backend_name: str, megatron: dict[str, Any]
+) -> None:
+    """Write ``rank<i>.json``: bytes of this rank's own state, memory and seconds of saves and of a load."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch.distributed as dist
+    from fsdp_helpers import make_args
+    from megatron_ranks import rank_batch
+
+    from slime.backends.create import create_backend
+    from slime.backends.train_loop import train_on_rollout
+
+    dtype = "bfloat16" if backend_name == "megatron" else "float32"
+    args = make_args(paths["model"], train_backend=backend_name, world_size=world, train_dtype=dtype)
+    args.megatron = dict(megatron)
+    backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(1))
+    train_on_rollout(backend, args, rank_batch(0, 0, backend.data_parallel_rank, backend.data_parallel_size))
+    found: dict[str, Any] = {"state_bytes": state_bytes(backend)}
+    for in_background in (False, True):  # imports, pools and groups that stay
+        args.async_save = in_background
+        backend.save(paths["output"] / f"warm_{in_background}")
+    backend.saving.finish(300)
+    for name, in_background in (("save", False), ("async", True)):
+        folder = paths["output"] / name
+        args.async_save = in_background
+        dist.barrier()
+        start = time.perf_counter()
+        with PeakMemory() as memory:
+            files = backend.save(folder)
+            found[f"{name}_blocked_seconds"] = time.perf_counter() - start
+            if in_background:
+                files = backend.saving.finish(300)
+        found[f"{name}_seconds"] = time.perf_counter() - start
+        found[f"{name}_growth"] = memory.growth
+        found["written_bytes"] = sum(file["size"] for file in files)
+    dist.barrier()
+    with PeakMemory() as memory:
+        backend.load(paths["output"] / "save")
+    found["load_growth"] = memory.growth
+    (paths["output"] / f"rank{rank}.json").write_text(json.dumps(found))
+
+
+def state_bytes(backend: Any) -> int:
+    """Parameters, main parameters and moments that this rank holds."""
+    from slime.backends.collectives import local
+
+    if hasattr(backend, "chunks"):
+        parameters = [tensor for _, tensor in backend.weights.tensors()]
+        optimizer = backend.optimizer.tensors()
+    else:
+        parameters = [parameter for _, parameter in backend.named_parameters]
+        optimizer = list(backend.optimizer.tensors().values())
+    storages = {}
+    for tensor in [*parameters, *optimizer]:
+        own = local(tensor.detach())
+        storages[own.data_ptr()] = own.numel() * own.element_size()
+    return sum(storages.values())
