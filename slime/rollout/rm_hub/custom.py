@@ -102,7 +102,7 @@ class _Host:
         try:
             return await future
         finally:
-            if not future.done():
+            if future.cancelled():  # nobody waits any more
                 _left.append(thread)
 
     async def _watch(self) -> None:
