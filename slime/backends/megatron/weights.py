@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.gathering import Piece, batches, tensor_group, whole
 from slime.models.shards import ModelError
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import Entry, Family, Settings
@@ -126,7 +127,7 @@ class ModelWeights:
         axis = entry.layout.axis
         if axis is None:
             return full
-        group = _tensor_group(entry)
+        group = tensor_group(entry)
         if full.shape[axis] % group.size():
             raise ValueError(
                 f"{entry.megatron}: {full.shape[axis]} cannot be cut into {group.size()} tensor parallel parts"
@@ -138,61 +139,26 @@ class ModelWeights:
     @torch.no_grad()
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensors, whole, on every rank; a collective. They may alias the live weights."""
-        for name, entry in self.entries.items():
-            held = self.held[name]
-            if not entry.experts:
-                full = self._whole(entry, held, self.local.get(name), list(held.shape))
-                yield from zip(entry.hf, entry.layout.split(full), strict=True)
-                continue
-            count, *shape = held.shape
-            for j in range(count):  # one expert of every expert-parallel rank at a time
-                mine = self.local[name][j] if name in self.local else None
-                for rank, full in enumerate(self._whole_experts(entry, held, mine, shape)):
-                    names = (hf.format(expert=rank * count + j) for hf in entry.hf)
+        for batch in batches(self._pieces()):
+            for piece, tensors in zip(batch, whole(batch), strict=True):
+                entry = piece.entry
+                if piece.expert is None:
+                    yield from zip(entry.hf, entry.layout.split(tensors[0]), strict=True)
+                    continue
+                count = self.held[entry.megatron].shape[0]
+                for rank, full in enumerate(tensors):
+                    names = (hf.format(expert=rank * count + piece.expert) for hf in entry.hf)
                     yield from zip(names, entry.layout.split(full), strict=True)
 
-    def _whole(self, entry: Entry, held: Held, mine: Tensor | None, shape: list[int]) -> Tensor:
-        """The full array on every rank: gathered over tensor parallel ranks, then sent to the other stages."""
-        group = _tensor_group(entry)
-        full_shape = _full_shape(entry, shape, group.size())
-        if mine is None:
-            return _from_stage(torch.empty(full_shape, dtype=held.dtype, device=_device()), held.stage)
-        axis = entry.layout.axis
-        part_shape = list(full_shape)
-        if axis is not None:
-            part_shape[axis] //= group.size()
-        part = mine.detach().reshape(part_shape)
-        full = part if axis is None or group.size() == 1 else torch.cat(_gather_tensors(part, group), axis)
-        return _from_stage(full, held.stage)
-
-    def _whole_experts(self, entry: Entry, held: Held, mine: Tensor | None, shape: list[int]) -> list[Tensor]:
-        group = mpu.get_expert_model_parallel_group()
-        if group.size() == 1:
-            return [self._whole(entry, held, mine, shape)]
-        # Every rank of the group holds other experts of the same shape: whole ones first, then all of them.
-        tensor_group = _tensor_group(entry)
-        full_shape = [group.size(), *_full_shape(entry, shape, tensor_group.size())]
-        if mine is None:
-            return list(_from_stage(torch.empty(full_shape, dtype=held.dtype, device=_device()), held.stage).unbind(0))
-        part_shape = full_shape[1:]
-        axis = entry.layout.axis
-        assert axis is not None
-        part_shape[axis] //= tensor_group.size()
-        part = mine.detach().reshape(part_shape)
-        whole = part if tensor_group.size() == 1 else torch.cat(_gather_tensors(part, tensor_group), axis)
-        return list(_from_stage(torch.stack(_gather_tensors(whole, group)), held.stage).unbind(0))
-
-
-def _full_shape(entry: Entry, shape: list[int], tp: int) -> list[int]:
-    return entry.layout.full_shape(shape, tp)
-
-
-def _tensor_group(entry: Entry) -> Any:
-    return mpu.get_expert_tensor_parallel_group() if entry.experts else mpu.get_tensor_model_parallel_group()
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    def _pieces(self) -> Iterator[Piece]:
+        for name, entry in self.entries.items():
+            stage, shape, dtype = self.held[name]
+            mine = self.local.get(name)
+            if not entry.experts:
+                yield Piece(entry, stage, shape, dtype, mine, None)
+                continue
+            for j in range(shape[0]):
+                yield Piece(entry, stage, shape[1:], dtype, None if mine is None else mine[j], j)
 
 
 def _fill(name: str, target: Tensor, source: Tensor) -> None:
@@ -203,25 +169,9 @@ def _fill(name: str, target: Tensor, source: Tensor) -> None:
     target.copy_(source.reshape(target.shape))
 
 
-def _gather_tensors(tensor: Tensor, group: Any) -> list[Tensor]:
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor, group=group)
-    return parts
-
-
 def _gather_objects(value: Any, group: Any) -> list[Any]:
     if group.size() == 1:
         return [value]
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _from_stage(tensor: Tensor, stage: int) -> Tensor:
-    group = mpu.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return tensor
-    tensor = tensor.contiguous()
-    dist.broadcast(tensor, src=dist.get_process_group_ranks(group)[stage], group=group)
-    return tensor

@@ -1,0 +1,140 @@
+"""Whole tensors from the ranks that hold their parts, many at a time.
+
+One collective per parameter costs more in launches than in bytes: a model of 48 layers with 128 experts has 1,536
+expert matrices on each of eight expert-parallel ranks. So parameters of one kind that follow one another travel
+together, up to ``BATCH_BYTES`` of whole tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from slime.weights.maps.family import Entry
+
+BATCH_BYTES = 1 << 28  # of whole tensors; gathering takes several times this for a moment
+
+
+class Piece(NamedTuple):
+    """One parameter, or one expert of every expert-parallel rank.
+
+    Attributes:
+        stage: pipeline rank that holds it.
+        shape: of a tensor-parallel rank's part, as every rank knows it.
+        mine: that part; None on other stages.
+        expert: place among the experts of a rank; None where there are none.
+    """
+
+    entry: Entry
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mine: Tensor | None
+    expert: int | None
+
+    @property
+    def full_shape(self) -> list[int]:
+        return list(self.entry.layout.full_shape(list(self.shape), tensor_group(self.entry).size()))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all whole tensors that it stands for."""
+        return self.copies * math.prod(self.full_shape) * self.dtype.itemsize
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.expert is None else int(mpu.get_expert_model_parallel_group().size())
+
+    @property
+    def is_cut(self) -> bool:
+        return self.entry.layout.axis is not None and tensor_group(self.entry).size() > 1
+
+
+def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Runs of pieces that can travel together: of one stage, dtype and kind. All ranks cut them alike."""
+    batch: list[Piece] = []
+    size, kind = 0, None
+    for piece in pieces:
+        this = (piece.stage, piece.dtype, piece.expert is None)
+        if batch and (this != kind or size + piece.nbytes > BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size, kind = size + piece.nbytes, this
+    if batch:
+        yield batch
+
+
+def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
+    """For each piece its whole tensors on every rank, one per expert-parallel rank for experts. A collective; what
+    was not cut may alias the live weights."""
+    shapes = [[piece.copies, *piece.full_shape] for piece in batch]
+    if batch[0].mine is not None:
+        tensors = _over_experts(_over_tensor_ranks(batch), batch)
+    else:
+        tensors = [torch.empty(0, dtype=piece.dtype, device=device()) for piece in batch]
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        counts = [math.prod(shape) for shape in shapes]
+        if batch[0].mine is not None:
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        else:
+            flat = torch.empty(sum(counts), dtype=batch[0].dtype, device=device())
+        dist.broadcast(flat, src=dist.get_process_group_ranks(group)[batch[0].stage], group=group)
+        tensors = list(flat.split(counts))
+    return [list(tensor.reshape(shape).unbind(0)) for tensor, shape in zip(tensors, shapes, strict=True)]
+
+
+def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
+    """Each piece whole, of this rank's experts."""
+    group, tensors = tensor_group(batch[0].entry), []
+    parts = []
+    for piece in batch:
+        assert piece.mine is not None
+        shape = piece.full_shape
+        if piece.is_cut:
+            shape[_axis(piece)] //= group.size()
+        parts.append(piece.mine.detach().reshape(shape))
+    gathered = iter(gather_flat([part for part, piece in zip(parts, batch, strict=True) if piece.is_cut], group))
+    for part, piece in zip(parts, batch, strict=True):
+        tensors.append(torch.cat(next(gathered), _axis(piece)) if piece.is_cut else part)
+    return tensors
+
+
+def _over_experts(tensors: Sequence[Tensor], batch: Sequence[Piece]) -> list[Tensor]:
+    """With the experts of the other ranks, along a new first dimension."""
+    group = mpu.get_expert_model_parallel_group()
+    if batch[0].expert is None or group.size() == 1:
+        return [tensor.unsqueeze(0) for tensor in tensors]
+    return [torch.stack(each) for each in gather_flat(tensors, group)]
+
+
+def gather_flat(tensors: Sequence[Tensor], group: Any) -> list[list[Tensor]]:
+    """All ranks' tensors, which have equal shapes and one dtype, in one collective: by tensor, then by rank."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    everyones = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(everyones, flat, group=group)
+    counts = [tensor.numel() for tensor in tensors]
+    by_rank = [x.split(counts) for x in everyones]
+    return [[parts[i].view(tensor.shape) for parts in by_rank] for i, tensor in enumerate(tensors)]
+
+
+def _axis(piece: Piece) -> int:
+    assert piece.entry.layout.axis is not None
+    return int(piece.entry.layout.axis)
+
+
+def tensor_group(entry: Entry) -> Any:
+    return mpu.get_expert_tensor_parallel_group() if entry.experts else mpu.get_tensor_model_parallel_group()
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

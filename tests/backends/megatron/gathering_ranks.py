@@ -1,0 +1,54 @@
+"""What the ranks of ``test_gathering.py`` run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+    {"expert_model_parallel_size": 2},
+]
+
+
+def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
+    """For each layout: the checkpoint's tensors, and the collectives that they took, batched and one at a time."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+    from fsdp_helpers import make_args
+    from megatron_ranks import leave_groups
+
+    from slime.backends.create import create_backend
+    from slime.backends.megatron import gathering
+
+    calls: list[str] = []
+
+    def counted(name: str) -> None:
+        real = getattr(dist, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            calls.append(name)
+            return real(*arguments, **named)
+
+        setattr(gathering.dist, name, call)
+
+    counted("all_gather")
+    counted("broadcast")
+    found = []
+    for number, layout in enumerate(LAYOUTS):
+        args = make_args(path, train_backend="megatron", world_size=2, train_dtype="bfloat16")
+        args.megatron = dict(layout)
+        backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", ports.get(number))
+        by_size: dict[int, Any] = {}
+        for size in (gathering.BATCH_BYTES, 20_000, 1):
+            gathering.BATCH_BYTES, kept = size, gathering.BATCH_BYTES
+            calls.clear()
+            tensors = {name: tensor.clone() for name, tensor in backend.named_weights()}
+            by_size[size] = {"tensors": tensors, "collectives": len(calls)}
+            gathering.BATCH_BYTES = kept
+        found.append(list(by_size.values()))
+        leave_groups()
+    torch.save(found, output / f"rank{rank}.pt")
