@@ -129,7 +129,7 @@ def digest(tensor: torch.Tensor) -> str:
     import torch
 
     if tensor.is_cuda:
-        return f"{_cuda_hash()(tensor.detach()):016x}"
+        return f"{_cuda_hash()(tensor.detach().contiguous()):016x}"
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(raw.data).hexdigest()[:16]
 
