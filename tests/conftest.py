@@ -23,6 +23,11 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# No test depends on how busy the machine is: neither by a deadline per example nor by how fast examples are made.
+settings.register_profile("slime", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("slime")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 DATASETS = ("aime", "dapo", "gsm8k", "hotpotqa", "math500")

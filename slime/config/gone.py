@@ -1,4 +1,7 @@
-"""Flags of older releases that no longer exist are refused, and variables that nothing reads are pointed out."""
+"""Flags that do not exist are refused with the reason where it is known, and variables that nothing reads are named.
+
+Known are the flags of older releases, and those that other frameworks have for what slime does not do.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,40 @@ GONE: dict[str, str] = {
     "--rollout-num-gpus-per-node": "use --rollout-num-gpus",
     "--use-http2": "HTTP/1.1 with a connection pool is used",
 }
+
+_LORA = "LoRA is not supported yet; all weights are trained, or those that --only-train-params-name-list names"
+_VLLM = "vLLM is not supported; --rollout-backend is sglang or embedded"
+_DEEPSPEED = "DeepSpeed is not supported; --train-backend is fsdp or megatron"
+_QUANTIZED = "quantized weights cannot be trained"
+UNSUPPORTED: dict[str, str] = {
+    "--lora-": _LORA,
+    "--use-lora": _LORA,
+    "--enable-lora": _LORA,
+    "--peft-": _LORA,
+    "--use-peft": _LORA,
+    "--qlora": _LORA,
+    "--vllm-": _VLLM,
+    "--use-vllm": _VLLM,
+    "--deepspeed": _DEEPSPEED,
+    "--zero-stage": _DEEPSPEED,
+    "--load-in-4bit": _QUANTIZED,
+    "--load-in-8bit": _QUANTIZED,
+}
+"""What the flags of other frameworks begin with, and why slime has no such flag."""
+
+
+def why_missing(option: str) -> str | None:
+    """What to say of a flag that does not exist, or None where nothing is known about it.
+
+    Args:
+        option: as typed, with ``--``; ``_`` counts as ``-``.
+    """
+    option = option.replace("_", "-")
+    if option in GONE:
+        return f"is gone: {GONE[option]}"
+    reason = next((reason for start, reason in UNSUPPORTED.items() if option.startswith(start)), None)
+    return f"does not exist: {reason}" if reason else None
+
 
 UNREAD_VARIABLES: dict[str, str] = {
     "SLIME_HOST_IP": "addresses are Ray's: ray start --node-ip-address",

@@ -8,6 +8,7 @@ from typing import Any
 
 from slime.config.args import FLAGS, Args
 from slime.config.flag import Flag, OutOfRange, convert
+from slime.config.gone import why_missing
 from slime.config.passthrough import FAMILIES, Family, by_name
 from slime.config.secrets import HIDDEN
 from slime.config.yaml_file import load_yaml
@@ -98,6 +99,9 @@ def set_value(args: Args, key: str, value: Any, new_names: bool = False) -> str 
         setattr(args, name, value)
         args.explicit |= {name}
         return None
+    reason = why_missing(f"--{name}")
+    if reason:
+        return f"{key} {reason}"
     near = difflib.get_close_matches(name, [*_own_flags(), *_pass_names()], n=1)
     return f"{key}: no such flag" + (f"; did you mean {near[0]}?" if near else "")
 

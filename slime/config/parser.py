@@ -15,7 +15,7 @@ from slime.config.args import FLAGS, Args
 from slime.config.defaults import resolve_defaults
 from slime.config.errors import ConfigError
 from slime.config.flag import Flag, OutOfRange, convert
-from slime.config.gone import GONE, unread_variables
+from slime.config.gone import unread_variables, why_missing
 from slime.config.overrides import apply_file
 from slime.config.secrets import redacted
 from slime.config.states import check_states
@@ -199,10 +199,9 @@ def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str], strict: bool 
         if not option.startswith("--"):
             if strict and not any(earlier.startswith("--") for earlier in rest[:position]):
                 problems.append(f"{word!r} belongs to no flag")
-        elif option in GONE:
-            problems.append(f"{option} is gone: {GONE[option]}")
         elif option not in known:
-            problems.append(f"{option}: no such flag{_suggestion(option, known)}")
+            reason = why_missing(option)
+            problems.append(f"{option} {reason}" if reason else f"{option}: no such flag{_suggestion(option, known)}")
     return problems
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from slime.config import passthrough
 from slime.config.args import FLAGS
 from slime.config.flag import Flag, Status, range_text
-from slime.config.gone import GONE, UNREAD_VARIABLES
+from slime.config.gone import GONE, UNREAD_VARIABLES, UNSUPPORTED
 from slime.config.parser import metavar
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +64,8 @@ def page() -> str:
     parts += ["## Refused\n", "Using one of these is an error that gives the reason.\n", _reasons(refused)]
     parts += ["Single values that are refused:\n", _limits("refused")]
     parts += ["### Flags of older releases\n", _table(("flag", "instead"), ((f"`{k}`", v) for k, v in GONE.items()))]
+    parts += ["### Flags of other frameworks\n", "Flags that begin with these words are refused with the reason.\n"]
+    parts += [_table(("flag", "why"), ((f"`{k}`", v) for k, v in UNSUPPORTED.items()))]
     parts += ["## Pass-through\n", _passed(), "\n## Environment variables\n", _variables()]
     return "\n".join(parts)
 

@@ -6,7 +6,7 @@ from slime.config import passthrough
 from slime.config.args import Args
 from slime.config.machine import Machine, this_machine
 from slime.config.roles import check_roles
-from slime.config.validate_algorithm import ALGORITHM_RULES
+from slime.config.validate_algorithm import ALGORITHM_RULES, check_opsm
 from slime.config.validate_files import DATA_RULES, FILE_RULES
 from slime.config.validate_model import MODEL_RULES
 from slime.config.validate_resources import check_machine, check_placement, check_routing_replay
@@ -25,6 +25,7 @@ def validate(
     for rule in (*FILE_RULES, *(() if data_is_checked else DATA_RULES), *ROLLOUT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
         problems += rule(args)
     problems += check_loop(args, asynchronous)
+    problems += check_opsm(args, asynchronous)
     problems += check_placement(args)
     problems += check_machine(args, machine or this_machine())
     problems += check_routing_replay(args, machine or this_machine())

@@ -19,7 +19,10 @@ def check_kl(args: Args) -> list[str]:
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         problems.append(f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss")
     if args.use_kl_loss and args.kl_loss_coef == 0:
-        args.notices.append("--use-kl-loss with --kl-loss-coef 0 measures the KL and trains nothing on it")
+        args.notices.append(
+            "--use-kl-loss with --kl-loss-coef 0 trains nothing on the KL; the metric train/kl_loss costs a copy of "
+            "the reference weights and a forward pass over every rollout: drop --use-kl-loss if you do not need it"
+        )
     if args.kl_loss_type == "k1" and args.kl_loss_coef != 0 and not args.use_unbiased_kl:
         args.notices.append(
             "--kl-loss-type k1 in the loss does not regularise: its expected gradient is 0 for samples of the policy "
@@ -102,17 +105,27 @@ def check_off_policy(args: Args) -> list[str]:
         )
     if args.get_mismatch_metrics and not args.custom_tis_function_path:
         problems.append("--get-mismatch-metrics needs --custom-tis-function-path, the function that measures")
-    drifts = args.num_steps_per_rollout != 1 or args.use_rollout_logprobs or args.keep_old_actor
-    if args.use_opsm and not drifts:
-        args.notices.append(
-            "--use-opsm masks nothing: in the one optimizer step of a rollout the policy is the old one; it needs "
-            "--num-steps-per-rollout 2 or more, or the engine as the old policy (--use-rollout-logprobs)"
-        )
     if args.tis_clip_low < 0 or args.tis_clip <= args.tis_clip_low:
         problems.append(
             f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}, and that 0 or more"
         )
     return problems
+
+
+def check_opsm(args: Args, asynchronous: bool) -> list[str]:
+    """OPSM masks by the drift between the policy and the old policy, which some settings make exactly 0.
+
+    ``--keep-old-actor`` computes the old log-probs with the weights that generated the samples. In the synchronous loop
+    these are the weights that training starts from, so it adds no drift there.
+    """
+    behind = asynchronous and args.keep_old_actor
+    if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs and not behind:
+        args.notices.append(
+            "--use-opsm masks nothing: a rollout has one optimizer step, and the policy equals the old policy in it; "
+            "use --num-steps-per-rollout 2 or more, the engine's log-probs as the old policy (--use-rollout-logprobs), "
+            "or --keep-old-actor with train_async.py"
+        )
+    return []
 
 
 def check_distillation(args: Args) -> list[str]:

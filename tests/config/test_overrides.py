@@ -6,7 +6,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slime.config.args import FLAGS
+from slime.config.args import FLAGS, Args
 from slime.config.args_dump import to_dict
 from slime.config.overrides import set_value
 from slime.config.parser import load_args, read_command_line
@@ -104,3 +104,8 @@ def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
     words = f"--prompt-data {workplace.data} --hf-checkpoint models/other --override {override}".split()
     assert load_args([*words, "--ref-load", "models/other"]).ref_load == workplace.model
     assert load_args([*words, "--ref-load", "models/third"]).ref_load == "models/third"
+
+
+def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason() -> None:
+    assert set_value(Args(), "use_http2", True) == "use_http2 is gone: HTTP/1.1 with a connection pool is used"
+    assert str(set_value(Args(), "lora_rank", 8)).startswith("lora_rank does not exist: LoRA is not supported yet")

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from slime.config.args import FLAGS, Args
 from slime.config.errors import ConfigError
 from slime.config.flag import Flag, convert, out_of_range, range_text
-from slime.config.gone import GONE, UNREAD_VARIABLES, unread_variables
-from slime.config.parser import load_args, parse_args, read_command_line, read_settings
+from slime.config.gone import GONE, UNREAD_VARIABLES, UNSUPPORTED, unread_variables
+from slime.config.parser import build_parser, load_args, parse_args, read_command_line, read_settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -193,6 +193,26 @@ def test_unknown_flags_are_reported_together_with_suggestions() -> None:
         "--zzzz: no such flag",
         "--use-critic is gone: --advantage-estimator ppo brings the critic",
     ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("--lora-rank", "--lora-rank does not exist: LoRA is not supported yet"),
+        ("--lora_alpha=16", "--lora_alpha does not exist: LoRA is not supported yet"),
+        ("--use-vllm", "--use-vllm does not exist: vLLM is not supported"),
+        ("--vllm-gpu-memory-utilization", "--vllm-gpu-memory-utilization does not exist: vLLM is not supported"),
+        ("--deepspeed-config", "--deepspeed-config does not exist: DeepSpeed is not supported"),
+    ],
+)
+def test_what_other_frameworks_have_is_refused_with_the_reason(typed: str, said: str) -> None:
+    (problem,) = read_command_line([typed])[1]
+    assert problem.startswith(said) and "did you mean" not in problem
+
+
+def test_no_flag_that_exists_looks_like_another_frameworks() -> None:
+    options = build_parser()._option_string_actions
+    assert [option for option in options if option.startswith(tuple(UNSUPPORTED))] == []
 
 
 def test_no_abbreviations_and_no_stray_words() -> None:

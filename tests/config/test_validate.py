@@ -6,7 +6,7 @@ import pytest
 
 from slime.config.defaults import default_args
 from slime.config.machine import Machine
-from slime.config.validate_algorithm import check_off_policy
+from slime.config.validate_algorithm import check_kl, check_opsm
 from slime.config.validate_rollout import check_rollout
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
@@ -227,11 +227,29 @@ def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_a
         assert check_rollout(default_args(rollout_backend="sglang", **cut, **untrained)) == []
 
 
-def test_opsm_needs_a_policy_that_has_moved() -> None:
-    for settings, said in (({}, True), ({"num_steps_per_rollout": 2}, False), ({"use_rollout_logprobs": True}, False)):
-        args = default_args(use_opsm=True, **settings)
-        assert check_off_policy(args) == []
-        assert any("--use-opsm masks nothing" in notice for notice in args.notices) is said
+@pytest.mark.parametrize(
+    ("settings", "asynchronous", "said"),
+    [
+        ({}, False, True),
+        ({}, True, True),
+        ({"num_steps_per_rollout": 2}, False, False),
+        ({"use_rollout_logprobs": True}, False, False),
+        ({"keep_old_actor": True}, False, True),  # the copy is what training starts from
+        ({"keep_old_actor": True}, True, False),
+    ],
+    ids=str,
+)
+def test_opsm_needs_a_policy_that_has_moved(settings: dict[str, object], asynchronous: bool, said: bool) -> None:
+    args = default_args(use_opsm=True, **settings)
+    assert check_opsm(args, asynchronous) == []
+    assert any("--use-opsm masks nothing" in notice for notice in args.notices) is said
+
+
+def test_a_kl_that_trains_nothing_is_said_with_its_cost() -> None:
+    for coefficient, said in ((0.0, True), (0.001, False)):
+        args = default_args(use_kl_loss=True, kl_loss_coef=coefficient)
+        assert check_kl(args) == []
+        assert any("a forward pass over every rollout" in notice for notice in args.notices) is said
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
