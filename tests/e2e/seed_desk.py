@@ -1,8 +1,8 @@
 """A folder and a shell in which the commands of the original specification (seed_commands.yaml) are typed.
 
-``--override FILE`` at the end scales model and sizes to this machine; ``/path/to/...`` is a folder of the test. Where the
-specification leaves something to the user (a helper, a data row, a path), the test supplies it. What each test adds to the
-commands is listed in docs/en/reference/specification.md.
+``--override FILE`` at the end scales model and sizes to this machine; ``/path/to/...`` is a folder of the test. Where
+the specification leaves something to the user (a helper, a data row, a path), the test supplies it. What each test adds
+to the commands is listed in docs/en/reference/specification.md.
 """
 
 from __future__ import annotations
