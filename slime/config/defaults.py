@@ -6,6 +6,7 @@ Everything here writes to ``args`` and explains choices that a user could miss i
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.config.args import FLAGS, Args
-from slime.config.context import context_notice
+from slime.config.context import context_limit, context_notice
 from slime.config.data_peek import first_row
 from slime.config.hf_config import is_hf_folder, read_config
 from slime.config.machine import Machine, installed, this_machine
@@ -22,6 +23,8 @@ from slime.config.server_groups import ServerGroupError, read_server_groups, tot
 
 SFT_LIKE = ("sft_loss", "custom_loss")
 AGENT_GENERATE = "slime.agent.rollout.generate"
+MIN_TOKEN_BUDGET = 4096
+"""Tokens of a micro-batch that every machine is expected to train."""
 DEFAULT_ROLLOUT_FUNCTION = FLAGS["rollout_function_path"].default
 FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
@@ -187,8 +190,7 @@ def _batch(args: Args) -> list[str]:
         f"--rollout-batch-size {args.rollout_batch_size} x "
         f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     )
-    if args.balance_by_flops:
-        args.balance_data = True
+    _micro_batches(args)
     if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:
         return []
     if args.global_batch_size is None:
@@ -215,6 +217,25 @@ def _batch(args: Args) -> list[str]:
             "leave one of the last two out, and it follows"
         ]
     return []
+
+
+def _micro_batches(args: Args) -> None:
+    """Micro-batches by tokens, unless the user counts them in samples.
+
+    The budget follows from flags alone, so that a resumed run packs as before. Its default needs no more memory than
+    the longest sample alone, which has to fit in any case.
+    """
+    if args.use_dynamic_batch_size is None:
+        padded = args.attn_implementation not in (None, "varlen")
+        args.use_dynamic_batch_size = "micro_batch_size" not in args.explicit and not padded
+    if args.balance_data is None:
+        args.balance_data = args.use_dynamic_batch_size or args.balance_by_flops
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        longest = args.rollout_max_response_len + (args.rollout_max_prompt_len or 0)
+        if (limit := context_limit(args)) is not None:
+            longest = min(longest, limit)
+        context_parallel = max(int(args.megatron.get("context_parallel_size") or 1), 1)
+        args.max_tokens_per_gpu = max(MIN_TOKEN_BUDGET, math.ceil(longest / context_parallel))
 
 
 def _algorithm(args: Args, asynchronous: bool) -> None:

@@ -193,9 +193,19 @@ class BatchConfig:
         help="samples per optimizer step; default: rollout batch x samples / steps",
     )
     num_steps_per_rollout: int = flag(None, low=1, help="optimizer steps per rollout; default 1")
-    micro_batch_size: int = flag(1, low=1, help="samples per forward pass, without --use-dynamic-batch-size")
-    use_dynamic_batch_size: bool = flag(False, help="fill micro-batches up to --max-tokens-per-gpu")
-    max_tokens_per_gpu: int = flag(None, low=1, help="token budget of a micro-batch")
+    micro_batch_size: int = flag(1, low=1, help="samples per micro-batch; turns --use-dynamic-batch-size off")
+    use_dynamic_batch_size: bool = flag(
+        None,
+        kind="toggle",
+        help="fill micro-batches up to --max-tokens-per-gpu; default: unless --micro-batch-size is given or batches "
+        "are padded (--attn-implementation)",
+    )
+    max_tokens_per_gpu: int = flag(
+        None,
+        low=1,
+        help="token budget of a micro-batch on one GPU; default: the longest prompt and response that the flags "
+        "allow, at least 4096",
+    )
     log_probs_max_tokens_per_gpu: int = flag(
         None,
         low=1,
@@ -203,6 +213,11 @@ class BatchConfig:
         status="notice",
         reason="log-probs use the micro-batches of training",
     )
-    balance_data: bool = flag(False, help="balance the work over the ranks")
-    balance_by_flops: bool = flag(False, help="balance by estimated FLOPs; implies --balance-data")
+    balance_data: bool = flag(
+        None,
+        kind="toggle",
+        help="pack micro-batches so that all ranks have the same work in each (estimated FLOPs); default: with "
+        "--use-dynamic-batch-size",
+    )
+    balance_by_flops: bool = flag(False, help="the same as --balance-data, with --use-dynamic-batch-size")
     data_pad_size_multiplier: int = flag(128, low=1, help="packs are padded to a multiple of this")

@@ -32,17 +32,13 @@ def check_batch(args: Args) -> list[str]:
             f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
             f"{args.rollout_batch_size}: it must fetch at least one rollout"
         )
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        problems.append(
-            "--use-dynamic-batch-size needs --max-tokens-per-gpu, the token budget of a micro-batch (e.g. 4096)"
-        )
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         args.notices.append("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size")
     if args.balance_by_flops and not args.use_dynamic_batch_size:
-        problems.append("--balance-by-flops needs --use-dynamic-batch-size")
+        problems.append("--balance-by-flops needs --use-dynamic-batch-size (--micro-batch-size turns it off)")
     if "num_rollout" in args.explicit and "num_epoch" in args.explicit:
         args.notices.append(f"--num-rollout {args.num_rollout} wins over --num-epoch {args.num_epoch}")
-    return problems + _static_split(args)
+    return problems + _static_split(args) + _enough_samples(args)
 
 
 def _static_split(args: Args) -> list[str]:
@@ -57,7 +53,24 @@ def _static_split(args: Args) -> list[str]:
         f"--global-batch-size {args.global_batch_size} does not split into --micro-batch-size "
         f"{args.micro_batch_size} x {layout.dp} data-parallel training ranks"
         + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
-        + f" = {unit}: change one of them, or pass --use-dynamic-batch-size --max-tokens-per-gpu N"
+        + f" = {unit}: change one of them, or pass --use-dynamic-batch-size"
+    ]
+
+
+def _enough_samples(args: Args) -> list[str]:
+    """Every rank needs a sample per step. Only a hook can make several samples of one rollout."""
+    own_rollout = args.rollout_function_path != FLAGS["rollout_function_path"].default
+    fans_out = args.custom_generate_function_path or own_rollout
+    if not args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only or fans_out:
+        return []
+    layout = ParallelLayout.from_args(args)
+    if args.global_batch_size >= layout.dp * layout.vpp_group:
+        return []
+    return [
+        f"--global-batch-size {args.global_batch_size} is less than one sample for each of {layout.dp} data-parallel "
+        "training ranks"
+        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
+        + ": use a larger batch or fewer ranks"
     ]
 
 

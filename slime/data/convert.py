@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -89,6 +90,7 @@ def split_train_data(
         lengths,
         global_batch_size=global_batch_size,
         rollout_indices=train_data["rollout_ids"],
+        prompts=_shared_prompts(args, train_data, parallel or {}),
     )
     tokens_of = [max(int(np.sum(mask)), 1) for mask in train_data["loss_masks"]]
     shared = {
@@ -101,6 +103,26 @@ def split_train_data(
         wire.pack(data, partition, {**shared, "micro_batch_indices": batches})
         for partition, batches in zip(partitions, micro_batches, strict=True)
     ]
+
+
+def _shared_prompts(args: Any, data: TrainData, parallel: Mapping[str, int]) -> list[tuple[Hashable, int]] | None:
+    """Per sample the key and the length of the prompt that it stores once per pack with others of its group.
+
+    A sample that shares nothing has the key None. None instead of a list: training shares no prompts at all, because
+    the flags say so, or because of padded batches, context parallelism or replayed routing.
+    """
+    padded = getattr(args, "attn_implementation", None) not in (None, "varlen")
+    shares = getattr(args, "share_prompt_in_pack", False) and not padded
+    if not shares or parallel.get("cp_size", 1) > 1 or getattr(args, "use_rollout_routing_replay", False):
+        return None
+    lengths = [len(t) - int(r) for t, r in zip(data["tokens"], data["response_lengths"], strict=True)]
+    media = data.get("multimodal_train_inputs") or [None] * len(lengths)
+    keys: list[Hashable] = [
+        None if own else (group, np.asarray(tokens[:length], np.int64).tobytes())
+        for tokens, length, group, own in zip(data["tokens"], lengths, data["group_indices"], media, strict=True)
+    ]
+    uses = Counter(keys)
+    return [(key if uses[key] > 1 else None, length) for key, length in zip(keys, lengths, strict=True)]
 
 
 def _token_counts(

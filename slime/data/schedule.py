@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from slime.data.flops import forward_flops
+from slime.data.lock_step import Items, pack_in_lock_step
 from slime.data.partition import first_fit, karmarkar_karp, split_in_two
 
 logger = logging.getLogger(__name__)
@@ -22,14 +22,21 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]] | None = None,
 ) -> Schedule:
     """Split a rollout's samples into optimizer steps, micro-batches and ranks.
 
-    Samples with the same rollout id (fan-out siblings) stay in one step; a step holds
-    ``global_batch_size`` rollouts. With ``--use-dynamic-batch-size`` a micro-batch is filled, first-fit,
-    up to ``max_tokens_per_gpu * cp_size`` tokens (``--balance-by-flops``: Karmarkar-Karp on FLOPs, which
-    may exceed that); otherwise it is ``micro_batch_size`` consecutive samples. Every rank gets the same
-    number of micro-batches in a step, round robin or, with ``--balance-data``, balanced by FLOPs.
+    Samples with the same rollout id (fan-out siblings) stay in one step; a step holds ``global_batch_size`` rollouts.
+    Every rank gets the same number of micro-batches in a step.
+
+    With ``--use-dynamic-batch-size`` a micro-batch holds at most ``max_tokens_per_gpu * cp_size`` tokens, and only a
+    single longer sample may exceed that. With ``--balance-data`` or ``--balance-by-flops`` micro-batches are packed
+    for ranks that run in lock step (see :mod:`slime.data.lock_step`), by estimated FLOPs. Otherwise they are filled
+    first-fit in the order of the samples, the largest are halved until their number fits, and they are dealt out round
+    robin.
+
+    Without ``--use-dynamic-batch-size`` a micro-batch is ``micro_batch_size`` consecutive samples; micro-batches are
+    dealt out round robin or, with ``--balance-data``, balanced by FLOPs.
 
     Args:
         train_parallel_config: ``dp_size`` and, where not 1, ``cp_size``, ``vpp_size`` and
@@ -37,6 +44,8 @@ def build_dp_schedule(
         total_lengths: tokens of each sample.
         global_batch_size: rollouts per optimizer step over all ranks.
         rollout_indices: rollout id of each sample.
+        prompts: per sample the key and the number of tokens of its prompt, where samples with equal keys in a
+            micro-batch store the prompt once; ``None``: nothing is shared. Only the lock-step packing uses it.
 
     Returns:
         ``partitions[rank]``: sample positions in the order trained; ``micro_batch_indices[rank]``: per
@@ -57,16 +66,12 @@ def build_dp_schedule(
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
     num_microbatches = []
     for step, samples in enumerate(steps):
-        if getattr(args, "use_dynamic_batch_size", False):
-            micro_batches = _pack_dynamic(args, samples, total_lengths, cp_size)
-            _align(micro_batches, multiple, total_lengths, step)
-        else:
-            micro_batches = _pack_static(args, samples, multiple, step)
-        num_microbatches.append(len(micro_batches) // dp_size)
-        for rank, mine in enumerate(_distribute(args, micro_batches, total_lengths, dp_size)):
-            for j in mine:
+        by_rank = _pack_step(args, samples, total_lengths, prompts, (dp_size, multiple, cp_size), step)
+        num_microbatches.append(len(by_rank[0]))
+        for rank, micro_batches in enumerate(by_rank):
+            for micro_batch in micro_batches:
                 start = len(partitions[rank])
-                partitions[rank] += micro_batches[j]
+                partitions[rank] += micro_batch
                 micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
     return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps)
 
@@ -97,15 +102,49 @@ def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: 
     ]
 
 
-def _pack_dynamic(args: Any, samples: list[int], total_lengths: Sequence[int], cp_size: int) -> list[list[int]]:
-    cap = args.max_tokens_per_gpu * cp_size
-    lengths = [total_lengths[i] for i in samples]
-    if getattr(args, "balance_by_flops", False):
-        flops = [forward_flops(args, length) for length in lengths]
-        bins = karmarkar_karp(flops, min(math.ceil(sum(lengths) / cap), len(samples)))
+def _pack_step(
+    args: Any,
+    samples: list[int],
+    total_lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]] | None,
+    sizes: tuple[int, int, int],
+    step: int,
+) -> list[list[list[int]]]:
+    """``[rank][micro-batch]``: the positions of the samples of one optimizer step.
+
+    ``sizes`` are the data-parallel size, what the number of micro-batches over all ranks is a multiple of, and the
+    context-parallel size.
+    """
+    dp_size, multiple, cp_size = sizes
+    if getattr(args, "use_dynamic_batch_size", False):
+        cap = args.max_tokens_per_gpu * cp_size
+        if _balanced(args):
+            packed = pack_in_lock_step(_items(args, samples, total_lengths, prompts), dp_size, cap, multiple // dp_size)
+            if packed is not None:
+                return [[[samples[i] for i in batch] for batch in rank] for rank in packed]
+        bins = first_fit([total_lengths[i] for i in samples], cap)
+        micro_batches = [[samples[i] for i in b] for b in bins]
+        _align(micro_batches, multiple, total_lengths, step)
     else:
-        bins = first_fit(lengths, cap)
-    return [[samples[i] for i in b] for b in bins if b]
+        micro_batches = _pack_static(args, samples, multiple, step)
+    return [[micro_batches[j] for j in mine] for mine in _distribute(args, micro_batches, total_lengths, dp_size)]
+
+
+def _balanced(args: Any) -> bool:
+    return bool(getattr(args, "balance_data", False) or getattr(args, "balance_by_flops", False))
+
+
+def _items(
+    args: Any, samples: list[int], total_lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]] | None
+) -> Items:
+    keys = [(None, 0) if prompts is None else prompts[i] for i in samples]
+    return Items(
+        tokens=[total_lengths[i] for i in samples],
+        costs=[forward_flops(args, total_lengths[i]) for i in samples],
+        prompts=[key for key, _ in keys],
+        prompt_tokens=[length for _, length in keys],
+        prompt_costs=[forward_flops(args, length) for _, length in keys],
+    )
 
 
 def _align(micro_batches: list[list[int]], multiple: int, total_lengths: Sequence[int], step: int) -> None:
@@ -158,7 +197,7 @@ def _distribute(
     args: Any, micro_batches: list[list[int]], total_lengths: Sequence[int], dp_size: int
 ) -> list[list[int]]:
     """Micro-batch numbers of each rank, equally many."""
-    if getattr(args, "balance_data", False) or getattr(args, "balance_by_flops", False):
+    if _balanced(args):
         flops = [sum(forward_flops(args, total_lengths[i]) for i in batch) for batch in micro_batches]
         return karmarkar_karp(flops, dp_size, equal_counts=True)
     return [list(range(rank, len(micro_batches), dp_size)) for rank in range(dp_size)]

@@ -213,3 +213,22 @@ def test_the_first_update_is_checked_where_one_more_update_is_cheap(tmp_path: Pa
     assert not checked(update_weight_transport="disk") and not checked(audit_weights=False)
     assert not checked({"vision_config": {}}) and not checked({"quantization_config": {}})
     assert not checked(sglang={"speculative_algorithm": "EAGLE"}) and not checked(check_weight_update_equal=False)
+
+
+def test_micro_batches_hold_tokens_unless_the_user_counts_samples() -> None:
+    args = default_args()
+    assert args.use_dynamic_batch_size and args.balance_data and args.max_tokens_per_gpu == 4096
+    assert default_args(max_tokens_per_gpu=512).max_tokens_per_gpu == 512
+    args = default_args(micro_batch_size=1)
+    assert not args.use_dynamic_batch_size and not args.balance_data and args.max_tokens_per_gpu is None
+    assert default_args(micro_batch_size=1, use_dynamic_batch_size=True).use_dynamic_batch_size
+    assert not default_args(attn_implementation="sdpa").use_dynamic_batch_size, "padding is not counted"
+    assert not default_args(balance_data=False).balance_data
+
+
+def test_the_token_budget_follows_from_the_longest_sample() -> None:
+    assert default_args(rollout_max_response_len=8192).max_tokens_per_gpu == 8192
+    assert default_args(rollout_max_response_len=8192, rollout_max_prompt_len=1024).max_tokens_per_gpu == 9216
+    assert default_args(rollout_max_response_len=8192, rollout_max_context_len=8000).max_tokens_per_gpu == 8000
+    megatron = {"context_parallel_size": 2}
+    assert default_args(rollout_max_response_len=16384, megatron=megatron).max_tokens_per_gpu == 8192

@@ -47,8 +47,7 @@ ONE_PROBLEM = [
     ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "drop one"),
     ("--lr-decay-samples 10", "use --lr-decay-iters"),
     ("--over-sampling-batch-size 8", "is below --rollout-batch-size 32"),
-    ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu"),
-    ("--balance-by-flops", "needs --use-dynamic-batch-size"),
+    ("--balance-by-flops --micro-batch-size 1", "needs --use-dynamic-batch-size"),
     ("--mask-offpolicy-in-partial-rollout", "needs --partial-rollout"),
     ("--rollout-temperature 0", "above 0"),
     ("--rollout-top-p 1.5", "at most 1"),
@@ -253,7 +252,9 @@ def test_a_kl_that_trains_nothing_is_said_with_its_cost() -> None:
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
-    args = workplace.load("--http-proxy x --kl-coef 0.1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3")
+    args = workplace.load(
+        "--http-proxy x --kl-coef 0.1 --micro-batch-size 1 --max-tokens-per-gpu 100 --num-rollout 2 --num-epoch 3"
+    )
     text = "\n".join(args.notices)
     for part in (
         "--http-proxy x: no effect",
