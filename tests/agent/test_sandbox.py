@@ -207,7 +207,7 @@ async def test_double_forks_in_sessions_of_their_own_end_with_the_code(parents):
         "        signal.signal(signal.SIGHUP, signal.SIG_IGN)\n        time.sleep(600)\n    os._exit(0)\n"
         "os.wait(); print('I am done')"
     )
-    assert result.status == "ok" and result.stdout == "I am done\n" and result.seconds < 3
+    assert result.status == "ok" and result.stdout == "I am done\n"  # not "timeout": nobody waited for the 600 s
     assert gone(me)
 
 

