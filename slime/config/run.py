@@ -24,8 +24,9 @@ class RunConfig:
     deterministic: bool = flag(
         None,
         kind="toggle",
-        help="same seed, same run, bit for bit: fixed compute shapes, groups judged in submission order; default: on "
-        "with the embedded engine on the CPU (not with --partial-rollout)",
+        help="same seed, same run: fixed compute shapes, groups judged in submission order. Bit for bit with FSDP and "
+        "the embedded engine on the CPU, where it is the default (not with --partial-rollout); best effort with SGLang "
+        "and on GPUs",
     )
     seed: int = flag(1234, help="seed of initialisation, dropout and everything the trainer draws")
     output_dir: str = flag("outputs", help="each run writes a folder of its own below this one")
