@@ -49,6 +49,7 @@ def test_ranks_in_lock_step_wait_less_than_five_per_cent(
     )
     packed = [[[part[i] for i in b] for b in mine] for part, mine in zip(partitions, micro_batches, strict=True)]
     assert lock_step_cost(items_of(lengths), packed) <= 1.05 * sum(lengths) / ranks
+    assert max(sum(lengths[i] for i in batch) for mine in packed for batch in mine) <= cap
 
 
 @pytest.mark.parametrize("count, ranks, mean, cap", SHAPES)
@@ -98,6 +99,17 @@ def test_what_holds_for_any_batch(
 def test_an_oversized_sample_is_alone() -> None:
     packed = pack_in_lock_step(items_of([50, 4, 4, 4]), 2, 10)
     assert packed is not None and [50] in [[[50, 4, 4, 4][i] for i in b] for mine in packed for b in mine]
+
+
+def test_samples_are_exchanged_where_longest_first_is_not_enough() -> None:
+    items = items_of([3, 3, 2, 2, 2])
+    packed = pack_in_lock_step(items, 2, 10)  # longest first: 7 and 5
+    assert packed is not None and lock_step_cost(items, packed) == 6
+
+
+def test_a_prompt_counts_once_per_micro_batch() -> None:
+    items = items_of([12, 13, 14], group_size=2, prompt=10)
+    assert items.size([0, 1]) == (15, 15.0) and items.size([0, 2]) == (26, 26.0)
 
 
 def test_too_few_samples() -> None:
