@@ -95,7 +95,8 @@ def _check_file(
             for row in prompts if rm_type is not None else ():
                 first, labelled = first or row, labelled or row.label is not None
                 problem = check_label(rm_type or "math", row.label, row.metadata)
-                if problem:
+                if problem:  # one that any label leaves as it is lies in the row's metadata: it is told by row, too
+                    labelled = labelled or check_label(rm_type or "math", "0", row.metadata) == problem
                     labels.add(f"{row.where}: {problem}")
     except DataError as error:
         return error.problems

@@ -199,3 +199,18 @@ def test_a_first_row_that_nests_too_deeply(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"deep{suffix}"
     file.write_text('{"prompt": ' + "[" * 5000 + "]" * 5000 + "}" if suffix == ".jsonl" else "[" * 5000)
     assert first_row(str(file)) is None
+
+
+def test_instructions_without_a_checker_are_told_by_row_though_no_row_has_a_label(tmp_path: Path) -> None:
+    def row(*ids: str, **kwargs: Any) -> dict[str, Any]:
+        return {"prompt": "p", "metadata": {"instruction_id_list": list(ids), "kwargs": [kwargs] * len(ids)}}
+
+    good = [row("punctuation:no_comma"), row("count:numbers", N=3, keyword=None)]
+    path = write(tmp_path / "rows.jsonl", [*good, row("words:start_verb"), row("count:numbers")])
+    first, second = check_data(make_args(prompt_data=path, rm_type="ifbench"))
+    assert first.startswith(
+        f"{path}:3: reward type ifbench: instruction id 'words:start_verb' has no built-in checker; "
+    )
+    assert "--custom-rm-path" in first and "allenai/IFBench" in first
+    assert second.startswith(f"{path}:4: reward type ifbench: instruction count:numbers: its kwargs are N; missing: N")
+    assert check_data(make_args(prompt_data=write(tmp_path / "good.jsonl", good), rm_type="ifbench")) == []

@@ -364,10 +364,31 @@ async def test_random_is_a_coin_of_the_samples_own():
     assert rewards == [await async_rm(arguments("random"), Sample(index=i)) for i in range(400)]
 
 
-async def test_ifbench_is_refused_with_the_reason_and_works_where_its_checkers_are(tmp_path, monkeypatch):
+FOLLOWS_ONE_OF_TWO = {
+    "instruction_id_list": ["punctuation:no_comma", "count:numbers"],
+    "kwargs": [{"N": None}, {"N": 3.0}],
+}
+
+
+@pytest.mark.real
+async def test_ifbench_is_the_share_of_the_instructions_that_are_followed():
+    assert await score("ifbench", "12 and 34, and 56", None, **FOLLOWS_ONE_OF_TWO) == 0.5
+    assert await score("ifbench", "12 and 34 and 56", None, **FOLLOWS_ONE_OF_TWO) == 1.0
+    assert await score("ifbench", "<think>1, 2, 3</think>\n12 and 34 and 56", None, **FOLLOWS_ONE_OF_TWO) == 1.0
+    assert await score("boxed_ifbench", r"1, 2, \boxed{12 and 34 and 56}", None, **FOLLOWS_ONE_OF_TWO) == 1.0
+    assert await score("ifbench", "", None, **FOLLOWS_ONE_OF_TWO) == 0.0
+
+
+async def test_an_instruction_that_cannot_be_checked_is_an_error_and_no_reward():
+    """rows of a streamed file that no check before the start has seen"""
+    with pytest.raises(ValueError, match="'words:start_verb' has no built-in checker; leave the row out"):
+        await score("ifbench", "Go", None, instruction_id_list=["words:start_verb"], kwargs=[{}])
+    with pytest.raises(ValueError, match="missing: N"):
+        await score("ifbench", "Go", None, instruction_id_list=["count:numbers"], kwargs=[{}])
+
+
+async def test_the_external_checkers_of_ifbench_score_where_they_are(tmp_path, monkeypatch):
     sample = Sample(prompt="Say hi", response="hi", metadata={"instruction_id_list": ["a", "b"], "kwargs": [{}, {}]})
-    with pytest.raises(RuntimeError, match="put the clone on PYTHONPATH"):
-        await async_rm(arguments("ifbench"), sample)
     (tmp_path / "evaluation_lib.py").write_text(
         "import dataclasses\n"
         "InputExample = dataclasses.make_dataclass('InputExample', "
@@ -682,14 +703,14 @@ def test_reward_models_of_evaluation_sets_are_checked_too(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ifbench", "boxed_ifbench"])
-def test_absent_checkers_are_told_before_the_start(tmp_path, monkeypatch, name):
-    from slime.rollout.rm_hub import check_label
+def test_instructions_without_a_checker_are_told_before_the_start(tmp_path, monkeypatch, name):
     from slime.rollout.rm_hub.checks import check_rewards
 
-    args = arguments(rm_type=name)
-    assert len(check_rewards(args)) == 1 and "evaluation_lib" in check_rewards(args)[0]
-    row = {"rm_type": name, "instruction_id_list": ["a"]}
-    assert "cannot be imported" in check_label("math", None, row)
+    assert check_rewards(arguments(rm_type=name)) == []
+    assert check_label(name, None, FOLLOWS_ONE_OF_TWO) is None
+    assert "no instruction_id_list" in check_label(name, None, {})
+    row = {"rm_type": name, "instruction_id_list": ["words:start_verb"]}
+    assert "'words:start_verb' has no built-in checker" in check_label("math", None, row)
     (tmp_path / "evaluation_lib.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    assert check_rewards(args) == [] and check_label("math", None, row) is None
+    assert check_label("math", None, row) is None

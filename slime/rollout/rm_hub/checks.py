@@ -6,35 +6,33 @@ from collections.abc import Iterator
 from typing import Any
 
 from slime.data.eval_config import BY_TYPE, resolve_eval_datasets
-from slime.rollout.rm_hub import ifbench, model_rm
+from slime.rollout.rm_hub import model_rm
 from slime.rollout.rm_hub.dispatch import load_reward
 
 
 def check_rewards(args: Any) -> list[str]:
-    """One line for each reward model class that cannot be made, and each type whose checkers are not installed.
+    """One line for each reward model class that cannot be made.
 
     A function that cannot be imported is not told here: the check of the hooks has done so.
     """
     if getattr(args, "loss_type", "policy_loss") == "sft_loss" or getattr(args, "load_debug_rollout_data", None):
         return []
     problems = []
-    for where, path, rm_type in _rewards(args):
+    for where, path in _rewards(args):
         if path and path != BY_TYPE:
             problems += _class_problem(where, path, getattr(args, "rm_model_path", None))
-        elif str(rm_type or "").removeprefix("boxed_") == "ifbench" and not ifbench.available():
-            problems.append(f"{where}{ifbench.IFBenchMissing()}")
     return list(dict.fromkeys(problems))
 
 
-def _rewards(args: Any) -> Iterator[tuple[str, str | None, str | None]]:
-    """(words before the problem, ``--custom-rm-path``, ``--rm-type``) of training and of each evaluation set."""
-    yield "", getattr(args, "custom_rm_path", None), getattr(args, "rm_type", None)
+def _rewards(args: Any) -> Iterator[tuple[str, str | None]]:
+    """(words before the problem, ``--custom-rm-path``) of training and of each evaluation set."""
+    yield "", getattr(args, "custom_rm_path", None)
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, OSError):
         return  # told by the check of the data
     for config in datasets:
-        yield f"evaluation set {config.name}: ", config.custom_rm_path, config.rm_type
+        yield f"evaluation set {config.name}: ", config.custom_rm_path
 
 
 def _class_problem(where: str, path: str, model_path: str | None) -> list[str]:

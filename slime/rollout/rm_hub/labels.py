@@ -74,9 +74,7 @@ def _gpqa(label: Any, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _ifbench(_: Any, metadata: Mapping[str, Any]) -> str | None:
-    if metadata.get("rm_type") and not ifbench.available():  # else told once, for --rm-type
-        return "the IFBench checkers cannot be imported (see --rm-type ifbench); score with --custom-rm-path"
-    return None if metadata.get("instruction_id_list") else "metadata has no instruction_id_list"
+    return ifbench.unreadable(metadata)
 
 
 _CHECKS: dict[str, Check] = {

@@ -1,0 +1,127 @@
+"""The registry of instruction checkers: id -> function, and what is wrong with the instructions of a row."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+Checker = Callable[..., bool]
+Relation = Literal["less than", "at least"]
+
+CHECKERS: dict[str, Checker] = {}
+NEEDS: dict[str, str] = {}  # id -> package that its checker imports
+
+
+def checker(instruction_id: str, needs: str | None = None) -> Callable[[Checker], Checker]:
+    """Register ``function(response, *, **kwargs) -> bool`` under ``instruction_id``.
+
+    The annotations of its keyword arguments are what :func:`instruction_problem` holds a row's ``kwargs`` against.
+
+    Args:
+        instruction_id: the public id, such as ``count:numbers``.
+        needs: package that must be installed for this checker.
+    """
+
+    def register(function: Checker) -> Checker:
+        if instruction_id in CHECKERS:
+            raise ValueError(f"two checkers for instruction id {instruction_id!r}")
+        CHECKERS[instruction_id] = function
+        if needs:
+            NEEDS[instruction_id] = needs
+        return function
+
+    return register
+
+
+def compare(count: int, relation: Relation, bound: int) -> bool:
+    """``count`` against ``bound`` by IFEval's two relations."""
+    return count < bound if relation == "less than" else count >= bound
+
+
+def instructions_problem(instructions: Any, kwargs: Any) -> str | None:
+    """What keeps the checkers from reading a row's instructions, or None.
+
+    Args:
+        instructions: ``instruction_id_list`` of the row: a non-empty list of ids.
+        kwargs: ``kwargs`` of the row: one dict (or None) for each instruction; None where no instruction has any.
+    """
+    if not isinstance(instructions, Sequence) or isinstance(instructions, str) or not instructions:
+        return f"instruction_id_list must be a non-empty list of instruction ids, not {_short(instructions)}"
+    if kwargs is None:
+        kwargs = [{}] * len(instructions)
+    if not isinstance(kwargs, Sequence) or isinstance(kwargs, str) or len(kwargs) != len(instructions):
+        return f"kwargs must be a list of {len(instructions)} dicts, one for each instruction, not {_short(kwargs)}"
+    found = (instruction_problem(name, given) for name, given in zip(instructions, kwargs, strict=True))
+    return next((problem for problem in found if problem), None)
+
+
+def instruction_problem(instruction_id: Any, kwargs: Any) -> str | None:
+    """What keeps the checker of one instruction from running, or None."""
+    if not isinstance(instruction_id, str) or instruction_id not in CHECKERS:
+        return f"instruction id {_short(instruction_id)} has no built-in checker"
+    needs = NEEDS.get(instruction_id)
+    if needs and importlib.util.find_spec(needs) is None:
+        return f"instruction {instruction_id} needs the package {needs}, which is not installed (pip install {needs})"
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        return f"instruction {instruction_id}: kwargs must be a dict, not {_short(kwargs)}"
+    try:
+        arguments(instruction_id, kwargs)
+    except ValueError as error:
+        return f"instruction {instruction_id}: {error}"
+    return None
+
+
+def arguments(instruction_id: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keyword arguments for a checker: entries that are None are dropped (data sets fill unused columns so).
+
+    Raises:
+        ValueError: an argument is missing, unknown or of the wrong type.
+    """
+    given = {name: value for name, value in (kwargs or {}).items() if value is not None}
+    hints = _keyword_types(instruction_id)
+    missing, unknown = [name for name in hints if name not in given], [name for name in given if name not in hints]
+    if missing or unknown:
+        takes = ", ".join(hints) or "none"
+        what = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(unknown)}"] * bool(unknown)
+        raise ValueError(f"its kwargs are {takes}; {'; '.join(what)}")
+    return {name: _converted(name, given[name], hint) for name, hint in hints.items()}
+
+
+@cache
+def _keyword_types(instruction_id: str) -> dict[str, Any]:
+    function = CHECKERS[instruction_id]
+    hints = get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: hints[p.name] for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """``value`` as the type that the annotation asks for; whole floats, as a table's column has them, become ints."""
+    if get_origin(hint) is Literal and value in get_args(hint):
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and (hint is float or (hint is int and (isinstance(value, int) or value.is_integer()))):
+        return hint(value)
+    if hint is str and isinstance(value, str) and value.strip():
+        return value
+    if hint == list[str] and isinstance(value, list | tuple) and value and all(isinstance(v, str) and v for v in value):
+        return list(value)
+    raise ValueError(
+        f"{name} must be {_WORDS.get(hint) or ' or '.join(map(repr, get_args(hint)))}, not {_short(value)}"
+    )
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a non-empty text",
+    list[str]: "a list of texts",
+}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
