@@ -79,10 +79,12 @@ def test_cpu_offload_takes_the_optimizer_off_the_gpu(in_bf16: bool, tmp_path: Pa
         steps[offload] = {float(state["step"]) for state in backend.optimizer.states()}
         if offload:
             backend.save(tmp_path / "saved")
-            straight = train(backend, 2)
             again = on_gpu(path, megatron, train_dtype="bfloat16")
             again.load(tmp_path / "saved")
-            assert train(again, 2) == straight
+            pairs = zip(again.optimizer.tensors(), backend.optimizer.tensors(), strict=True)
+            assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+            # Kernels of the backward pass that add atomically give another last bit each time.
+            assert train(again, 2) == pytest.approx(train(backend, 2), rel=2e-3)
             del again
         del backend
         leave_groups()
