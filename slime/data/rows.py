@@ -109,7 +109,9 @@ class RowFile:
         path, selected = split_spec(spec)
         if not path.is_file():
             what = "is a folder, not a file" if path.is_dir() else "does not exist"
-            raise DataError([f"data file {path} {what} (looked for {path.absolute()})"])
+            like_hub = re.fullmatch(r"[\w.-]+/[\w-]+", str(path)) and not path.parent.is_dir()
+            hint = "; data sets of a hub are not downloaded here: use hf download first" if like_hub else ""
+            raise DataError([f"data file {path} {what} (looked for {path.absolute()}){hint}"])
         if path.suffix not in _READERS:
             raise DataError([f"{path}: unknown type {path.suffix!r}; data files are .jsonl, .parquet or .json"])
         self.spec, self.path = spec, path
