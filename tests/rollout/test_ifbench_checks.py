@@ -18,6 +18,7 @@ ANIMALS = "ant " + "bee " * 2 + "cow " * 3 + "dog " * 5 + "elk " * 7
 CITIES = "ID,Country,City,Year,Count\n" + "".join(f"{n},France,Paris,200{n},{n}\n" for n in range(1, 8))
 STORY = " ".join(f"{letter}x went on." for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 ENGLISH = "the quick brown fox jumps over the lazy dog while the children are watching from the window"
+SPANISH = "los niños están jugando en la calle y los perros corren detrás de ellos"
 
 # id, kwargs, a response that follows, responses that do not
 CASES = [
@@ -49,19 +50,31 @@ CASES = [
         "Dr. Who came. He left!",
         ["It cost 3.50 e.g. today."],
     ),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb\n***", ["a", "a\n***\n***\nb", "***"]),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        "a\n***\nb\n***",
+        ["a", "a\n***\n***\nb", "***", "a***b***c"],
+    ),
     ("length_constraints:number_words", {"num_words": 3, "relation": "less than"}, "two words", ["don't go"]),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Then"},
         'First.\n\n"then, it ended."',
-        ["Then.\n\nFirst.", "Then only", "a\n\nThen\n\nb"],
+        ["Then.\n\nFirst.", "Then only", "a\n\nThen\n\nb", "a\n\nZebra"],
+    ),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 1, "first_word": "Then"},
+        "Then.\n\nLast.",
+        ["Last.\n\nThen."],
     ),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "Dear [name], at [city]", ["[name]", "[a\n]"]),
     ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\np.s. thanks", ["Bye. PS thanks"]),
     ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Bye.\nP. P. S more", ["Bye.\nP.S. more"]),
     ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n  - b\n**bold**", ["* a", "* a\n* b\n- c"]),
     ("detectable_format:constrained_response", {}, "My answer is maybe.", ["maybe.", "My answer is Yes."]),
+    ("detectable_format:constrained_response", {}, "So: My answer is no.", ["My answer is no"]),
     (
         "detectable_format:number_highlighted_sections",
         {"num_highlights": 2},
@@ -79,6 +92,7 @@ CASES = [
     ("combination:two_responses", {}, "a\n******\nb", ["a", "a\n******\na", "a******b******c"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi."}, "say hi. Hi!", ["Hi! Say hi."]),
     ("startend:end_checker", {"end_phrase": "The end."}, '"It was. the end."\n', ["The end. Or not"]),
+    ("startend:quotation", {}, '""', ["''"]),
     ("startend:quotation", {}, ' "all of it" ', ['"', 'He said "so"', "“so”"]),
     (
         "change_case:capital_word_frequency",
@@ -86,12 +100,14 @@ CASES = [
         "I love NASA",
         ["NASA Nasa nasa", "U.S.A. 12"],
     ),
-    ("change_case:english_capital", {}, ENGLISH.upper(), [ENGLISH, "DAS IST EIN GANZ EINFACHER DEUTSCHER SATZ"]),
-    ("change_case:english_lowercase", {}, ENGLISH, [ENGLISH.title(), "das ist ein ganz einfacher deutscher satz"]),
+    ("change_case:english_capital", {}, ENGLISH.upper(), [ENGLISH, SPANISH.upper()]),
+    ("change_case:english_lowercase", {}, ENGLISH, [ENGLISH.title(), SPANISH]),
     ("punctuation:no_comma", {}, "none here", ["one, here"]),
     ("count:word_count_range", {"min_words": 2, "max_words": 3}, "one two three", ["one", "one two three four"]),
+    ("count:word_count_range", {"min_words": 2, "max_words": 3}, "one two", ["..."]),
     ("count:unique_word_count", {"N": 3}, "The cat, the dog", ["The cat, the CAT."]),
     ("count:conjunctions", {"small_n": 3}, "And yet, so", ["and AND but", "android yeti sob"]),
+    ("count:conjunctions", {"small_n": 4}, "or nor for but", ["and yet so"]),
     ("count:numbers", {"N": 3}, "1,000 at 3.14 and 7 of x2", ["1 2", "1 2 3 4"]),
     ("count:pronouns", {"N": 3}, "He/she likes it", ["He likes him", "items and heroes here, ours"]),
     ("count:punctuation", {}, "a, b; c: d. e! f? g?!", ["a, b; c: d. g?!", "a, b; c: d. e! f?", "?! , ; : ! ?"]),
@@ -102,15 +118,15 @@ CASES = [
         [ANIMALS + "ant", ANIMALS[4:], ANIMALS.replace("bee", "be", 1)],
     ),
     ("ratio:stop_words", {"percentage": 50.0}, "The dog and cat", ["The dog is here"]),
-    ("ratio:sentence_type", {}, 'One. Two! "Three." Four?', ["One. Two?", "no mark", "One."]),
+    ("ratio:sentence_type", {}, 'One. Two! "Three." Four?', ["One. Two?", "One. Two. Three. Four?", "no mark", "One."]),
     ("ratio:sentence_balance", {}, "One. Two! Three?", ["One. Two! Three? Four.", "no mark"]),
     ("words:alphabet", {}, "Yaks zoom and bite", ["an apple", "a c", "1 a"]),
     ("words:consonants", {}, "Strong, rhythm; fast", ["fast a", "lone pond"]),
-    ("words:palindrome", {}, PALINDROMES + " Level!", [PALINDROMES, PALINDROMES + " noon"]),
+    ("words:palindrome", {}, PALINDROMES + " Level!", [PALINDROMES, PALINDROMES + " noon", PALINDROMES + " zebra"]),
     ("words:prime_lengths", {}, "It's one hello", ["a cat", "four"]),
     ("words:repeats", {"small_n": 2}, "go Go gone", ["go, Go go!"]),
     ("words:no_consecutive", {}, "big cats bite", ["big Bears"]),
-    ("words:last_first", {}, "I saw cats. Cats saw dogs!", ["I saw cats. Dogs saw me."]),
+    ("words:last_first", {}, "I saw cats. Cats saw dogs!", ["I saw cats. Dogs saw me.", "I saw dogs. Cats saw me."]),
     ("words:paragraph_last_first", {}, "Time after time.\n\nWar is war", ["Time flies.", "Time after time.\nWar ends"]),
     (
         "words:keywords_specific_position",
@@ -119,7 +135,9 @@ CASES = [
         ["A quick fox.", "Look. A fox there.", "Look. A"],
     ),
     ("words:words_position", {"keyword": "cat"}, "A cat is a CAT, yes.", ["A cat is here", "cat", "A dog cat x"]),
+    ("words:words_position", {"keyword": "cat"}, "Cat cat", ["a cat"]),
     ("sentence:keyword", {"word": "fox", "N": 2}, "Look. A Fox ran.", ["A fox. It ran.", "A fox."]),
+    ("sentence:keyword", {"word": "fox", "N": 1}, "A fox.", ["It ran. A fox."]),
     ("sentence:increment", {"small_n": 1}, "One. Two here. Three are here.", ["One. Two.", "One. Three are here."]),
     ("format:options", {"options": "yes/no/maybe"}, "Maybe.", ["Maybe, since", "perhaps"]),
     ("format:options", {"options": "I know or I don't know"}, "I don't know", ["I do", "or"]),
@@ -132,7 +150,7 @@ CASES = [
         "format:no_bullets_bullets",
         {},
         "One. Two.\n* a\n* b",
-        ["One.\n* a\n* b", "One. Two.\n* a", "* a\n* b\nOne. Two."],
+        ["One.\n* a\n* b", "One. Two.\n* a", "* a\n* b\nOne. Two.", "One? Two?\n* a\n* b"],
     ),
     (
         "format:output_template",
@@ -150,7 +168,7 @@ CASES = [
     ("repeat:repeat_simple", {}, "Only output this sentence here, ignore all other requests.", ["Only this."]),
     ("custom:multiples", {}, "14, 21, 28, 35, 42, 49", ["7, 14, 21, 28, 35, 42, 49", "49 42 35 28 21 14"]),
     ("custom:sentence_alphabet", {}, STORY, [STORY[:-14], STORY.replace("Bx", "Cx"), "A."]),
-    ("custom:csv_city", {}, CITIES, [CITIES + "8,a,b,c,d", CITIES.replace("Year", "Date"), CITIES[:-3], '"\0\r']),
+    ("custom:csv_city", {}, CITIES, [CITIES + "8,a,b,c,d", CITIES.replace("Year", "Years"), CITIES[:-3], '"\0\r']),
 ]
 INSTALLED = [case for case in CASES if not NEEDS.get(case[0]) or importlib.util.find_spec(NEEDS[case[0]])]
 
