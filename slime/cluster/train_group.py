@@ -266,7 +266,7 @@ class TrainGroup:
         args = role_args(args, role)
         self.args, self.role, self.waiter = args, role, waiter
         world_size = placement.slots.train
-        actor_class: Any = ray.remote(concurrency_groups={"status": 1})(with_status_group(TrainActor))  # type: ignore[call-overload]
+        actor_class = remote_class(TrainActor)
         environment = {"env_vars": {**thread_environment(args.threads_per_process), **dict(args.train_env_vars or {})}}
         self.ranks = [
             actor_class.options(**placement.train_options(rank), runtime_env=environment).remote(
@@ -384,11 +384,16 @@ class TrainGroup:
         return self.waiter.get(refs, what, deadline, actors=self._named, interruptible=interruptible)
 
 
-def with_status_group(cls: type) -> type:
-    """``status`` and ``try_folder`` answer on a thread of their own, so that they do while a step runs or a model is
-    loaded."""
+OWN_THREADS = ("status", "try_folder")
+"""Methods that answer while a step runs or a model is loaded, each on one thread of its own: a folder on a file system
+that hangs must not keep ``status`` from answering, or the rank would look frozen."""
+
+
+def remote_class(cls: type) -> Any:
+    """The Ray actor class of ``cls``, with a concurrency group of one thread for each of :data:`OWN_THREADS`."""
     import ray
 
-    names = [name for name in ("status", "try_folder") if hasattr(cls, name)]
-    aside = {name: ray.method(concurrency_group="status")(getattr(cls, name)) for name in names}
-    return type(cls.__name__, (cls,), aside)
+    names = [name for name in OWN_THREADS if hasattr(cls, name)]
+    aside = {name: ray.method(concurrency_group=name)(getattr(cls, name)) for name in names}
+    make: Any = ray.remote(concurrency_groups=dict.fromkeys(names, 1))  # type: ignore[call-overload]
+    return make(type(cls.__name__, (cls,), aside))

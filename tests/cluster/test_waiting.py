@@ -28,6 +28,10 @@ class Worker:
     def fail(self) -> None:
         raise ValueError("bad row 7")
 
+    def try_folder(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
     def status(self) -> dict:
         return {"phase": "multiply", "done": 3, "total": 8, "since": time.time() - 5}
 
@@ -39,10 +43,10 @@ def worker_class() -> Iterator:
     connect(SimpleNamespace())
     import ray
 
-    from slime.cluster.train_group import with_status_group
+    from slime.cluster.train_group import remote_class
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import this file
-    yield ray.remote(concurrency_groups={"status": 1})(with_status_group(Worker)).options(num_cpus=0.01)
+    yield remote_class(Worker).options(num_cpus=0.01)
     ray.shutdown()
 
 
@@ -76,6 +80,17 @@ def test_expiry_says_what_the_processes_do(worker_class) -> None:
     waiter.get([worker.work.remote(0.0)], "warm up", 30)
     with pytest.raises(WaitExpired, match=r"for rank 0 to work\n.*\n  rank 0: multiply 3/8 for 5 s"):
         waiter.get([worker.work.remote(20)], "rank 0 to work", 1.5, actors={"rank 0": worker})
+
+
+def test_status_answers_while_a_folder_hangs_and_a_step_runs(worker_class) -> None:
+    import ray
+
+    worker = worker_class.remote()
+    ray.get(worker.work.remote(0.0))
+    hanging = [worker.try_folder.remote(300), worker.work.remote(300)]
+    assert ray.get(worker.status.remote(), timeout=60)["phase"] == "multiply"
+    assert not ray.wait(hanging, timeout=0)[0]
+    ray.kill(worker)
 
 
 @pytest.mark.parametrize("failure", ["die", "fail"])
