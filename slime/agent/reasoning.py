@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from slime.agent.tool_parsers import Shown, ToolParser, overlap, sglang_parsers
+from slime.agent.tool_parsers import Shown, ToolParser, overlap
+from slime.config.validate_agent import SGLANG_REASONING_PARSERS, reasoning_parser_problem, sglang_parsers
 
 
 class Tags(NamedTuple):
@@ -36,11 +37,11 @@ def reasoning_tags(name: str, tokenizer: Any) -> Tags | None:
         return next((tags for tags in dict.fromkeys(TAGS.values()) if _knows(tokenizer, template, tags)), None)
     if name in TAGS:
         return TAGS[name]
-    known = sglang_parsers("sglang.srt.parser.reasoning_parser", "ReasoningParser.DetectorMap")
-    if name in known:
-        detector = known[name]()
-        return Tags(detector.think_start_token, detector.think_end_token)
-    raise ValueError(f"--agent-reasoning-parser {name}: known are auto, none, {', '.join(TAGS)}, and those of SGLang")
+    problem = reasoning_parser_problem(name)
+    if problem is not None:
+        raise ValueError(problem)
+    detector = sglang_parsers(*SGLANG_REASONING_PARSERS)[name]()
+    return Tags(detector.think_start_token, detector.think_end_token)
 
 
 def _knows(tokenizer: Any, template: str, tags: Tags) -> bool:

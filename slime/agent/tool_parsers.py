@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import json
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 from slime.agent.messages import Tool, call
 from slime.agent.tool_formats import FORMATS
 from slime.config.hooks import HookError, load_function
+from slime.config.validate_agent import is_path, tool_parser_problem
 from slime.data.json_text import parse_json
 
-logger = logging.getLogger(__name__)
 HERMES_PREAMBLE = """\
 # Tools
 
@@ -76,30 +73,13 @@ def tool_parser(name: str, tools: Sequence[Tool] = ()) -> ToolParser:
     """
     if name in FORMATS:
         return FORMATS[name](tools)
-    if not any(mark in name for mark in "./:"):
-        known = sglang_parsers("sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum")
-        if name not in known:
-            raise HookError(
-                f"--agent-tool-parser {name}: there is no such parser here ({', '.join(FORMATS)}), nor in an installed "
-                "SGLang that can be imported"
-            )
+    problem = tool_parser_problem(name)
+    if problem is not None:
+        raise HookError(problem)
+    if not is_path(name):
         return SGLangParser(name, tools)
     parser: ToolParser = load_function(name)()
     return parser
-
-
-@functools.cache
-def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
-    """A registry of the installed SGLang; empty where SGLang is absent or cannot be imported (it wants a GPU's
-    packages)."""
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError as error:
-        logger.debug("no parsers of SGLang: %s", error)
-        return {}
-    for name in attribute.split("."):
-        found = getattr(found, name)
-    return dict(found)
 
 
 class SGLangParser:

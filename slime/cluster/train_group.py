@@ -261,7 +261,6 @@ class TrainGroup:
     def __init__(
         self, args: Args, role: Role, placement: Placement, waiter: Waiter, log_dir: Path, load_path: Path | None
     ) -> None:
-        import ray
 
         args = role_args(args, role)
         self.args, self.role, self.waiter = args, role, waiter

@@ -6,6 +6,7 @@ from slime.config import passthrough
 from slime.config.args import Args
 from slime.config.machine import Machine, this_machine
 from slime.config.roles import check_roles
+from slime.config.validate_agent import AGENT_RULES
 from slime.config.validate_algorithm import ALGORITHM_RULES, check_opsm
 from slime.config.validate_files import DATA_RULES, FILE_RULES
 from slime.config.validate_model import MODEL_RULES
@@ -22,7 +23,8 @@ def validate(
         data_is_checked: the data room reads the files itself, so their absence is not told twice.
     """
     problems: list[str] = []
-    for rule in (*FILE_RULES, *(() if data_is_checked else DATA_RULES), *ROLLOUT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
+    data_rules = () if data_is_checked else DATA_RULES
+    for rule in (*FILE_RULES, *data_rules, *ROLLOUT_RULES, *AGENT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
         problems += rule(args)
     problems += check_loop(args, asynchronous)
     problems += check_opsm(args, asynchronous)

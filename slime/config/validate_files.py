@@ -174,7 +174,7 @@ def check_sinks(args: Args) -> list[str]:
 
 def check_hooks(args: Args) -> list[str]:
     """Every function that a flag names can be found."""
-    return [problem for option, name, path in _hooks(args) if (problem := _hook_problem(option, name, path))]
+    return [problem for option, name, path in _hooks(args) if (problem := hook_problem(option, name, path))]
 
 
 def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
@@ -188,7 +188,8 @@ def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
             yield from ((flag.option, name, path) for path in value)
 
 
-def _hook_problem(option: str, name: str, path: str) -> str | None:
+def hook_problem(option: str, name: str, path: str) -> str | None:
+    """Why what ``path`` names cannot be imported or called as the flag ``name`` is; None where it can."""
     try:
         function = load_function(path, HOOK_NAMES.get(name))
     except HookError as error:

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 
 from slime.agent.program import Task, reward_of
+from slime.agent.reasoning import TAGS
+from slime.agent.tool_formats import FORMATS
+from slime.agent.tool_parsers import choose_parser, tool_parser
 from slime.config.args import Args
 from slime.config.defaults import resolve_defaults
+from slime.config.validate_agent import REASONING_PARSERS, TOOL_PARSERS, check_parsers
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,36 @@ def test_flags(flags: dict[str, Any], problem: str | None) -> None:
     assert [problem in text for text in problems] == [True] * (problem is not None)  # type: ignore[operator]
     own = flags.get("custom_generate_function_path")
     assert args.custom_generate_function_path == (own or "slime.agent.rollout.generate")
+
+
+def test_the_checks_know_the_names_of_all_parsers() -> None:
+    assert set(TOOL_PARSERS) == FORMATS.keys()
+    assert set(REASONING_PARSERS) == TAGS.keys()
+
+
+@pytest.mark.parametrize("name", ["auto", *TOOL_PARSERS, "slime.agent.tool_formats.Hermes"])
+def test_parsers_that_exist_are_accepted(name: str) -> None:
+    assert check_parsers(Args(agent_tool_parser=name)) == []
+    assert tool_parser(choose_parser(name, "", None)).parse("no call") == ("no call", [])
+
+
+@pytest.mark.parametrize("name", ["auto", "none", *REASONING_PARSERS])
+def test_reasoning_parsers_that_exist_are_accepted(name: str) -> None:
+    assert check_parsers(Args(agent_reasoning_parser=name)) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"agent_tool_parser": "qwen26"}, ("--agent-tool-parser qwen26", *TOOL_PARSERS)),
+        ({"agent_tool_parser": "slime.agent.tool_formats.Hermss"}, ("--agent-tool-parser", "has no 'Hermss'")),
+        ({"agent_tool_parser": "slime.agent.tool_formats.FORMATS"}, ("it is a dict, not a function",)),
+        ({"agent_reasoning_parser": "qwen4"}, ("--agent-reasoning-parser qwen4", "auto", *REASONING_PARSERS)),
+    ],
+)
+def test_a_parser_that_does_not_exist_is_found_before_the_start(flags: dict[str, Any], parts: tuple[str, ...]) -> None:
+    (problem,) = check_parsers(Args(**flags))
+    assert all(part in problem for part in parts), problem
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ ONE_PROBLEM = [
     ("--rollout-max-response-len 0", "at least 1"),
     ("--rm-type deepscalar", "not one of deepscaler"),
     ("--rm-type remote_rm", "needs --rm-url"),
+    ("--agent-tool-parser qwen26 --agent-command program", "known are auto, hermes"),
+    ("--agent-reasoning-parser qwen4 --agent-command program", "known are auto, none"),
     ("--sglang-router-ip 127.0.0.1", "go together"),
     ("--update-weight-transport disk", "--update-weight-disk-dir"),
     ("--debug-train-only", "--load-debug-rollout-data"),
