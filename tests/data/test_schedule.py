@@ -107,6 +107,16 @@ def test_static_batches() -> None:
         schedule(args, [1] * 6, 6, 2)
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_micro_batches_are_dealt_out_in_order_without_balancing(dynamic: bool) -> None:
+    """Which rank trains a sample then follows from the order of the samples, and not from their lengths."""
+    lengths = [9, 6, 9, 6, 9, 6, 9, 6]  # no two fit together; dealt out by cost, each rank would get both lengths
+    args = make_args(use_dynamic_batch_size=dynamic)
+    assert schedule(args, lengths, gbs=8, dp=2)[0] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    args.balance_data = True
+    assert [sum(lengths[i] for i in part) for part in schedule(args, lengths, gbs=8, dp=2)[0]] == [30, 30]
+
+
 def test_balancing_evens_out_flops() -> None:
     lengths = [100, 90, 10, 10, 95, 12, 8, 99]
     work = []
