@@ -11,6 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
+from slime.observability.best_effort import best_effort
+
 DETAIL = re.compile(r"^(?P<name>.+)-(?P<figure>truncated_ratio|reward_missing_count|(?:pass|mean)@\d+)$")
 """Of a metric without ``eval/``: data set and figure. A name that does not match is a data set's mean reward."""
 
@@ -35,7 +37,8 @@ def figures(metrics: Mapping[str, Any]) -> Figures:
 def write_evaluation(
     run_dir: Path, step: int, data: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, Any]
 ) -> Path:
-    """Write ``<run>/eval/eval_<step>.json``, replacing an older file.
+    """Write ``<run>/eval/eval_<step>.json``, replacing an older file. A file that cannot be written is logged, and the
+    run goes on: the figures are in ``metrics`` as well.
 
     Per data set: its figures, the settings it was evaluated with, and the rewards of each prompt in the order
     of the file (null where a verifier gave no answer). The samples themselves are in ``samples/``.
@@ -54,12 +57,13 @@ def write_evaluation(
         }
         for name, part in data.items()
     }
-    folder = Path(run_dir) / "eval"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"eval_{step:06d}.json"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"step": step, "datasets": sets}, indent=1, default=str) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    path = Path(run_dir) / "eval" / f"eval_{step:06d}.json"
+    text = json.dumps({"step": step, "datasets": sets}, indent=1, default=str) + "\n"
+    with best_effort("the evaluation's file"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     return path
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.observability.best_effort import best_effort
 from slime.observability.run_dir import RunDir, public_settings
 
 STEP_KEYS = ("train/step", "rollout/step", "eval/step")
@@ -45,7 +46,8 @@ class MetricsLogger:
 
     Raises:
         MetricsError: W&B was asked for and is not installed.
-        OSError: a sink cannot be written; it is not caught, since a run whose numbers are lost is lost.
+        OSError: a sink cannot be opened. Once they are open, a write that fails is only logged, and the run goes on:
+            rows of ``metrics.jsonl`` wait in memory until there is room again; TensorBoard's file may end there.
     """
 
     def __init__(self, args: Any, run_dir: RunDir, resume_from: int | None = None) -> None:
@@ -53,7 +55,7 @@ class MetricsLogger:
         self._steps_as_train_steps = bool(getattr(args, "wandb_always_use_train_step", False))
         if resume_from is not None:
             roll_back(run_dir.metrics, resume_from)
-        self._file = run_dir.metrics.open("a", encoding="utf-8")
+        self._rows = _Lines(run_dir.metrics)
         self._tensorboard = None
         if getattr(args, "use_tensorboard", True):
             self._tensorboard = _TensorBoard(_tensorboard_dir(args, run_dir), purge_step=resume_from)
@@ -78,10 +80,10 @@ class MetricsLogger:
         now = time.time()
         row: dict[str, float | None] = {step_key: step, "time": round(now, 3)}
         row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        self._rows.write(json.dumps(row, allow_nan=False))
         if self._tensorboard is not None:
-            self._tensorboard.write(numbers, step, now)
+            with best_effort("TensorBoard events"):
+                self._tensorboard.write(numbers, step, now)
         if self._wandb is not None:
             self._wandb.log({step_key: step, **numbers})
 
@@ -97,9 +99,10 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Flush and close all sinks; safe to call twice."""
-        self._file.close()
+        self._rows.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with best_effort("TensorBoard events"):
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
@@ -150,6 +153,30 @@ def _tensorboard_dir(args: Any, run_dir: RunDir) -> Path:
     if project:
         return Path("tensorboard_log") / project / (getattr(args, "tb_experiment_name", None) or run_dir.path.name)
     return run_dir.tensorboard
+
+
+class _Lines:
+    """Appends lines to a file. What a full disk refuses, also the rest of a line of which a part was written, is kept
+    and written before the next line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)  # a buffer of Python's would not tell how much of it was written
+        self._unwritten = b""
+
+    def write(self, line: str) -> None:
+        self._unwritten += line.encode() + b"\n"
+        self._flush()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._flush()
+            with best_effort("metrics.jsonl"):
+                self._file.close()
+
+    def _flush(self) -> None:
+        with best_effort("metrics.jsonl"):
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 class _TensorBoard:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from slime.data.sample import Sample
 from slime.observability.debug_data import DebugDataError, load_rollout, save_rollout, save_train_data, subsample
+from slime.observability.evaluations import write_evaluation
 from slime.observability.samples import preview, write_samples
 
 
@@ -145,10 +146,13 @@ def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pyte
     from slime.observability.best_effort import best_effort
 
     (tmp_path / "samples").write_text("a file where the folder should be")
+    (tmp_path / "eval").write_text("here as well")
     write_samples(tmp_path, 0, [Sample(prompt="p", response="r")])
+    write_evaluation(tmp_path, 0, {"math": {"rewards": [1.0]}}, {"eval/math": 1.0})
     for _ in range(5):
         with best_effort("something"), open("/dev/full", "w") as file:
             file.write("x")
             file.flush()
     told = [record.message for record in caplog.records if "the run goes on" in record.message]
     assert sum("something" in line for line in told) == 3 and any("texts of samples" in line for line in told)
+    assert any("the evaluation's file" in line for line in told)

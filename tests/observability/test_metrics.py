@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import resource
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +44,39 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     log.close()
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("rollout/raw_reward")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
+
+
+def limit_file_size(size: int) -> None:
+    """Writes beyond ``size`` bytes of any file fail, the last one after a part, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[int], None]]:
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE)[0], signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield limit_file_size
+    limit_file_size(before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+@pytest.mark.parametrize("tensorboard", [True, False])
+def test_rows_wait_for_room_on_a_full_disk(
+    tmp_path: Path, small_disk: Callable[[int], None], caplog: pytest.LogCaptureFixture, tensorboard: bool
+) -> None:
+    log, run = logger(tmp_path, use_tensorboard=tensorboard)
+    log.log({"rollout/raw_reward": 0.0}, 0)
+    size, unlimited = run.metrics.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    small_disk(size + 7)  # a part of the next row
+    for step in range(1, 300):
+        log.log({"rollout/raw_reward": float(step)}, step)
+    assert run.metrics.stat().st_size == size + 7
+    small_disk(unlimited)
+    log.log({"rollout/raw_reward": 300.0}, 300)
+    log.close()
+    log.close()
+    assert [row["rollout/raw_reward"] for row in read_metrics(run.metrics)] == [float(step) for step in range(301)]
+    assert any("metrics.jsonl could not be written" in record.message for record in caplog.records)
 
 
 def test_a_resumed_run_reads_as_one_that_was_never_interrupted(tmp_path: Path) -> None:
