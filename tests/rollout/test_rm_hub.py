@@ -482,6 +482,7 @@ class RewardServer:
 
     def __init__(self, failures=0, status=500, hang=False):
         self.failures, self.status, self.hang, self.calls = failures, status, hang, []
+        self.poison = None  # the response on which it always fails
 
     async def __aenter__(self):
         app = web.Application()
@@ -501,7 +502,7 @@ class RewardServer:
         self.calls.append(body)
         if self.hang:
             await asyncio.sleep(60)
-        if len(self.calls) <= self.failures:
+        if len(self.calls) <= self.failures or body["response"] == self.poison:
             return web.Response(status=self.status, text="broken")
         return web.json_response(0.5 if body["response"] == "a" else {"score": 1})
 
@@ -519,17 +520,44 @@ async def test_remote_rm_posts_and_tries_again(quick_retries):
         assert await async_rm(args, Sample(prompt="p", response="b")) == {"score": 1}
 
 
-async def test_remote_rm_gives_up_with_the_address(quick_retries):
-    async with RewardServer(failures=99) as server:
-        with pytest.raises(RuntimeError, match=f"{server.url} failed 10 times"):
+async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypatch, caplog):
+    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm._FIRST_REPORT", 0.001)
+    async with RewardServer(failures=40) as server:
+        args = arguments("remote_rm", rm_url=server.url)
+        assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
+        assert len(server.calls) == 41
+    assert any(f"waiting for the reward server {server.url}" in record.message for record in caplog.records)
+    assert any("answers again" in record.message for record in caplog.records)
+    async with RewardServer(failures=3, status=429) as server:
+        assert await async_rm(arguments("remote_rm", rm_url=server.url), Sample(response="a")) == 0.5
+
+
+async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
+    async with RewardServer(failures=999) as server:
+        with pytest.raises(RuntimeError, match=f"{server.url} has failed for .*--phase-timeout.*500"):
+            await async_rm(arguments("remote_rm", rm_url=server.url, phase_timeout=0.05), Sample())
+        monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.UNKNOWN_SERVER_SECONDS", 0.01)
+        with pytest.raises(RuntimeError, match=r"tried for 0\.01 s"):
             await async_rm(arguments("remote_rm", rm_url=server.url), Sample())
-        assert len(server.calls) == 10
     async with RewardServer(failures=99, status=422) as server:
         with pytest.raises(Exception, match="422"):
             await async_rm(arguments("remote_rm", rm_url=server.url), Sample())
         assert len(server.calls) == 1, "a refusal is not tried again"
     with pytest.raises(ValueError, match="--rm-url"):
         await async_rm(arguments("remote_rm", rm_url=None), Sample())
+
+
+async def test_remote_rm_that_fails_on_one_sample_alone_marks_it(quick_retries, monkeypatch):
+    monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.LONGEST_PAUSE", 0.001)
+    async with RewardServer() as server:
+        server.poison = "c"
+        args, bad = arguments("remote_rm", rm_url=server.url), Sample(response="c")
+        scored = asyncio.create_task(async_rm(args, bad))
+        while len(server.calls) < 2:
+            await asyncio.sleep(0)
+        assert await async_rm(args, Sample(response="a")) == 0.5
+        assert await scored is None and bad.reward_timed_out and bad.remove_sample
 
 
 async def test_remote_rm_that_never_answers_marks_the_sample(quick_retries):

@@ -11,8 +11,8 @@ the last part of the address:
 
 ``--rm-model-path`` names the served model's folder where its tokenizer is needed (all but embeddings;
 default: ``--hf-checkpoint``). With ``--group-rm`` use ``score_group``: one request for all samples of a group.
-Each call is bounded by ``--reward-timeout``; a server that answers with an error is tried again as by
-``remote_rm``.
+Each call is bounded by ``--reward-timeout``; within it, a request that the server fails on is sent again up to five
+times.
 """
 
 from __future__ import annotations
