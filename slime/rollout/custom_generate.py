@@ -44,14 +44,16 @@ async def call_single(
     if fn is generate:
         return await generate(args, sample, params)
     prompt = _prepare(sample)
-    result = await call(fn, args, sample, params, **accepted(fn, evaluation=evaluation))
+    threads = GenerateState(args).threads
+    result = await call(fn, args, sample, params, threads=threads, **accepted(fn, evaluation=evaluation))
     return _finish_all(fn, args, sample, prompt, result)
 
 
 async def call_list(fn: Callable[..., Any], args: Any, samples: list[Sample], evaluation: bool) -> list[Generated]:
     """Call the list form on the samples of one prompt; None means that it changed them in place."""
     prompts = [_prepare(sample) for sample in samples]
-    result = await call(fn, args, list(samples), **accepted(fn, evaluation=evaluation))
+    threads = GenerateState(args).threads
+    result = await call(fn, args, list(samples), threads=threads, **accepted(fn, evaluation=evaluation))
     result = samples if result is None else result
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__

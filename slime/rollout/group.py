@@ -186,7 +186,8 @@ async def _sample_hooks(args: Any, sample: Sample, evaluation: bool) -> Sample:
         hook = load_function(path)
         state = GenerateState(args)
         rollout_id = state.eval_rollout_id if evaluation else state.rollout_id
-        answer = await call(hook, args, sample, **accepted(hook, rollout_id=rollout_id, evaluation=evaluation))
+        keywords = accepted(hook, rollout_id=rollout_id, evaluation=evaluation)
+        answer = await call(hook, args, sample, threads=state.threads, **keywords)
         if answer is not None and not isinstance(answer, Sample):
             raise TypeError(f"sample hook {path} returned {type(answer).__name__}; it must return None or a Sample")
         sample = sample if answer is None else answer

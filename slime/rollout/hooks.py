@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Any
 
 
@@ -28,9 +30,14 @@ def is_async(fn: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
-async def call(fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Await an async function; run a plain one in a thread, so that it cannot stop the event loop."""
+async def call(fn: Callable[..., Any], *args: Any, threads: Executor | None = None, **keywords: Any) -> Any:
+    """Await an async function; run a plain one in a thread, so that it cannot stop the event loop.
+
+    Args:
+        threads: where a plain function runs; default: the event loop's own threads, some few more than the cores.
+    """
     if is_async(fn):
         return await fn(*args, **keywords)
-    result = await asyncio.to_thread(fn, *args, **keywords)
+    run = functools.partial(contextvars.copy_context().run, fn, *args, **keywords)
+    result = await asyncio.get_running_loop().run_in_executor(threads, run)
     return await result if inspect.isawaitable(result) else result

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from slime.config.context import context_limit
@@ -25,6 +26,7 @@ Observer = Callable[[str, Group, dict[str, Any]], None]
 it), ``filtered`` (``reason``), ``replaced`` (its verifier gave no answers), ``given_back`` (to the data source)."""
 
 _KEPT_WITHOUT_WEAKREF = 8
+_MOST_THREADS = 4096  # a process cannot have many more; plain functions beyond it wait for their turn
 _lock = threading.Lock()
 _states: OrderedDict[int, tuple[Any, GenerateState]] = OrderedDict()
 
@@ -121,8 +123,19 @@ class GenerateState:
         and open files allow."""
         loop = asyncio.get_running_loop()
         if loop not in self._semaphores:
-            self._semaphores[loop] = asyncio.Semaphore(min(concurrency(_target(self._args)), connection_limit()))
+            self._semaphores[loop] = asyncio.Semaphore(self._in_flight)
         return self._semaphores[loop]
+
+    @functools.cached_property
+    def threads(self) -> Executor:
+        """Where users' plain functions run, as many at once as generations are in flight: they wait for engines, so
+        the number of cores, which limits an event loop's own threads, must not limit them. Threads start as needed, at
+        most 4,096."""
+        return ThreadPoolExecutor(min(self._in_flight, _MOST_THREADS), thread_name_prefix="hook")
+
+    @functools.cached_property
+    def _in_flight(self) -> int:
+        return min(concurrency(_target(self._args)), connection_limit())
 
 
 def concurrency(args: Any) -> int:

@@ -122,6 +122,23 @@ async def test_a_plain_function_and_keywords_are_taken(tokenizer_dir, hook):
     assert {sample.response for sample in flatten(await roll(args))} == {"plain False"}
 
 
+TOGETHER = """
+import threading
+everyone = threading.Barrier(64)
+def plain(args, sample, sampling_params):
+    everyone.wait(timeout=20)
+    sample.response = "together"
+    return sample
+"""
+
+
+async def test_plain_functions_run_as_many_at_once_as_generations_are_in_flight(tokenizer_dir, hook):
+    """More than the threads of an event loop, min(32, cores + 4)."""
+    path = hook(TOGETHER, "plain")
+    args = arguments(tokenizer_dir, custom_generate_function_path=path, rollout_batch_size=32, n_samples_per_prompt=2)
+    assert {sample.response for sample in flatten(await roll(args))} == {"together"}
+
+
 MULTI_TURN = """
 from slime.rollout.sglang_rollout import GenerateState
 async def fn(args, sample, sampling_params):
