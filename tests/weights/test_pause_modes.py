@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slime.engines.handle import Capabilities, EngineError
+from slime.weights.changes import AuditMemory
 from slime.weights.sync import _Sender
 
 
@@ -49,7 +50,7 @@ class Engine:
 async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> None:
     args = SimpleNamespace(distributed_timeout_minutes=1, phase_timeout=60, update_weight_pause_mode=flag)
     transport: Any = SimpleNamespace(name="ipc", bracketed=True)
-    await _Sender(args, [], transport, "0.1", False)._pause_and_flush(engine)  # type: ignore[arg-type]
+    await _Sender(args, [], transport, "0.1", False, None, AuditMemory())._pause_and_flush(engine)  # type: ignore[arg-type]
     assert engine.asked == expected
 
 
@@ -58,5 +59,5 @@ async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weight
     transport: Any = SimpleNamespace(name="ipc", bracketed=True)
     engine: Any = Engine(running=2, version_spans=False)
     with pytest.raises(EngineError, match="--update-weight-pause-mode abort"):
-        await _Sender(args, [], transport, "0.1", False)._pause_and_flush(engine)
+        await _Sender(args, [], transport, "0.1", False, None, AuditMemory())._pause_and_flush(engine)
     assert engine.asked == []

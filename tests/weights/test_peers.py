@@ -25,7 +25,7 @@ from slime.weights.transports.peers import PeerError, PeerLink, connect_store
 from slime.weights.transports.shared_memory import SHARED_MEMORY
 from slime.weights.update import NamedTensor, UpdateReport
 
-SECONDS = 5.0
+SECONDS = 60.0
 SIZES = (700, 300, 900, 20, 1000)  # floats: three buckets of at most 4096 bytes
 
 
