@@ -54,9 +54,8 @@ from slime.engines.sglang.cpu_kernels import install
 install()
 import json, sys
 from call_forms import FORMS, TOOLS
-from slime.agent.reasoning import THINK, StreamSplit, parse_answer, reasoning_tags, split_reasoning
-from slime.agent.tool_parsers import Shown, choose_parser, tool_parser
-from slime.config.hooks import HookError
+from slime.agent.reasoning import reasoning_tags
+from slime.agent.tool_parsers import SGLangParser, tool_parser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 dsml, texts = json.loads(sys.argv[1])
 parser = tool_parser("deepseekv32", TOOLS)
