@@ -36,6 +36,8 @@ from queue import Queue
 from typing import Any
 
 from slime.observability.metrics import read_metrics
+from slime.observability.samples import read_samples, sample_files
+from slime.observability.trace_file import read_trace
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 POOL = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
@@ -194,7 +196,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "step_seconds": round(steady_step_seconds(training), 2),
         "generation_seconds": round(sum(end - start for start, end in generating), 1),
         "training_seconds": round(sum(end - start for start, end in training), 1),
-        "by_version": reward_by_version(folder / "samples"),
+        "by_version": reward_by_version(folder),
         "staleness_max": max(row["rollout/staleness/max"] for row in steps),
         "several_versions": round(statistics.fmean(row["rollout/several_versions_ratio"] for row in steps), 3),
         "tis_clipfrac": round(statistics.fmean(row.get("train/tis_clipfrac", 0.0) for row in steps), 4),
@@ -209,13 +211,12 @@ def steady_step_seconds(training: list[Interval]) -> float:
     return (ends[-1] - ends[0]) / max(len(ends) - 1, 1)
 
 
-def reward_by_version(samples: Path) -> dict[int, tuple[float, int]]:
+def reward_by_version(run: Path) -> dict[int, tuple[float, int]]:
     """Of the answers that each version of the weights ended, by the steps that had trained it: their mean reward, and
     how many they are."""
     rewards: dict[int, list[float]] = {}
-    for path in sorted(samples.glob("rollout_*.jsonl")):
-        for line in path.read_text().splitlines():
-            sample = json.loads(line)
+    for path in sample_files(run, "rollout").values():
+        for sample in read_samples(path):
             rewards.setdefault(int(sample["weight_versions"][-1].split(".")[1]), []).append(float(sample["reward"]))
     return {version: (round(statistics.fmean(values), 3), len(values)) for version, values in sorted(rewards.items())}
 
@@ -224,8 +225,8 @@ def intervals(traces: Path) -> tuple[list[Interval], list[Interval]]:
     """Seconds in which engines generated, and in which the trainer trained: joined, in order."""
     generating: set[Interval] = set()
     training: set[Interval] = set()
-    for path in sorted(traces.glob("*.json")):
-        for event in json.loads(path.read_bytes())["traceEvents"]:
+    for path in sorted(traces.glob("rollout_*.json.gz")):
+        for event in read_trace(path):
             if event["ph"] == "X" and event["name"] in ("sglang_generate", "train"):
                 span = (event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
                 (training if event["name"] == "train" else generating).add(span)

@@ -129,12 +129,11 @@ class Run:
             rm_type="random",
             phase_timeout=1e7,  # simulated
         )
-        run_args: Any = Args(**settings)  # takes also what the generate function reads
-        self.args = run_args
-        self.args.engines = self.engines = Engines(setting.engines, SpeedCurve(setting.curve))
-        self.args.drop_share = setting.drop_share
-        self.args.lengths = self.lengths = draw_lengths(setting, mode)
-        self.args.held_step = self.args.divided = 0
+        self.engines, self.lengths = Engines(setting.engines, SpeedCurve(setting.curve)), draw_lengths(setting, mode)
+        self.args: Any = Args(**settings)
+        own = dict(engines=self.engines, lengths=self.lengths, drop_share=setting.drop_share, held_step=0, divided=0)
+        for name, value in own.items():  # what the functions of simulated_engines read
+            self.args.declare(name, value)
         self.source = RolloutDataSourceWithBuffer(self.args, Prompts())
         self.now = asyncio.get_running_loop().time
         self.trained: list[int] = []

@@ -82,9 +82,9 @@ class Engine:
     """The engine's control calls with a clock, on the background loop."""
 
     def __init__(self, url: str) -> None:
-        from slime.engines.http_handle import HttpEngineHandle
+        from slime.engines.handle import EngineHandle
 
-        self.handle = HttpEngineHandle(url)
+        self.handle = EngineHandle(url)
 
     def seconds(self, call: str, *arguments: Any) -> float:
         from slime.utils.async_utils import run
@@ -111,6 +111,7 @@ class Engine:
 
 def cycle(options: argparse.Namespace, args: Any, engine: Engine, tensors: Any, number: int) -> dict[str, Any]:
     from slime.utils.async_utils import run
+    from slime.weights.settings import WeightSyncSettings
     from slime.weights.sync import sync_weights
     from slime.weights.transports import create_transport
 
@@ -121,9 +122,10 @@ def cycle(options: argparse.Namespace, args: Any, engine: Engine, tensors: Any, 
     row["release_seconds"] = engine.seconds("release")
     row["asleep_bytes"] = device_bytes()
     row["resume_weights_seconds"] = engine.seconds("resume", ("weights",))
-    transport = create_transport(args, colocated_host=True)
+    settings = WeightSyncSettings.from_args(args)
+    transport = create_transport(settings, colocated_host=True)
     start = time.perf_counter()
-    report = sync_weights(args, tensors, [engine.handle], transport, f"0.{number}", is_sender=True)
+    report = sync_weights(settings, tensors, [engine.handle], transport, f"0.{number}", is_sender=True)
     row["sync_seconds"] = time.perf_counter() - start
     run(transport.close())
     assert report is not None

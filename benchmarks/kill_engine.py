@@ -29,6 +29,8 @@ from typing import Any
 import psutil
 from random_model import SHAPES, write_model
 
+from slime.observability.samples import read_samples, sample_files
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 STEPS = 6
 MARK = "SLIME_KILL_ENGINE_RUN"
@@ -77,7 +79,7 @@ async def reward(args, sample, **kwargs):
 
 def watch():
     """Note what the transport does."""
-    from slime.engines.http_handle import HttpEngineHandle
+    from slime.engines.handle import EngineHandle
     from slime.weights.transports.group import BroadcastGroup
 
     def noted(cls, name, event):
@@ -95,7 +97,7 @@ def watch():
     noted(BroadcastGroup, "__init__", "group made")
     noted(BroadcastGroup, "abort", "communicator aborted")
     for name in ("receive", "push"):
-        arm(HttpEngineHandle, name)
+        arm(EngineHandle, name)
 
 
 armed = []
@@ -116,14 +118,14 @@ def arm(cls, name):
 
 def in_trainer(args, rollout_id, rollout_data):
     """Called in the trainer in each step, before its update of the weights."""
-    from slime.engines.http_handle import HttpEngineHandle
+    from slime.engines.handle import EngineHandle
 
     if rollout_id == 0:
         watch()
     note("trained", rollout=rollout_id)
     if rollout_id in BLOWS:
-        HttpEngineHandle.receive.calls.clear()
-        HttpEngineHandle.push.calls.clear()
+        EngineHandle.receive.calls.clear()
+        EngineHandle.push.calls.clear()
         armed.append((3, BLOWS[rollout_id]))
 '''
 
@@ -235,8 +237,7 @@ def judge(folder: Path, result: dict[str, Any]) -> dict[str, Any]:
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "rollout/step" in row]
     groups = [
-        sorted({json.loads(line)["group_index"] for line in file.read_text().splitlines()})
-        for file in sorted((out / "samples").glob("rollout*.jsonl"))
+        sorted({row["group_index"] for row in read_samples(file)}) for file in sample_files(out, "rollout").values()
     ]
     checks = {
         "run ended well": result["exit_code"] == 0,

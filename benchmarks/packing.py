@@ -7,10 +7,9 @@ import math
 import random
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
-from slime.data.flops import forward_flops
-from slime.data.schedule import build_dp_schedule
+from slime.data.balance import forward_flops
+from slime.data.schedule import PackingSettings, build_dp_schedule
 
 # samples, data-parallel ranks, mean of the lengths before they are cut, token budget, tokens of a shared prompt
 SHAPES = (
@@ -29,10 +28,10 @@ def measure(
     """Tokens over the ideal, FLOPs over the ideal, micro-batches per rank, CPU seconds."""
     count, ranks, mean, cap, prompt = shape
     lengths = [prompt + min(cap - prompt, max(64, int(draw.lognormvariate(math.log(mean), 0.6)))) for _ in range(count)]
-    args = SimpleNamespace(use_dynamic_batch_size=True, max_tokens_per_gpu=cap, balance_data=balance)
+    settings = PackingSettings(dynamic=True, max_tokens=cap, balanced=balance)
     start = time.process_time()
     partitions, micro_batches, counts, _ = build_dp_schedule(
-        args,
+        settings,
         {"dp_size": ranks},
         lengths,
         global_batch_size=count,
@@ -41,7 +40,7 @@ def measure(
     )
     seconds = time.process_time() - start
     ratios = []
-    for cost_of in (float, lambda n: forward_flops(args, n)):
+    for cost_of in (float, lambda n: forward_flops(settings.shape, n)):
         rows = [
             [_cost([part[i] for i in batch], lengths, prompt, cost_of) for batch in mine]
             for part, mine in zip(partitions, micro_batches, strict=True)

@@ -162,12 +162,12 @@ runpy.run_module("sglang.bench_serving", run_name="__main__")
 
 
 def measure(options: argparse.Namespace, args: Any, engine: Any) -> dict[str, Any]:
-    from slime.engines.http_handle import HttpEngineHandle
+    from slime.engines.handle import EngineHandle
     from slime.utils.async_utils import run
 
     host, port = engine.url.split("//")[1].split(":")
     args.sglang_router_ip, args.sglang_router_port = host, int(port)
-    handle = HttpEngineHandle(engine.url)
+    handle = EngineHandle(engine.url)
     ours = Ours(args)
     started = time.perf_counter()
     turns: dict[str, list[dict[str, float]]] = {"ours": [], "raw": []}

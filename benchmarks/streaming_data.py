@@ -13,7 +13,6 @@ import resource
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 TEXT = "A question with some words in it, and more of them. " * 18  # a row of about one kilobyte
@@ -45,14 +44,14 @@ class Phases:
 
 def walk(path: Path, rollouts: int) -> dict[str, Any]:
     """What a run does with the file, without engines and trainer."""
+    from slime.config.defaults import default_args
     from slime.data.dataset import Dataset
     from slime.data.source import RolloutDataSource
     from slime.data.validate import check_data
 
-    args = SimpleNamespace(
-        n_samples_per_prompt=8, rollout_shuffle=True, prompt_data=str(path), streaming_data=True, input_key="prompt",
-        label_key="label", metadata_key="metadata", tool_key="tools", multimodal_keys=None, rm_type="math",
-        custom_rm_path=None, eval_prompt_data=None, eval_config=None,
+    args = default_args(
+        prompt_data=str(path), streaming_data=True, input_key="prompt", label_key="label", rollout_shuffle=True,
+        n_samples_per_prompt=8, rm_type="math",
     )  # fmt: skip
     phases = Phases()
     assert check_data(args) == []

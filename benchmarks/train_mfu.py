@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -121,9 +120,11 @@ def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel
 
 def forward_flops(config: Any, batch: dict[str, Any]) -> float:
     """Of all samples: layers and causal attention for every token, the head for scored rows."""
-    from slime.data.flops import forward_flops as of_layers
+    from slime.data.balance import ModelShape
+    from slime.data.balance import forward_flops as of_layers
 
-    shape = SimpleNamespace(
+    given = dict(
+        swiglu=True,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         ffn_hidden_size=config.intermediate_size,
@@ -132,8 +133,9 @@ def forward_flops(config: Any, batch: dict[str, Any]) -> float:
         kv_channels=config.head_dim,
         num_experts=getattr(config, "num_experts", None),
         moe_ffn_hidden_size=getattr(config, "moe_intermediate_size", None),
-        moe_router_topk=getattr(config, "num_experts_per_tok", None),
+        moe_router_topk=getattr(config, "num_experts_per_tok", 1),
     )
+    shape = ModelShape.from_megatron(given)
     head = 2.0 * config.vocab_size * config.hidden_size * sum(batch["response_lengths"])
     return sum(of_layers(shape, length) for length in batch["total_lengths"]) + head
 
@@ -209,7 +211,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     import torch.distributed as dist
     from random_model import make_config
 
-    from slime.algorithms.advantages import compute_advantages
+    from slime.backends.advantages import AdvantageSettings, compute_advantages
     from slime.backends.create import create_backend
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -226,7 +228,7 @@ def measure(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     config = make_config(options.shape)
     data_parallel = backend.data_parallel_size
     batch = make_batch(options, config.vocab_size, backend.data_parallel_rank, data_parallel)
-    compute_advantages(args, batch, backend.reduce)
+    compute_advantages(AdvantageSettings.from_args(args), batch, backend.reduce)
     step = lambda: backend.train_step(batch, 0)  # noqa: E731 - a name for what is timed
     score = lambda: backend.log_probs(batch)  # noqa: E731
     started = time.perf_counter()

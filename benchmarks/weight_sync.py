@@ -136,9 +136,9 @@ class Weights:
 
 def timed_handle(url: str, spent: dict[str, list[float]]) -> Any:
     """A handle that notes the seconds of each call."""
-    from slime.engines.http_handle import HttpEngineHandle
+    from slime.engines.handle import EngineHandle
 
-    class Timed(HttpEngineHandle):
+    class Timed(EngineHandle):
         async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
             start = time.perf_counter()
             try:
@@ -154,6 +154,7 @@ def run_part(options: argparse.Namespace) -> None:
     import torch
 
     from slime.utils.async_utils import run
+    from slime.weights.settings import WeightSyncSettings
     from slime.weights.sync import sync_weights
     from slime.weights.transports import create_transport
 
@@ -165,7 +166,8 @@ def run_part(options: argparse.Namespace) -> None:
     args.colocate = name == "ipc"
     spent: dict[str, list[float]] = {}
     engine = timed_handle(options.url, spent)
-    transport = create_transport(args, colocated_host=name == "ipc")
+    settings = WeightSyncSettings.from_args(args)
+    transport = create_transport(settings, colocated_host=name == "ipc")
     assert transport.name == name, transport.name
     attempt = ("ipc", "distributed", "disk", "delta").index(name)
     step = 0
@@ -175,7 +177,7 @@ def run_part(options: argparse.Namespace) -> None:
         if weights.device.type == "cuda":
             torch.cuda.synchronize()
         spent.clear()
-        report = sync_weights(args, weights.named(), [engine], transport, f"{attempt}.{step}", True, **more)
+        report = sync_weights(settings, weights.named(), [engine], transport, f"{attempt}.{step}", True, **more)
         step += 1
         assert report is not None
         return dataclasses.asdict(report) | {"calls": {path: round(sum(times), 4) for path, times in spent.items()}}
@@ -183,7 +185,7 @@ def run_part(options: argparse.Namespace) -> None:
     rows = []
     sizes = [int(text) for text in options.bucket_mib.split(",")]
     for mib in sizes if name in ("ipc", "distributed") else sizes[:1]:
-        args.update_weight_buffer_size = mib * 2**20
+        settings = dataclasses.replace(settings, buffer_bytes=mib * 2**20)
         reports = []
         for _ in range(options.repeats + 1):
             if name == "delta" and step:

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The tests, in the environment of scripts/env.sh; ends with pytest's closing line.
+# The quick tests, in the environment of scripts/env.sh. The last line is pytest's own summary.
 #
-#   bash scripts/test.sh [pytest arguments]        default: everything that is not marked slow, nor
-#                                                  sglang or megatron, which have scripts of their own
+#   bash scripts/test.sh [pytest arguments]
 #
-# The model that some tests need is fetched once (93 MB); without a network they are skipped.
+# Without -m this runs everything that is not marked slow (scripts/test_runs.sh), sglang (scripts/test_sglang.sh) or
+# megatron (scripts/test_megatron.sh). Without arguments two processes share the tests.
+# The model that some tests need is fetched once (93 MB); without a network these tests are skipped.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -18,10 +19,9 @@ if [ -z "${SLIME_TEST_MODEL:-}" ] && [ ! -e models/SmolLM2-135M-Instruct/model.s
         echo "slime: the model could not be fetched; tests that need it are skipped" >&2
 fi
 
-if [ $# -eq 0 ]; then  # all: two processes, a file at a time, for a long test mostly waits for processes to start
-    set -- -n 2 --dist loadfile
+if [ $# -eq 0 ]; then
+    # A process that has finished its share takes tests from the end of the other's, so that both end together.
+    set -- -n 2 --dist worksteal
 fi
-case " $* " in
-*" -m "*) exec "$python" -m pytest "$@" ;;
-*) exec "$python" -m pytest -m "not slow and not sglang and not megatron" "$@" ;;
-esac
+# pytest takes the last -m, so one among the arguments replaces this one.
+exec "$python" -m pytest -m "not slow and not sglang and not megatron" "$@"

@@ -8,6 +8,8 @@ one of them is skipped, with what to do about it, where it is absent.
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -74,8 +76,16 @@ def datasets_dir() -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test."""
+    """Mark by fixture, so that ``-m 'not needs_model'`` works without a mark on every test; and group for xdist.
+
+    With ``--dist loadgroup`` the tests of a group run in one process. A file is a group, because its tests share
+    fixtures that take long to make. Whole runs (tests/e2e) share nothing, so each is a group of its own, but for those
+    of the specification's commands: these are typed with their ports.
+    """
     for item in items:
+        e2e = "e2e" in item.path.parts
+        if not e2e or item.get_closest_marker("seeds"):
+            item.add_marker(pytest.mark.xdist_group("seeds" if e2e else str(item.path)))
         names = getattr(item, "fixturenames", ())
         if "smollm2" in names:
             item.add_marker(pytest.mark.needs_model)
@@ -99,3 +109,17 @@ def serve_embedded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], 
             process.stop()
 
     return serve
+
+
+def limit_file_size(size: int) -> None:
+    """Writes beyond ``size`` bytes of any file fail, the last one after a part, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[int], None]]:
+    """A function that sets how large a file may get: see :func:`limit_file_size`."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE)[0], signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield limit_file_size
+    limit_file_size(before)
+    signal.signal(signal.SIGXFSZ, handler)

@@ -9,11 +9,11 @@ Compares each run with the first one and ends with status 1 where anything diffe
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from slime.observability.metrics import read_metrics
+from slime.observability.samples import read_samples, sample_files
 
 COMPARED = ("train/", "rollout/", "eval/")
 WHEN_NOT_WHAT = ("cache", "retry")  # metrics of how a rollout was made, not of what came out
@@ -37,13 +37,11 @@ def steps_of(run: Path) -> Steps:
 
 
 def texts_of(run: Path) -> Texts:
-    """What was sampled: by file of the run's ``samples/``, index, response and reward of each sample."""
+    """What was sampled: by file of the run's ``samples/``, index, response and reward of each sample that it holds
+    (``--log-samples``: by default all)."""
     return {
-        file.name: [
-            (row["index"], row["response"], row["reward"])
-            for row in map(json.loads, file.read_text(encoding="utf-8").splitlines())
-        ]
-        for file in sorted((run / "samples").glob("*.jsonl"))
+        name: [(row["index"], row["response"], row["reward"]) for row in read_samples(path)]
+        for name, path in sample_files(run).items()
     }
 
 

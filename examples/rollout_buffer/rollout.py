@@ -13,7 +13,7 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.prompts import prompt_ids
-from slime.rollout.sampling_params import seeded
+from slime.rollout.settings import seeded
 from slime.rollout.sglang_rollout import GenerateState, get_model_url
 from slime.rollout.sglang_rollout import generate_rollout as default_rollout
 from slime.utils.async_utils import run
@@ -73,6 +73,7 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
 async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
     """Hand as many groups to the server as are missing from this step and the groups ahead of it."""
     state = GenerateState(args)
+    seed = state.sampling.seed
     missing = args.rollout_batch_size + args.buffer_server_ahead - have - len(_under_way)
     if missing <= 0:
         return
@@ -88,7 +89,7 @@ async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
                 "label": first.label,
                 "metadata": first.metadata,
                 # each sample has a seed of its own, without which a deterministic engine gives all the same answer
-                "sampling_params": [seeded(args, state.sampling_params, s, i) for i, s in enumerate(group)],
+                "sampling_params": [seeded(seed, state.sampling_params, s, i) for i, s in enumerate(group)],
             }
         )
     task = {"task_type": args.buffer_server_task, "engine_url": get_model_url(args), "groups": groups}

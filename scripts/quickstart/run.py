@@ -1,4 +1,4 @@
-"""The quickstart after its environment is there: model, data, ``train.py``, and what came out."""
+"""The quickstart, once the environment exists: model, data, ``train.py``, and the result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.cli.make_data import make_products
 CHECKOUT = Path(__file__).resolve().parents[2]
 MODEL = "smollm2-135m-instruct"
 RUN = "quickstart"
-GRACE_SECONDS = 60.0  # for train.py to end in order after Ctrl-C
+GRACE_SECONDS = 60.0  # for train.py to shut down gracefully after Ctrl-C
 
 
 def train_flags(args: argparse.Namespace, model: Path, train: Path, held_out: Path) -> list[str]:
@@ -69,20 +69,21 @@ def main() -> int:
     started = time.time()  # environment and model are set-up; what follows is the quickstart
     train, held_out = make_products(args.output_dir / "data" / f"products-seed{args.seed}", seed=args.seed)
     flags = train_flags(args, model, train, held_out)
+    say(f"training {model.name} with GRPO for {args.num_rollout} steps, a few minutes on two cores")
     say(f"python train.py {shlex.join(flags)}")
     code = run_training(flags)
     if code != 0:
-        say(f"train.py ended with status {code}; its logs are in {args.output_dir / RUN / 'logs'}")
+        say(f"train.py exited with status {code}; its logs are in {args.output_dir / RUN / 'logs'}")
         return code
     return report(args.output_dir / RUN / "summary.json", args.seed, time.time() - started)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="quickstart.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1, help="of data, sampling and training (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of data, sampling and training (default: 1)")
     parser.add_argument("--model", default=MODEL, help="a local Hugging Face folder instead of SmolLM2-135M-Instruct")
     parser.add_argument("--num-rollout", type=int, default=12, help="training steps (default: 12)")
-    parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs", help="default: outputs")
+    parser.add_argument("--output-dir", type=Path, default=CHECKOUT / "outputs", help="the output folder (outputs)")
     args = parser.parse_args()
     args.output_dir = args.output_dir.expanduser().resolve()
     if args.num_rollout < 1:
@@ -91,7 +92,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_training(flags: list[str]) -> int:
-    """Run ``train.py`` and pass Ctrl-C and SIGTERM on; a second one, or a minute, ends it at once."""
+    """Run ``train.py`` and forward Ctrl-C and SIGTERM; a minute after the first of them it is killed."""
     process = subprocess.Popen([sys.executable, str(CHECKOUT / "train.py"), *flags], cwd=CHECKOUT)
     asked: list[float] = []
 
@@ -107,12 +108,12 @@ def run_training(flags: list[str]) -> int:
             return process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
             if asked and time.monotonic() - asked[0] > GRACE_SECONDS:
-                say(f"train.py did not end within {GRACE_SECONDS:.0f} s of being asked: killing it")
+                say(f"train.py did not exit within {GRACE_SECONDS:.0f} s of the signal: killing it")
                 process.kill()
 
 
 def report(path: Path, seed: int, seconds: float) -> int:
-    """Put the wall time of the whole quickstart into ``summary.json`` and say what came out."""
+    """Write the wall time of the whole quickstart to ``summary.json`` and print the result."""
     summary = json.loads(path.read_text(encoding="utf-8"))
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     phases = {name: value for name, value in summary["seconds_per_phase"].items() if name != "start_and_rest"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from slime.agent.demands import anthropic_choice, demand_of, schema_of
 from slime.agent.fields import (
     CONTENT,
     FLAG,
@@ -14,18 +15,18 @@ from slime.agent.fields import (
     ApiError,
     Json,
     check_fields,
+    event,
     note,
     objects,
     strings,
     whole_number,
 )
 from slime.agent.messages import Ask, Message, Tool, call, fold_system, text_of, tool
-from slime.agent.openai_api import event
 from slime.agent.trajectory import Turn
 
 _FIELDS = {
     **{"messages": LIST, "system": CONTENT, "tools": LIST, "tool_choice": OBJECT, "stop_sequences": LIST},
-    **{"stream": FLAG, "model": TEXT, "thinking": OBJECT},
+    **{"stream": FLAG, "model": TEXT, "thinking": OBJECT, "output_config": OBJECT, "output_format": OBJECT},
 }
 _MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
@@ -48,10 +49,14 @@ class Messages:
         messages = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
         for raw in objects(body, "messages"):
             messages += _messages(raw)
-        choice = (body.get("tool_choice") or {}).get("type")
+        choice = body.get("tool_choice")
+        tools = [] if (choice or {}).get("type") == "none" else _tools(body)
+        form = body.get("output_format") or (body.get("output_config") or {}).get("format")  # the first is of the beta
+        check_fields({"format": form}, {"format": OBJECT}, "output_config.")
         return Ask(
             messages=fold_system(messages),
-            tools=[] if choice == "none" else _tools(body),
+            tools=tools,
+            demand=demand_of(anthropic_choice(choice), schema_of(form, "output_config.format"), tools),
             max_tokens=whole_number(body, "max_tokens"),
             stop=strings(body, "stop_sequences"),
             stream=bool(body.get("stream")),

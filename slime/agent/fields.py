@@ -1,5 +1,6 @@
-"""Checks of what clients send. Every value is checked before it is used: a client's mistake is an answer with status
-400, never an error of the run."""
+"""What the three APIs share on the wire: checks of what clients send, errors, JSON and server-sent events.
+
+Every value is checked before it is used: a client's mistake is an answer with status 400, never an error of the run."""
 
 from __future__ import annotations
 
@@ -72,6 +73,11 @@ def to_json(content: Any) -> bytes:
         return orjson.dumps(content)
     except TypeError:
         return json.dumps(content).encode()
+
+
+def event(data: Json, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n"
 
 
 def whole_number(body: Json, *names: str) -> int | None:

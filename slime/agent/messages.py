@@ -7,6 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.agent.demands import Demand
 from slime.agent.fields import CONTENT, OBJECT, TEXT, ApiError, check_fields, note
 from slime.data.json_text import parse_json
 
@@ -36,6 +37,7 @@ class Ask:
         model: name to repeat in the answer.
         usage: whether a stream ends with the token counts.
         reasoning: whether the client takes the model's reasoning, apart from the answer.
+        demand: what the answer must be; None leaves the model free.
         id: of the answer, where there is only one.
     """
 
@@ -49,6 +51,7 @@ class Ask:
     model: str = ""
     usage: bool = False
     reasoning: bool = True
+    demand: Demand | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from typing import Any
 
+from slime.agent.demands import demand_of, openai_choice, schema_of
 from slime.agent.fields import (
     CHOICE,
     CONTENT,
@@ -17,34 +19,29 @@ from slime.agent.fields import (
     ApiError,
     Json,
     check_fields,
+    event,
     note,
     objects,
     strings,
-    to_json,
     whole_number,
 )
-from slime.agent.messages import Ask, Message, call, text_of, tool
+from slime.agent.messages import Ask, Message, Tool, call, text_of, tool
 from slime.agent.trajectory import Turn
 
 _MOST_CHOICES = 128
 _ROLES = {"developer": "system", "function": "tool"}
 _CHAT_FIELDS = {
     **{"messages": LIST, "tools": LIST, "stop": STOPS, "stream": FLAG, "stream_options": OBJECT},
-    **{"tool_choice": CHOICE, "model": TEXT},
+    **{"tool_choice": CHOICE, "model": TEXT, "response_format": OBJECT},
 }
 _MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT, "tool_calls": LIST, "tool_call_id": TEXT}
 _RESPONSES_FIELDS = {
     **{"input": CONTENT, "instructions": CONTENT, "tools": LIST, "tool_choice": CHOICE, "stream": FLAG},
-    **{"previous_response_id": TEXT, "model": TEXT},
+    **{"previous_response_id": TEXT, "model": TEXT, "text": OBJECT},
 }
 
 
 PING = b": ping\n\n"
-
-
-def event(data: Json, name: str | None = None) -> bytes:
-    """One server-sent event."""
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n"
 
 
 def openai_error(error: ApiError) -> Json:
@@ -75,10 +72,12 @@ class Chat:
             raise ApiError(400, f"n must be at most {_MOST_CHOICES}")
         if choices > 1 and body.get("stream"):
             raise ApiError(400, "n above 1 cannot be streamed")
-        functions = [entry.get("function") or {} for entry in _functions(body)]
+        tools = _tools(entry.get("function") or {} for entry in _functions(body))
+        schema = schema_of(body.get("response_format"), "response_format")
         return Ask(
             messages=[_chat_message(message) for message in objects(body, "messages")],
-            tools=[tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions],
+            tools=tools,
+            demand=demand_of(openai_choice(body.get("tool_choice")), schema, tools),
             max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
             stop=strings(body, "stop"),
             stream=bool(body.get("stream")),
@@ -151,6 +150,10 @@ def _functions(body: Json) -> list[Json]:
     return kept
 
 
+def _tools(functions: Iterable[Json]) -> list[Tool]:
+    return [tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions]
+
+
 def _chat_message(raw: Json) -> Message:
     check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role = _ROLES.get(str(raw.get("role")), raw.get("role"))
@@ -220,9 +223,13 @@ class Responses:
         if body.get("instructions"):
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
         after = body.get("previous_response_id")
+        tools = _tools(_functions(body))
+        form = (body.get("text") or {}).get("format")
+        check_fields({"format": form}, {"format": OBJECT}, "text.")
         return Ask(
             messages=messages,
-            tools=[tool(f.get("name"), f.get("description"), f.get("parameters")) for f in _functions(body)],
+            tools=tools,
+            demand=demand_of(openai_choice(body.get("tool_choice")), schema_of(form, "text.format"), tools),
             max_tokens=whole_number(body, "max_output_tokens"),
             stream=bool(body.get("stream")),
             after=str(after).removeprefix("resp_") if after else None,
@@ -331,9 +338,10 @@ class Responses:
 def _response(ask: Ask, created: int, status: str) -> Json:
     fixed: Json = {"error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "temperature": None}
     tools = [{"type": "function", "strict": None, **entry["function"]} for entry in ask.tools]
+    choice = "required" if ask.demand is not None and ask.demand.calls else "auto"
     return {
         **{"id": f"resp_{ask.id}", "object": "response", "created_at": created, "status": status, "model": ask.model},
-        **{"output": [], "tools": tools, "tool_choice": "auto", "parallel_tool_calls": True, "top_p": None},
+        **{"output": [], "tools": tools, "tool_choice": choice, "parallel_tool_calls": True, "top_p": None},
         **fixed,
     }
 

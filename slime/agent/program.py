@@ -15,14 +15,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.engines.background import background_loop
 from slime.rollout.hooks import is_async
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 _KEPT_BYTES = 1 << 16  # of a command's output
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _REST_SECONDS = 1.0  # for what a command that has ended left in its pipes
 _STOP_SECONDS = 3.0  # for the guard to end a command
 Reward = float | dict[str, Any] | None
@@ -66,7 +69,7 @@ class Task:
         }
 
 
-async def run_program(args: Any, task: Task) -> Reward:
+async def run_program(args: Args, task: Task) -> Reward:
     """Run the program of ``--agent-function-path`` or ``--agent-command`` and return its reward, or None.
 
     Nothing that it does holds up the rollout's event loop: async functions share a loop of their own, plain ones
@@ -76,8 +79,10 @@ async def run_program(args: Any, task: Task) -> Reward:
         ProgramError: a command failed.
         TypeError: a reward that is none.
     """
-    if args.agent_command:
+    if args.agent_command is not None:
         return reward_of(await _run_command(shlex.split(args.agent_command), task), args.agent_command)
+    if args.agent_function_path is None:
+        raise ValueError("no agent program: give --agent-function-path or --agent-command")
     fn = load_function(args.agent_function_path)
     if is_async(fn):
         running = asyncio.run_coroutine_threadsafe(_contained(fn, task), background_loop("slime-agents"))
@@ -145,7 +150,7 @@ async def _run_command(words: list[str], task: Task) -> Any:
     try:
         ended = asyncio.ensure_future(process.wait())
         while process.returncode is None:  # and not until the pipes are closed: what it left behind may hold them
-            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+            await asyncio.wait({ended}, timeout=_POLL_SECONDS)
         await asyncio.wait({output.task, errors.task}, timeout=_REST_SECONDS)
     finally:
         ended.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from slime.agent.tool_parsers import Shown, ToolParser, overlap
-from slime.config.validate_agent import SGLANG_REASONING_PARSERS, reasoning_parser_problem, sglang_parsers
+from slime.config.agent import SGLANG_REASONING_PARSERS, reasoning_parser_problem, sglang_parsers
 
 
 class Tags(NamedTuple):

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.agent.program import Reward, Task, run_program
 from slime.agent.server import agent_server
@@ -17,14 +17,17 @@ from slime.rollout.prompts import prompt_ids
 from slime.rollout.rm_hub import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 logger = logging.getLogger(__name__)
 STATISTICS = "session"  # key of sample.metadata
-_LOOK_SECONDS = 0.5  # how often the abort flag is looked at while the program works
+_POLL_SECONDS = 0.5  # how often the abort flag is looked at while the program works
 _GRACE_SECONDS = 5.0  # for a program that was told to end
 
 
 async def generate(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
     """Run the agent program on one row and make samples of what it and the model said to each other.
 
@@ -80,7 +83,7 @@ async def generate(
     return samples[0] if len(samples) == 1 else samples
 
 
-async def _outcome(args: Any, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
+async def _outcome(args: Args, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
     """The program's reward, or why it gave none."""
     program = asyncio.ensure_future(run_program(args, task))
     deadline = time.monotonic() + args.agent_timeout
@@ -92,7 +95,7 @@ async def _outcome(args: Any, session: Session, task: Task) -> tuple[Reward, tup
                     "timeout",
                     f"the agent program was not done in {args.agent_timeout:g} s (--agent-timeout)",
                 )
-            await asyncio.wait({program}, timeout=min(_LOOK_SECONDS, left))
+            await asyncio.wait({program}, timeout=min(_POLL_SECONDS, left))
         if session.error is not None:
             return None, ("error", f"a request failed: {type(session.error).__name__}: {session.error}"[:2000])
         if not program.done():
@@ -110,7 +113,7 @@ async def _outcome(args: Any, session: Session, task: Task) -> tuple[Reward, tup
             await asyncio.wait({program}, timeout=_GRACE_SECONDS)
 
 
-def _samples(args: Any, session: Session) -> list[Sample]:
+def _samples(args: Args, session: Session) -> list[Sample]:
     tokenizer = session.state.tokenizer
     samples = session.tree.samples(args, session.sample, tokenizer)
     if samples:
@@ -122,10 +125,10 @@ def _samples(args: Any, session: Session) -> list[Sample]:
     return [sample]
 
 
-async def _score_once(args: Any, samples: list[Sample]) -> None:
+async def _score_once(args: Args, samples: list[Sample]) -> None:
     """One reward for a session with several leaves, by the newest; a reward function of the user's gets them all."""
     last = samples[-1]
-    own = last.custom_rm_path or getattr(args, "custom_rm_path", None)
+    own = last.custom_rm_path or args.custom_rm_path
     if len(samples) == 1 or own or scores_whole_groups(args):
         return
     last.reward = await async_rm(args, last)

@@ -11,7 +11,7 @@ import logging
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import web
@@ -25,13 +25,15 @@ from slime.agent.trajectory import Turn
 from slime.data.json_text import too_deep
 from slime.engines.request_guard import request_guard
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
 _DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
 PING_SECONDS = 15.0  # without a token: clients and proxies give up a stream that is silent
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
-_NOT_FORCED = ("response_format", "text", "thinking", "tool_choice")
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +67,7 @@ class AgentServer:
         """Base URL of a session, without ``/v1``."""
         return f"http://{self.host}:{self.port}/s/{session.id}"
 
-    def open(self, args: Any, sample: Any, params: dict[str, Any], evaluation: bool = False) -> Session:
+    def open(self, args: Args, sample: Any, params: dict[str, Any], evaluation: bool = False) -> Session:
         """A new session; :meth:`close` ends it."""
         session = Session(uuid.uuid4().hex, args, sample, params, evaluation)
         self.sessions[session.id] = session
@@ -262,12 +264,10 @@ async def _body(request: web.Request) -> Json:
     for name in _IGNORED:
         if body.get(name) is not None:
             note(name, "is ignored: the run's flags decide how turns are sampled")
-    for name in _NOT_FORCED:
-        wish = body.get(name)
-        wish = wish.get("format") or wish if isinstance(wish, dict) else wish
-        kind = wish.get("type") if isinstance(wish, dict) else wish
-        if kind is not None and kind not in ("auto", "none", "text", "disabled"):
-            note(name, "is not enforced: the model is free in what it writes")
+    if isinstance(body.get("thinking"), dict) and body["thinking"].get("type") == "enabled":
+        note("thinking", "is not enforced: the model reasons as much as it does by itself")
+    if body.get("parallel_tool_calls") is False:
+        note("parallel_tool_calls", "is not enforced: an answer may hold several calls")
     return body
 
 

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
 from slime.agent.chat import ChatTemplate
+from slime.agent.constraints import structural_tag
+from slime.agent.demands import UNMET
 from slime.agent.fields import ApiError, note
 from slime.agent.messages import Ask, Message
 from slime.agent.reasoning import StreamSplit, parse_answer, reasoning_tags, split_reasoning
 from slime.agent.tool_formats import KNOWN_MARKS, NoCalls
-from slime.agent.tool_parsers import Shown, ToolParser, choose_parser, tool_parser
+from slime.agent.tool_parsers import Shown, ToolParser, tool_parser
 from slime.agent.trajectory import Tree, Turn
-from slime.config.context import ENGINES_OWN, served_context
+from slime.config.agent import choose_parser
+from slime.config.context import ENGINES_OWN
 from slime.config.hf_config import read_config
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying
 from slime.rollout.abort import rest_seconds
 from slime.rollout.context import says_too_long
-from slime.rollout.generate import ask_engine, remaining, request, request_seconds
+from slime.rollout.generate import ask_engine, build_generate_body, remaining
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
@@ -50,13 +57,14 @@ class Session:
     Attributes:
         counts: ``turns``, ``branches`` (turns beside others that go on from the same one), ``cancelled`` (the client
             was gone before the answer), ``overflows``, ``unreadable`` (the parser of tool calls raised; the answer is
-            text), ``unread_calls`` (tools were given and no call was read, but the text holds a mark of one).
+            text), ``unread_calls`` (tools were given and no call was read, but the text holds a mark of one), ``unmet``
+            (the answer was not what tool_choice or response_format required; the client got an error).
         fault: an error of the engines; whoever waits for the session raises it.
         error: any other error in the service of a request: the sample is left out, and the run goes on.
     """
 
     def __init__(
-        self, session_id: str, args: Any, sample: Sample, params: dict[str, Any], evaluation: bool = False
+        self, session_id: str, args: Args, sample: Sample, params: dict[str, Any], evaluation: bool = False
     ) -> None:
         self.id, self.args, self.sample, self.params, self.evaluation = session_id, args, sample, params, evaluation
         self.state = GenerateState(args)
@@ -66,7 +74,7 @@ class Session:
         self.parser_name = choose_parser(args.agent_tool_parser, template, model_type)
         tool_parser(self.parser_name)  # a name that is none is told of before the first request
         self.tags = reasoning_tags(args.agent_reasoning_parser, self.state.tokenizer)
-        self.context = served_context(args)
+        self.context = self.state.served
         self.tree = Tree()
         self.counts: Counter[str] = Counter()
         self.fault: Exception | None = None
@@ -106,7 +114,7 @@ class Session:
         """
         self.check_open()
         parent, messages, added = self._place(ask)
-        most_turns = getattr(self.args, "max_turns", None)
+        most_turns = self.args.max_turns
         if parent is not None and most_turns and parent.depth >= most_turns:
             self._overflow(parent, f"the conversation has its {most_turns} turns (--max-turns)", "max_turns_exceeded")
         self._room(parent, added, ask)
@@ -134,11 +142,15 @@ class Session:
     def _room(self, parent: Turn | None, added: list[int], ask: Ask) -> int:
         """New tokens that an answer may have."""
         probe = self._probe(parent, added)
-        left = (remaining(self.args, probe, self.params) or {"max_new_tokens": 0})["max_new_tokens"]
+        left = (remaining(self.state, probe, self.params) or {"max_new_tokens": 0})["max_new_tokens"]
         if self.context:
             left = min(left, self.context - ENGINES_OWN - len(probe.tokens))
         if left < 1:
-            self._overflow(parent, _too_long(self.args, self.context, len(probe.tokens)), "context_length_exceeded")
+            self._overflow(
+                parent,
+                _too_long(self.args.rollout_max_context_len, self.context, len(probe.tokens)),
+                "context_length_exceeded",
+            )
         return min(left, ask.max_tokens or left)
 
     def _overflow(self, parent: Turn | None, message: str, code: str) -> None:
@@ -167,7 +179,8 @@ class Session:
             on_part: called with what is new of the reasoning and of the text that can be shown.
 
         Raises:
-            ApiError: the rollout was aborted, or the engine refused.
+            ApiError: the rollout was aborted, the engine refused, or the answer is not what the client requires. In
+                the last case the turn is recorded all the same: the model wrote it.
         """
         parent, messages, added = prepared
         stops = [*_strings(self.params.get("stop")), *ask.stop]
@@ -182,6 +195,10 @@ class Session:
             self._asked[prompt] += 1
         most, opened = self._room(parent, added, ask), self._opened(added)
         shown = Shown((*parser.marks, *stops), getattr(parser, "opening", ()))
+        constraint = self._constraint(ask, opened)
+        if constraint is not None:
+            params["structural_tag"] = json.dumps(constraint)
+            on_part = None  # after an interruption it begins anew, and what was shown could not be taken back
         on_text = None if on_part is None else _parting(on_part, StreamSplit(self.tags, opened, shown))
         try:
             outputs = await self._generate(probe, params, most, on_text)
@@ -195,13 +212,35 @@ class Session:
             raise
         answer = self._message(parser, added, opened, outputs, params)
         turn = Turn(
-            parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex
-        )
+            parent, messages, ask.tools, answer, added, outputs, ask.id if ask.choices == 1 else uuid.uuid4().hex,
+            constrained=constraint is not None,
+        )  # fmt: skip
         siblings = parent.children if parent else [t for t in self.tree.turns.values() if t.parent is None]
         self.counts["branches"] += bool(siblings)
         self.counts["turns"] += 1
         self.tree.add(turn)
+        self._check_demand(ask, turn)
         return turn
+
+    def _constraint(self, ask: Ask, opened: bool) -> dict[str, Any] | None:
+        """The structural tag for the engine, with ``--agent-constrained-decoding``; None where the model is free."""
+        if ask.demand is None or not self.args.agent_constrained_decoding:
+            return None
+        found = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
+        if found is None:
+            what = f"--agent-tool-parser {self.parser_name}"
+            note(what, "has no grammar: answers in this form are checked, and not constrained")
+        return found
+
+    def _check_demand(self, ask: Ask, turn: Turn) -> None:
+        """Raise the error for an answer that is not what the client requires; one that was cut is told as such."""
+        if ask.demand is None or turn.cut:
+            return
+        called = [str(entry["function"]["name"]) for entry in turn.answer.get("tool_calls", [])]
+        why = ask.demand.unmet(turn.answer["content"], called)
+        if why is not None:
+            self.counts["unmet"] += 1
+            raise ApiError(422, why, UNMET)
 
     def _opened(self, added: list[int]) -> bool:
         """Whether the prompt ends with the tag after which the model reasons, as some templates have it."""
@@ -251,10 +290,12 @@ class Session:
         outputs: list[dict[str, Any]] = []
         tries = 0
         while True:
-            body = request(self.args, self.state, probe, {**params, "max_new_tokens": most})
+            body = build_generate_body(self.state, probe, {**params, "max_new_tokens": most})
             output = await self._ask(probe, body, on_text)
             self.check_open()  # an answer that the abort cut is none
             new = [int(item[1]) for item in output["meta_info"]["output_token_logprobs"]] if output else []
+            if "structural_tag" in params and output and output["meta_info"]["finish_reason"]["type"] == "abort":
+                new = []  # the engine would apply the constraint to the rest as if it were the whole answer
             if output and new:
                 outputs.append(output)
             if output and output["meta_info"]["finish_reason"]["type"] != "abort":
@@ -268,10 +309,10 @@ class Session:
     async def _ask(self, probe: Sample, body: dict[str, Any], on_text: OnText | None) -> dict[str, Any] | None:
         try:
             if on_text is None:
-                return await ask_engine(self.args, self.state, probe, body)
+                return await ask_engine(self.state, probe, body)
             answer = StreamedAnswer(on_text)
-            stream = lambda: read_stream(self.args, probe, {**body, "stream": True}, answer, self.state)  # noqa: E731
-            async with asyncio.timeout(request_seconds(self.args)):
+            stream = lambda: read_stream(self.state, probe, {**body, "stream": True}, answer)  # noqa: E731
+            async with asyncio.timeout(self.state.requests.timeout):
                 await retrying(stream, give_up=lambda: self.state.aborted)
             return answer.output(aborted=not answer.ended) if answer.meta is not None else None
         except HttpError as error:
@@ -300,8 +341,8 @@ def _strings(value: str | list[str] | None) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _too_long(args: Any, context: int | None, tokens: int) -> str:
-    limit = min(filter(None, (getattr(args, "rollout_max_context_len", None), context)), default=None)
+def _too_long(given: int | None, context: int | None, tokens: int) -> str:
+    limit = min(filter(None, (given, context)), default=None)
     if limit is not None and tokens + ENGINES_OWN >= limit:
         return (
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} "

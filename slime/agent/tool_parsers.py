@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 from slime.agent.messages import Tool, call
 from slime.agent.tool_formats import FORMATS
+from slime.config.agent import is_path, tool_parser_problem
 from slime.config.hooks import HookError, load_function
-from slime.config.validate_agent import is_path, tool_parser_problem
 from slime.data.json_text import parse_json
 
 HERMES_PREAMBLE = """\
@@ -27,17 +27,6 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 """The Hermes and Qwen models' own words, for chat templates that know no tools."""
-_BY_TEMPLATE = (  # what a template shows of the form in which its model calls tools; the first that is found
-    ("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<|tool_call_argument_begin|>", "kimi_k2"),
-    ("```json", "deepseekv3"), ("<｜tool▁sep｜>", "deepseekv31"), ("[TOOL_CALLS]", "mistral"),
-    ("<|python_start|>", "pythonic"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
-)  # fmt: skip
-_BY_MODEL = {
-    **{"glm4_moe": "glm45", "glm4_moe_lite": "glm47", "glm_moe_dsa": "glm47", "deepseek_v3": "deepseekv3"},
-    **{"kimi_k2": "kimi_k2", "kimi_k25": "kimi_k2", "llama": "llama3", "llama4": "pythonic", "mistral": "mistral"},
-    **{"mixtral": "mistral", "mistral3": "mistral", "ministral3": "mistral", "qwen3_next": "hermes"},
-    **{"qwen3_5": "qwen3_coder", "qwen3_5_moe": "qwen3_coder", "deepseek_v32": "deepseekv32"},
-}
 
 
 class ToolParser(Protocol):
@@ -47,19 +36,6 @@ class ToolParser(Protocol):
 
     def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """The text without its calls, and the calls as entries of ``tool_calls``, with an id where the text has one."""
-
-
-def choose_parser(name: str, template: str, model_type: str | None) -> str:
-    """The name behind ``auto``: by the chat template, which shows the model the form; then by ``model_type``.
-
-    A template that knows no tools has them described in the words of the Hermes models.
-    """
-    if name != "auto":
-        return name
-    if "tools" not in template:
-        return "hermes"
-    found = next((parser for mark, parser in _BY_TEMPLATE if mark in template), None)
-    return found or _BY_MODEL.get(model_type or "", "hermes")
 
 
 def tool_parser(name: str, tools: Sequence[Tool] = ()) -> ToolParser:

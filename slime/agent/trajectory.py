@@ -11,11 +11,14 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.agent.messages import Ask, Message, Tool, key_of
 from slime.data.sample import Sample
 from slime.rollout.generate import append_output
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 Key = tuple[Any, ...]
 
@@ -30,6 +33,7 @@ class Turn:
         added_ids: ids between the parent's output and this one; of a first turn its whole prompt.
         outputs: the engine's answers, in order; several where it was interrupted and went on.
         overflowed: the program asked for more after this turn, and no room was left.
+        constrained: it was sampled under a constraint, from a part of the vocabulary.
     """
 
     parent: Turn | None
@@ -41,6 +45,7 @@ class Turn:
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
     overflowed: bool = False
+    constrained: bool = False
     children: list[Turn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -107,7 +112,7 @@ class Tree:
         """Turns that nothing went on from, in the order of their ends."""
         return [turn for turn in self.turns.values() if not turn.children]
 
-    def samples(self, args: Any, base: Sample, tokenizer: Any) -> list[Sample]:
+    def samples(self, args: Args, base: Sample, tokenizer: Any) -> list[Sample]:
         """One sample per leaf; turns that several share are trained in the first of them alone."""
         trained: set[Turn] = set()
         samples = []
@@ -115,7 +120,7 @@ class Tree:
             sample = _sample(args, base, leaf, trained)
             sample.response = tokenizer.decode(
                 sample.tokens[-sample.response_length :],
-                skip_special_tokens=bool(getattr(args, "rollout_skip_special_tokens", False)),
+                skip_special_tokens=args.rollout_skip_special_tokens,
             )
             trained.update(leaf.path())
             samples.append(sample)
@@ -135,7 +140,7 @@ def _deepest(roots: Sequence[Turn], keys: list[Key]) -> Turn | None:
     return best
 
 
-def _sample(args: Any, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
+def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
     sample = copy.copy(base)
     sample.spec_info, sample.prefix_cache_info = copy.copy(base.spec_info), copy.copy(base.prefix_cache_info)
     sample.metadata = {**base.metadata, "messages": leaf.conversation(), "round_number": leaf.depth}
@@ -147,7 +152,12 @@ def _sample(args: Any, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
         if turn in trained:
             sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=None, trainable=False)
             continue
-        for output in turn.outputs:
-            append_output(args, sample, {**output, "text": ""})  # the text is decoded in one piece at the end
+        for output in turn.outputs:  # the text is decoded in one piece at the end
+            if turn.constrained and not args.allow_truncated_sampling:
+                meta = output["meta_info"]
+                ids = [int(item[1]) for item in meta["output_token_logprobs"]]
+                sample.append_response_tokens(args, tokens=ids, log_probs=None, trainable=False, meta_info=meta)
+            else:
+                append_output(args, sample, {**output, "text": ""})
     sample.status = Sample.Status.TRUNCATED if leaf.cut or leaf.overflowed else Sample.Status.COMPLETED
     return sample

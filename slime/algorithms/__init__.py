@@ -1,1 +1,7 @@
-"""Advantages, KL and losses: pure functions of tensors, each with its formula and its source."""
+"""Estimators, KL, losses and corrections: pure functions of numbers and tensors, each with its formula and its source.
+
+An estimator of your own derives from :class:`Algorithm`, or from one of the built-in classes.
+"""
+
+from .algorithm import Algorithm as Algorithm
+from .algorithm import EstimatorSettings as EstimatorSettings

@@ -5,11 +5,14 @@ Source: MiniMax, "MiniMax-M1" (2025), eq. 4.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from .algorithm import Row
+from .grpo import Grpo
 from .sequences import exp_ratio
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def compute_cispo_loss(
@@ -26,11 +29,28 @@ def compute_cispo_loss(
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)
 
 
-def cispo_loss(args: Any, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`compute_cispo_loss` with the run's ``--eps-clip`` and ``--eps-clip-high``.
+class Cispo(Grpo):
+    """GRPO's advantages; the clip bounds the weight of a token's gradient, and never removes the gradient."""
 
-    A token with A = 0 counts as unclipped: samples whose advantages are all 0 may be left out of the step.
-    """
-    high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    loss, clipfrac = compute_cispo_loss(ppo_kl, log_probs, advantages, args.eps_clip, high)
-    return loss, clipfrac * (advantages != 0)
+    zero_advantage_has_no_gradient = True  # the loss is a product with the advantage
+    row = Row(
+        "as `grpo`",
+        "−clip(ρ)·A·log π, no gradient through ρ",
+        "`--eps-clip 1` for no lower clip",
+        "MiniMax 2025, MiniMax-M1",
+    )
+
+    def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        clip = self.settings
+        loss, clipfrac = compute_cispo_loss(ppo_kl, log_probs, advantages, clip.eps_clip, clip.eps_clip_high)
+        # A token with A = 0 counts as unclipped, because samples whose advantages are all 0 may be left out of the
+        # step: the metric must not depend on that.
+        return loss, clipfrac * (advantages != 0)
+
+    def notices(self) -> list[str]:
+        low = self.settings.eps_clip
+        if low >= 1:
+            return []
+        return [
+            f"cispo clips the weight from below at {1 - low:g} (--eps-clip {low}); the paper does not: --eps-clip 1"
+        ]

@@ -6,12 +6,13 @@ Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from .algorithm import Algorithm, Row
 from .sequences import put_where, scan_from_end
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def get_advantages_and_returns_batch(
@@ -32,6 +33,8 @@ def get_advantages_and_returns_batch(
     Returns:
         advantages and returns, per sample ``[response_length]``, without gradient.
     """
+    import torch
+
     lengths = [len(values) for values in values_list]
     if lengths != list(response_lengths):
         raise ValueError(
@@ -50,7 +53,7 @@ def get_advantages_and_returns_batch(
 
 
 def _serial(x: Tensor, factor: float) -> Tensor:
-    out = torch.zeros_like(x)
+    out = x.new_zeros(x.shape)
     running = x.new_zeros(len(x))
     for t in range(x.shape[1] - 1, -1, -1):
         running = x[:, t] + factor * running
@@ -58,32 +61,49 @@ def _serial(x: Tensor, factor: float) -> Tensor:
     return out
 
 
-def compute(args: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Token reward −kl_coef·kl_t, plus the response's reward on its last trained token.
+class Ppo(Algorithm):
+    """Advantages by GAE over a critic's values. It trains on the reward as it is: the critic is the baseline."""
 
-    Time steps are the trained (unmasked) tokens only: tokens of a tool's output between two turns are no actions, and
-    the critic is not trained there, so neither their values nor their number enter. The token that follows t is the
-    next trained one. Masked tokens get advantages and returns of 0.
-
-    Raises:
-        ValueError: the batch has no ``values``.
-    """
-    if batch.get("values") is None:
-        raise ValueError("--advantage-estimator ppo needs the critic's values in the batch, and there are none")
-    masks = [mask.bool() for mask in batch["loss_masks"]]
-    values = [v[mask] for v, mask in zip(batch["values"], masks, strict=True)]
-    rewards = []
-    for reward, kl, mask in zip(batch["rewards"], batch["kl"], masks, strict=True):
-        token_rewards = -args.kl_coef * kl[mask]
-        token_rewards[-1:] += float(reward)
-        rewards.append(token_rewards)
-    lengths = [len(v) for v in values]
-    prompts = [total - n for total, n in zip(batch["total_lengths"], batch["response_lengths"], strict=True)]
-    total_lengths = [prompt + n for prompt, n in zip(prompts, lengths, strict=True)]
-    advantages, returns = get_advantages_and_returns_batch(
-        total_lengths, lengths, values, rewards, args.gamma, args.lambd
+    needs_critic = True
+    needs_group = False
+    needs_old_log_probs = True
+    uses_kl_in_reward = True
+    row = Row(
+        "GAE: δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}; r_t = −kl_coef·kl_t, and r at the last trained token; "
+        "t counts trained tokens only",
+        "clipped ρ; critic: max((V−R)², (V_old + clip(V−V_old) − R)²)",
+        "`--gamma`, `--lambd`, `--critic-lr`, `--value-clip`, `--num-critic-only-steps`",
+        "Schulman et al. 2016, 2017",
     )
-    return _put_back(advantages, masks), _put_back(returns, masks)
+
+    def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
+        return rewards
+
+    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Token reward −kl_coef·kl_t, plus the response's reward on its last trained token.
+
+        Raises:
+            ValueError: the batch has no ``old_values``.
+        """
+        if batch.get("old_values") is None:
+            raise ValueError("--advantage-estimator ppo needs the critic's old_values in the batch, and there are none")
+        # Time steps are the trained tokens only. The tokens of a tool's output between two turns are no actions and
+        # the critic is not trained there, so neither their values nor their number may enter: the token that follows
+        # t is the next trained one. Masked tokens get advantages and returns of 0.
+        masks = [mask.bool() for mask in batch["loss_masks"]]
+        values = [v[mask] for v, mask in zip(batch["old_values"], masks, strict=True)]
+        rewards = []
+        for reward, kl, mask in zip(batch["rewards"], batch["kl"], masks, strict=True):
+            token_rewards = -self.settings.kl_coef * kl[mask]
+            token_rewards[-1:] += float(reward)
+            rewards.append(token_rewards)
+        lengths = [len(v) for v in values]
+        prompts = [total - n for total, n in zip(batch["total_lengths"], batch["response_lengths"], strict=True)]
+        total_lengths = [prompt + n for prompt, n in zip(prompts, lengths, strict=True)]
+        advantages, returns = get_advantages_and_returns_batch(
+            total_lengths, lengths, values, rewards, self.settings.gamma, self.settings.lambd
+        )
+        return _put_back(advantages, masks), _put_back(returns, masks)
 
 
 def _put_back(parts: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:

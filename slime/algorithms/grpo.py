@@ -1,7 +1,4 @@
-"""GRPO, and every estimator whose tokens all have their response's reward, less a group baseline, as advantage.
-
-The baseline (:mod:`.baselines`, :mod:`.rloo`) is subtracted where whole groups are at hand, when rewards
-are post-processed; here the result is spread over the tokens. ``--kl-coef`` has no effect on these.
+"""GRPO: the reward, less its group's mean and divided by its group's deviation, is the advantage of every token.
 
 Source: Shao et al., "DeepSeekMath" (2024), outcome supervision.
 """
@@ -9,18 +6,34 @@ Source: Shao et al., "DeepSeekMath" (2024), outcome supervision.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from .algorithm import Algorithm, Row
+from .baselines import centred, standardized
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> list[Tensor]:
     """R_i for every token: tensors with the shapes of ``kl`` (one per sample)."""
-    return [torch.full_like(k, float(reward)) for reward, k in zip(rewards, kl, strict=True)]
+    return [k.new_full(k.shape, float(reward)) for reward, k in zip(rewards, kl, strict=True)]
 
 
-def compute(args: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Advantages and returns are the same."""
-    returns = get_grpo_returns(batch["rewards"], batch["kl"])
-    return returns, [x.clone() for x in returns]
+class Grpo(Algorithm):
+    """``--kl-coef`` has no effect here, nor on the estimators that inherit these advantages."""
+
+    row = Row(
+        "(r − mean) / (std + 1e-6) of the group, std over n − 1",
+        "clipped ρ of the token",
+        "`--disable-grpo-std-normalization` omits the division by the std",
+        "Shao et al. 2024, DeepSeekMath",
+    )
+
+    def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
+        return standardized(rewards) if self.settings.std_normalization else centred(rewards)
+
+    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Advantages and returns are the same."""
+        returns = get_grpo_returns(batch["rewards"], batch["kl"])
+        return returns, [x.clone() for x in returns]

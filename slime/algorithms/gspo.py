@@ -6,18 +6,15 @@ Source: Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 7. Loss a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from .algorithm import Row
+from .grpo import Grpo
 from .reduce import Reduce
 from .sequences import IDENTITY, flatten, keep_where, sequence_means, spread
 
-
-def token_kl(
-    log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
-) -> Tensor:
-    """The log-ratio of every other estimator: each token's own log π_old − log π_θ, ``[R]``."""
-    return old_log_probs - log_probs
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def sequence_kl(
@@ -47,3 +44,22 @@ def compute_gspo_kl(
     mask = flatten(loss_masks)
     difference = keep_where(mask, flatten(full_old_log_probs) - flatten(full_log_probs))
     return spread(sequence_means(difference, mask, lengths), [len(x) for x in local_log_probs])
+
+
+class Gspo(Grpo):
+    """GRPO with one ratio per response."""
+
+    # As in the reference implementation, which recomputes π_old for GSPO even where a rollout has one step: only so are
+    # its metrics ppo_kl and pg_clipfrac comparable, whose values lie near the small clips.
+    needs_old_log_probs = True
+    row = Row(
+        "as `grpo`",
+        "clipped ρ of the sequence: exp(mean of log π − log π_old)",
+        "small clips: `--eps-clip 3e-4 --eps-clip-high 4e-4`",
+        "Zheng et al. 2025",
+    )
+
+    def ppo_kl(
+        self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
+    ) -> Tensor:
+        return sequence_kl(log_probs, old_log_probs, mask, lengths, reduce)

@@ -35,6 +35,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from .algorithm import custom_setting
 from .off_policy import TisResult
 from .reduce import Reduce
 from .sequences import IDENTITY, exp_ratio, flatten, keep_where, sequence_means, sequence_sums, spread
@@ -60,12 +61,11 @@ class MisConfig:
     veto: float | None
 
     @classmethod
-    def from_args(cls, args: Any) -> MisConfig:
+    def from_args(cls, args: object) -> MisConfig:
         """Raises ValueError on an unknown level or mode, or on bounds in the wrong order."""
 
         def setting(name: str, default: Any) -> Any:
-            value = getattr(args, name, None)
-            return default if value is None else value
+            return custom_setting(args, name, default)
 
         upper = float(setting("tis_upper_bound", setting("tis_clip", 2.0)))
         lower = float(setting("tis_lower_bound", 1 / upper))

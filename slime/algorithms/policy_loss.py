@@ -7,8 +7,6 @@ Control in MOBA Games with Deep Reinforcement Learning" (2020), eq. 5.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -38,9 +36,3 @@ def compute_policy_loss(
     if eps_clip_c is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
     return loss, clipfrac
-
-
-def clipped_loss(args: Any, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`compute_policy_loss` with the run's ``--eps-clip``, ``--eps-clip-high`` and ``--eps-clip-c``."""
-    high = args.eps_clip if args.eps_clip_high is None else args.eps_clip_high
-    return compute_policy_loss(ppo_kl, advantages, args.eps_clip, high, args.eps_clip_c)

@@ -8,12 +8,14 @@ up to the step's value. So the value does not depend on how samples are packed a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from .sequences import keep_where, spread
 
-Reducer = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Reducer: TypeAlias = "Callable[[Tensor], Tensor]"
 """Per-token ``[R]`` → scalar. Values of masked tokens do not count, not even nan."""
 
 

@@ -1,61 +1,35 @@
-"""Names of ``--advantage-estimator`` and what each is made of, after the group baseline of its rewards.
+"""The built-in estimators, by their name in ``--advantage-estimator``.
 
-A new algorithm is one file with its formulas, and one line here.
+A new one is a file with its class and one line here. The choices of the flag, its checks, the post-processing of
+rewards, the training loop and the table in the documentation are made from the classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from .algorithm import Algorithm
+from .cispo import Cispo
+from .dr_grpo import DrGrpo
+from .gae import Ppo
+from .grpo import Grpo
+from .gspo import Gspo
+from .reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from .rloo import Rloo
 
-from torch import Tensor
-
-from . import cispo, dr_grpo, gae, grpo, gspo, policy_loss, reinforce_plus_plus
-from .reduce import Reduce
-from .reductions import Reducer
-
-Advantages = Callable[[Any, dict[str, Any]], tuple[list[Tensor], list[Tensor]]]
-"""(args, rank batch with ``kl``) → advantages and returns, per sample ``[response_length]``."""
-
-PolicyLoss = Callable[[Any, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(args, ppo_kl, log_probs, advantages) → loss and clipfrac, each ``[R]``."""
-
-
-class PpoKl(Protocol):
-    """log π_old − log π_θ as the ratio of this algorithm sees it, ``[R]``."""
-
-    def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
-    ) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """Advantages, ratio and policy loss of one estimator."""
-
-    compute: Advantages
-    ppo_kl: PpoKl = gspo.token_kl
-    policy_loss: PolicyLoss = policy_loss.clipped_loss
-    pg_reducer: Callable[..., Reducer] | None = None
-    """Its own reduction of the policy loss, with the arguments of ``--custom-pg-loss-reducer-function-path``;
-    None for that of the run."""
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "grpo": Algorithm(grpo.compute),
-    "gspo": Algorithm(grpo.compute, ppo_kl=gspo.sequence_kl),
-    "cispo": Algorithm(grpo.compute, policy_loss=cispo.cispo_loss),
-    "rloo": Algorithm(grpo.compute),
-    "dr_grpo": Algorithm(grpo.compute, pg_reducer=dr_grpo.pg_loss_reducer),
-    "ppo": Algorithm(gae.compute),
-    "reinforce_plus_plus": Algorithm(reinforce_plus_plus.compute),
-    "reinforce_plus_plus_baseline": Algorithm(reinforce_plus_plus.compute_baseline),
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "grpo": Grpo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "rloo": Rloo,
+    "dr_grpo": DrGrpo,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
+    "ppo": Ppo,
 }
 
 
-def get_algorithm(name: str) -> Algorithm:
-    """Raises ValueError with the known names."""
-    if name not in ALGORITHMS:
-        raise ValueError(f"unknown --advantage-estimator {name!r}; one of {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+def documented_table() -> str:
+    """The table of estimators in docs/en/algorithms.md, in Markdown."""
+    lines = ["| name | advantage of token t | policy loss | other flags | source |", "|---|---|---|---|---|"]
+    # vars(): a row that is inherited describes another estimator.
+    lines += [f"| `{name}` | " + " | ".join(vars(one)["row"]) + " |" for name, one in ALGORITHMS.items()]
+    return "\n".join(line.replace("|  |", "| |") for line in lines)

@@ -6,12 +6,16 @@ Source: Hu et al., "REINFORCE++" (2025), and its baseline variant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from .algorithm import Algorithm, Row
+from .baselines import centred
 from .sequences import keep_where, put_where, scan_from_end
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NEEDS_WHITENING = {"normalize_advantages": "whitening over the whole batch is part of the estimator"}
 
 
 def get_reinforce_plus_plus_returns(
@@ -29,6 +33,8 @@ def get_reinforce_plus_plus_returns(
 
     All per-sample tensors are over whole responses, ``[response_length]``.
     """
+    import torch
+
     token_rewards = []
     for reward, k, mask, length in zip(rewards, kl, loss_masks, response_lengths, strict=True):
         if len(k) != length:
@@ -52,23 +58,54 @@ def get_reinforce_plus_plus_baseline_advantages(
     ]
 
 
-def compute(args: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """REINFORCE++: advantages and returns are the same."""
-    returns = get_reinforce_plus_plus_returns(
-        batch["rewards"],
-        batch["kl"],
-        batch["loss_masks"],
-        batch["response_lengths"],
-        batch["total_lengths"],
-        args.kl_coef,
-        args.gamma,
+class ReinforcePlusPlus(Algorithm):
+    """It trains on the reward as it is; the mean over the batch, which whitening subtracts, is the baseline."""
+
+    needs_group = False
+    uses_kl_in_reward = True
+    requires = _NEEDS_WHITENING
+    row = Row(
+        "Σ_k γ^k (−kl_coef·kl_{t+k}), and r at the last trained token; t counts trained tokens only",
+        "clipped ρ",
+        "needs `--normalize-advantages`; `--gamma`, `--kl-coef`",
+        "Hu et al. 2025",
     )
-    return returns, [x.clone() for x in returns]
+
+    def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
+        return rewards
+
+    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Advantages and returns are the same."""
+        returns = get_reinforce_plus_plus_returns(
+            batch["rewards"],
+            batch["kl"],
+            batch["loss_masks"],
+            batch["response_lengths"],
+            batch["total_lengths"],
+            self.settings.kl_coef,
+            self.settings.gamma,
+        )
+        return returns, [x.clone() for x in returns]
 
 
-def compute_baseline(args: Any, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """REINFORCE++-baseline: advantages and returns are the same."""
-    advantages = get_reinforce_plus_plus_baseline_advantages(
-        batch["rewards"], batch["kl"], batch["loss_masks"], args.kl_coef
+class ReinforcePlusPlusBaseline(Algorithm):
+    """REINFORCE++ with the group's mean as a baseline, without discounts."""
+
+    uses_kl_in_reward = True
+    requires = _NEEDS_WHITENING
+    row = Row(
+        "r − mean of the group − kl_coef·kl_t",
+        "clipped ρ",
+        "needs `--normalize-advantages`; `--kl-coef`",
+        "Hu et al. 2025",
     )
-    return advantages, [x.clone() for x in advantages]
+
+    def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
+        return centred(rewards)
+
+    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Advantages and returns are the same."""
+        advantages = get_reinforce_plus_plus_baseline_advantages(
+            batch["rewards"], batch["kl"], batch["loss_masks"], self.settings.kl_coef
+        )
+        return advantages, [x.clone() for x in advantages]

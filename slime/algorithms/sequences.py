@@ -8,11 +8,12 @@ of every response (perhaps none), and ``reduce.over_sequence`` adds the shares u
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from .reduce import Identity, Reduce
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IDENTITY: Reduce = Identity()
 
@@ -23,6 +24,8 @@ overflow to infinity would make the gradient ``0 * inf = nan`` even where a clip
 
 def sequence_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
     """Sum of each sequence, ``[R] -> [n]``. In a fixed order, so the same on every run."""
+    import torch
+
     if not lengths:
         return x.new_zeros(0)
     return torch.stack([part.sum() for part in x.split(list(lengths))])
@@ -30,6 +33,8 @@ def sequence_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def spread(per_sequence: Tensor, lengths: Sequence[int]) -> Tensor:
     """Give every token its sequence's value, ``[n] -> [R]``."""
+    import torch
+
     repeats = torch.as_tensor(lengths, device=per_sequence.device, dtype=torch.int64)
     return per_sequence.repeat_interleave(repeats, output_size=sum(lengths))
 
@@ -52,18 +57,20 @@ def keep_where(mask: Tensor, x: Tensor) -> Tensor:
 
     ``x * mask`` would keep a nan, in the value and in the gradient.
     """
-    return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return x.where(mask.bool(), x.new_zeros(()))
 
 
 def put_where(mask: Tensor, x: Tensor) -> Tensor:
     """The inverse of ``whole[mask]``: ``x`` (as many as the mask has ones) where the mask is on, 0 elsewhere."""
-    whole = torch.zeros(len(mask), dtype=x.dtype, device=x.device)
+    whole = x.new_zeros(len(mask))
     whole[mask.bool()] = x
     return whole
 
 
 def flatten(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate per-sample tensors; an empty list gives an empty float tensor."""
+    import torch
+
     return torch.cat(list(parts)) if parts else torch.zeros(0)
 
 
@@ -74,6 +81,8 @@ def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
     chunks by carrying ``y`` of the next chunk's first position. ``T / chunk_size`` sequential steps
     instead of ``T``, and equal to the serial recurrence up to rounding.
     """
+    import torch
+
     batch, length = x.shape
     if length == 0:
         return x

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slime.backends.collectives import local
-from slime.backends.loss import needs_ref_log_probs, needs_teacher_log_probs
+from slime.backends.needs import needs_ref_log_probs, needs_teacher_log_probs
 from slime.backends.offload import HostArena, host_tensors
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,6 @@ class WeightBank:
         self._on_device = on_device and not self._pointers
         self._dtype = None if self._pointers or on_device else dtype
         self._arena = arena
-        self._host_mesh: DeviceMesh | None = None
 
     def _live(self) -> list[Tensor]:
         return [local(p.detach()) for _, p in self.named]
@@ -180,29 +180,8 @@ class WeightBank:
             _synchronize(self.named)
 
     def tensors(self, tag: str) -> dict[str, Tensor]:
-        """A copy as what a distributed checkpoint can reshard, in the copy's own memory: loading into these tensors
-        loads the copy. A collective when it is called first.
-
-        Raises:
-            RuntimeError: torch made copies instead.
-        """
-        pairs = zip(self.named, self._require(tag), strict=True)
-        return {name: self._as_global(tensor, p) for (name, p), tensor in pairs}
-
-    def _as_global(self, tensor: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return tensor
-        mesh = like.device_mesh
-        if tensor.device.type == "cpu":  # from_local moves a tensor to the mesh's device, which would be a copy
-            if self._host_mesh is None:
-                self._host_mesh = init_device_mesh("cpu", (mesh.size(),))
-            mesh = self._host_mesh
-        whole = DTensor.from_local(
-            tensor, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        if whole.to_local().data_ptr() != tensor.data_ptr():
-            raise RuntimeError(f"a DTensor of a weight copy on {tensor.device} is a copy of it, on {mesh}")
-        return whole
+        """This rank's part of a copy by the parameters' names, in the copy's own memory."""
+        return {name: tensor for (name, _), tensor in zip(self.named, self._require(tag), strict=True)}
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -227,16 +206,20 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
     """This rank's part of ``full``, split as ``like`` is."""
     if not isinstance(like, DTensor):
         return full
-    (placement,) = like.placements
-    assert isinstance(placement, Shard), f"parameters are sharded over one mesh dimension, not {placement}"
-    mesh = like.device_mesh
-    chunks = full.chunk(mesh.size(), dim=placement.dim)
-    rank = mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
+    for axis, (offset, size) in enumerate(zip(*shard_box(like), strict=True)):
+        full = full.narrow(axis, min(offset, full.shape[axis]), size)
+    return full
+
+
+def shard_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of this rank's part in the whole tensor."""
+    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return tuple(offsets), tuple(sizes)
 
 
 def keeps_copies_on_device(args: Any, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None) -> bool:
-    """Whether the copies that the flags ask for stay on the accelerator; the trainer's log says so.
+    """Whether the copies that the flags ask for stay on the accelerator; the trainer's log says so. A collective: the
+    ranks may have different amounts of free memory, and all of them keep their copies in the same place.
 
     Not where the trainer shares the accelerator with engines, which need that memory.
 
@@ -252,12 +235,14 @@ def keeps_copies_on_device(args: Any, named: Sequence[tuple[str, Tensor]], free_
             return False
         free_bytes = torch.cuda.mem_get_info()[0]
     needed = count * sum(local(p.detach()).nbytes for _, p in named)
-    fits = needed <= DEVICE_SHARE * free_bytes
+    fits = torch.tensor(needed <= DEVICE_SHARE * free_bytes, dtype=torch.uint8)
+    if dist.is_initialized():
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
     logger.warning(
         "copies of the weights (reference, teacher, old actor) take %.2f GiB and stay %s: %.2f GiB are free there",
         *(needed / 2**30, "on the accelerator" if fits else "in CPU memory", free_bytes / 2**30),
     )
-    return fits
+    return bool(fits)
 
 
 def load_copies(args: Any, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> set[str]:

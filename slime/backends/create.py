@@ -42,16 +42,17 @@ def create_backend(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
-    from slime.algorithms.registry import get_algorithm
-    from slime.models.cpu_memory import keep_freed_memory
+    from slime.config.estimator import algorithm_class
+    from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory
 
-    get_algorithm(args.advantage_estimator)  # raises before the first rollout is made
+    algorithm_class(args.advantage_estimator)  # raises before the first rollout is made
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
+        bound_kernel_caches()
         if args.threads_per_process:
             torch.set_num_threads(args.threads_per_process)
     if args.deterministic:
@@ -81,6 +82,10 @@ def _init_process_group(args: Any, rank: int, world_size: int, master_addr: str,
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if _is_loopback(master_addr) and os.path.isdir(f"/sys/class/net/{LOOPBACK}"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else gloo listens on what the host name resolves to
+    if world_size > 1:
+        # Otherwise every gloo group connects each of its ranks to all others when it is made: 1,000 ranks have 499,500
+        # connections, and as many again for --async-save. A ring or a tree needs a few for each rank.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -13,46 +13,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from slime.algorithms.algorithm import Algorithm, custom_setting
 from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.needs import (
-    entropy_needs_gradient,
-    needs_entropy,
-    needs_logits,
-    needs_old_log_probs,
-    needs_ref_log_probs,
-    needs_teacher_log_probs,
-    zero_advantage_groups_skippable,
-)
 from slime.algorithms.off_policy import vanilla_tis_function
 from slime.algorithms.opsm import opsm_mask
 from slime.algorithms.reduce import Reduce
 from slime.algorithms.reductions import Reducer, rollout_mean_reducer, token_sum_reducer
-from slime.algorithms.registry import get_algorithm
 from slime.algorithms.sequences import IDENTITY, exp_ratio
 from slime.algorithms.sft import compute_sft_loss
 from slime.algorithms.value_loss import compute_value_loss
 from slime.backends.token_batch import TokenBatch
+from slime.config.args import Args
+from slime.config.estimator import create_algorithm
 from slime.config.hooks import load_function
-
-__all__ = [
-    "TokenBatch",
-    "compute_loss",
-    "divide_by_weights",
-    "entropy_needs_gradient",
-    "is_max_metric",
-    "needs_entropy",
-    "needs_logits",
-    "needs_old_log_probs",
-    "needs_ref_log_probs",
-    "needs_teacher_log_probs",
-    "rescale_diagnostics",
-    "zero_advantage_groups_skippable",
-]
 
 Metrics = dict[str, Tensor]
 
@@ -78,8 +57,90 @@ class Part(NamedTuple):
     value: Tensor
 
 
+@dataclass(frozen=True)
+class LossSettings:
+    """What :func:`compute_loss` is made of, read from the flags once."""
+
+    loss_type: str
+    algorithm: Algorithm
+    per_token: bool
+    """``--calculate-per-token-loss``."""
+    entropy_coef: float
+    kl: KlLoss | None
+    """None without ``--use-kl-loss``."""
+    use_rollout_logprobs: bool
+    opsm_delta: float | None
+    """None without ``--use-opsm``."""
+    correction: Correction | None
+    """None where nothing corrects for the engine's probabilities and nothing measures them."""
+    value_clip: float
+    pg_reducer: Callable[..., Reducer] | None
+    """The function of ``--custom-pg-loss-reducer-function-path``."""
+    custom_loss: Callable[..., tuple[Tensor, Mapping[str, Any]]] | None
+    """The function of ``--custom-loss-function-path``."""
+    args: Args
+    """Only for the user's functions."""
+
+    @classmethod
+    def from_args(cls, args: Args) -> LossSettings:
+        """Raises ValueError on an unknown ``--loss-type``, or one whose function is not given."""
+        if args.loss_type not in LOSSES:
+            raise ValueError(f"unknown --loss-type {args.loss_type!r}; one of {', '.join(LOSSES)}")
+        reducer, custom_loss = args.custom_pg_loss_reducer_function_path, args.custom_loss_function_path
+        if args.loss_type == "custom_loss" and not custom_loss:
+            raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
+        return cls(
+            loss_type=args.loss_type,
+            algorithm=create_algorithm(args),
+            per_token=args.calculate_per_token_loss,
+            entropy_coef=args.entropy_coef,
+            kl=KlLoss(args.kl_loss_coef, args.kl_loss_type, args.use_unbiased_kl) if args.use_kl_loss else None,
+            use_rollout_logprobs=args.use_rollout_logprobs,
+            opsm_delta=args.opsm_delta if args.use_opsm else None,
+            correction=Correction.from_args(args),
+            value_clip=args.value_clip,
+            pg_reducer=load_function(reducer) if reducer else None,
+            custom_loss=load_function(custom_loss) if custom_loss else None,
+            args=args,
+        )
+
+
+@dataclass(frozen=True)
+class KlLoss:
+    """The KL to the reference as a term of the loss."""
+
+    coefficient: float
+    kind: str
+    unbiased: bool
+    """Weigh the estimate by the importance ratio (``--use-unbiased-kl``)."""
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance weights for tokens that the engine sampled with other probabilities than the trainer computes."""
+
+    function: Callable[..., Any]
+    """The function of ``--custom-tis-function-path``, else truncated importance sampling."""
+    applies: bool
+    """False with ``--get-mismatch-metrics`` alone: the function only measures."""
+    by_default: bool
+    """The user did not ask for it. Then a rollout without the engine's log-probs is trained uncorrected."""
+
+    @classmethod
+    def from_args(cls, args: Args) -> Correction | None:
+        applies = bool(args.use_tis or custom_setting(args, "use_rs", False))
+        if not applies and not args.get_mismatch_metrics:
+            return None
+        path = args.custom_tis_function_path
+        return cls(
+            function=load_function(path) if path else vanilla_tis_function,
+            applies=applies,
+            by_default=bool(args.use_tis) and "use_tis" not in args.explicit,
+        )
+
+
 def compute_loss(
-    args: Any,
+    settings: LossSettings,
     tokens: TokenBatch,
     *,
     num_rollouts: float,
@@ -89,8 +150,7 @@ def compute_loss(
     """This micro-batch's share of the step's loss and metrics.
 
     Args:
-        args: the run's flags. ``args.loss_type`` selects the loss, except that values in the batch
-            (the critic) mean the value loss.
+        settings: ``loss_type`` selects the loss, except that values in the batch (the critic) mean the value loss.
         num_rollouts: rollouts in the whole step over all ranks (``global_batch_sizes[step]``).
         num_tokens: the step's Σ max(mask sum, 1) over all ranks (``global_token_counts[step]``).
         reduce: its ``over_sequence`` joins the shares of a context-parallel group. ``over_data`` is
@@ -103,11 +163,11 @@ def compute_loss(
     Raises:
         ValueError: a tensor that the flags call for is missing, or has a wrong length.
     """
-    kind = "value_loss" if tokens.values is not None else args.loss_type
-    if kind not in LOSSES:
-        raise ValueError(f"unknown --loss-type {kind!r}; one of {', '.join(LOSSES)}")
-    loss, metrics = LOSSES[kind](args, tokens.cleaned(), reduce)
-    count = max(float(num_tokens if args.calculate_per_token_loss else num_rollouts), 1.0)
+    kind = "value_loss" if tokens.values is not None else settings.loss_type
+    loss, metrics = LOSSES[kind](settings, tokens.cleaned(), reduce)
+    # The divisor is the whole step's, not this micro-batch's: only so do the shares add up to the same loss and
+    # gradient however the samples are spread over micro-batches and ranks.
+    count = max(float(num_tokens if settings.per_token else num_rollouts), 1.0)
     shares = {name: x.detach() if is_max_metric(name) else x.detach() / count for name, x in metrics.items()}
     return loss / count, {"loss": loss.detach() / count} | shares
 
@@ -146,8 +206,9 @@ def _sum_parts(parts: Mapping[str, Part]) -> LossSum:
     return LossSum(loss, {name: part.value for name, part in parts.items()})
 
 
-def _reducer(args: Any, tokens: TokenBatch, mask: Tensor) -> Reducer:
-    if args.calculate_per_token_loss:
+def _mean(settings: LossSettings, tokens: TokenBatch, mask: Tensor) -> Reducer:
+    """The run's reduction: of the tokens in ``mask``, over rollouts or over tokens."""
+    if settings.per_token:
         return token_sum_reducer(mask)
     return rollout_mean_reducer(mask, tokens.rollout_mask_sums, tokens.response_lengths)
 
@@ -155,52 +216,60 @@ def _reducer(args: Any, tokens: TokenBatch, mask: Tensor) -> Reducer:
 # --- policy loss -------------------------------------------------------------------------------
 
 
-def _policy_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     log_probs = _need(tokens.log_probs, "log_probs", "the policy loss")
     advantages = _need(tokens.advantages, "advantages", "the policy loss")
-    algorithm = get_algorithm(args.advantage_estimator)
-    train_old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
-    use_engine = args.use_rollout_logprobs and tokens.rollout_log_probs is not None
-    old = tokens.rollout_log_probs if use_engine else train_old
-    assert old is not None
-    diagnose = _reducer(args, tokens, tokens.loss_mask)
+    algorithm, lengths = settings.algorithm, tokens.response_lengths
+    mean_for_metrics = _mean(settings, tokens, tokens.loss_mask)
 
-    ppo_kl = algorithm.ppo_kl(log_probs, old, tokens.loss_mask, tokens.response_lengths, reduce)
-    pg_loss, clipfrac = algorithm.policy_loss(args, ppo_kl, log_probs, advantages)
-    metrics: Metrics = {"ppo_kl": diagnose(ppo_kl), "ois": diagnose(exp_ratio(-ppo_kl.detach()))}
-    if args.use_opsm:
-        lengths = tokens.response_lengths
-        keep = opsm_mask(args.opsm_delta, log_probs, old, advantages, tokens.loss_mask, lengths, reduce)
+    # π_old. Where nothing recomputed it, the policy has not moved yet: the current log-probs without gradient make the
+    # ratio 1, and its gradient that of log π.
+    trainer_old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
+    engine_old = tokens.rollout_log_probs if settings.use_rollout_logprobs else None
+    old = trainer_old if engine_old is None else engine_old
+
+    # Ratio and clip.
+    ppo_kl = algorithm.ppo_kl(log_probs, old, tokens.loss_mask, lengths, reduce)
+    pg_loss, clipfrac = algorithm.policy_loss(ppo_kl, log_probs, advantages)
+    importance_ratio = exp_ratio(-ppo_kl.detach())
+    metrics: Metrics = {"ppo_kl": mean_for_metrics(ppo_kl), "ois": mean_for_metrics(importance_ratio)}
+
+    # Masks and weights. A masked token leaves the sum, while the mean's divisor keeps counting it: a response of which
+    # half is rejected must not weigh as much per token as a whole one.
+    if settings.opsm_delta is not None:
+        keep = opsm_mask(settings.opsm_delta, log_probs, old, advantages, tokens.loss_mask, lengths, reduce)
         pg_loss = pg_loss * keep
-        metrics["opsm_clipfrac"] = diagnose(1 - keep)
-    pg_loss, mask, tis_metrics = _correct_off_policy(args, tokens, pg_loss, train_old, reduce)
-    metrics |= {name: diagnose(x) for name, x in tis_metrics.items()}
-    metrics |= _engine_gap(tokens, train_old, diagnose)
+        metrics["opsm_clipfrac"] = mean_for_metrics(1 - keep)
+    pg_loss, mask, weight_metrics = _correct_off_policy(settings, tokens, pg_loss, trainer_old, reduce)
+    metrics |= {name: mean_for_metrics(x) for name, x in weight_metrics.items()}
+    metrics |= _engine_gap(tokens, trainer_old, mean_for_metrics)
     if tokens.opd_reverse_kl is not None:
-        metrics["opd_reverse_kl"] = diagnose(tokens.opd_reverse_kl)
+        metrics["opd_reverse_kl"] = mean_for_metrics(tokens.opd_reverse_kl)
 
-    reducer = _reducer(args, tokens, mask)
-    parts = {"pg_loss": Part(1.0, _pg_reducer(args, tokens, mask, reducer)(pg_loss))}
-    parts |= _entropy_part(args, tokens, reducer) | _kl_part(args, tokens, log_probs, old, reducer)
+    # Mean, and the other terms of the sum.
+    mean = _mean(settings, tokens, mask)
+    parts = {"pg_loss": Part(1.0, _pg_reducer(settings, tokens, mask, mean)(pg_loss))}
+    parts |= _entropy_part(settings, tokens, mean) | _kl_part(settings, tokens, log_probs, old, mean)
     loss, part_metrics = _sum_parts(parts)
-    return LossSum(loss, part_metrics | {"pg_clipfrac": reducer(clipfrac)} | metrics)
+    return LossSum(loss, part_metrics | {"pg_clipfrac": mean(clipfrac)} | metrics)
 
 
-def _entropy_part(args: Any, tokens: TokenBatch, reducer: Reducer) -> dict[str, Part]:
+def _entropy_part(settings: LossSettings, tokens: TokenBatch, mean: Reducer) -> dict[str, Part]:
     if tokens.entropy is None:
-        if args.entropy_coef != 0:
-            raise ValueError(f"--entropy-coef {args.entropy_coef} needs TokenBatch.entropy, and it is not there")
+        if settings.entropy_coef != 0:
+            raise ValueError(f"--entropy-coef {settings.entropy_coef} needs TokenBatch.entropy, and it is not there")
         return {}
-    return {"entropy_loss": Part(-args.entropy_coef, reducer(tokens.entropy))}
+    return {"entropy_loss": Part(-settings.entropy_coef, mean(tokens.entropy))}
 
 
-def _kl_part(args: Any, tokens: TokenBatch, log_probs: Tensor, old: Tensor, reducer: Reducer) -> dict[str, Part]:
-    if not args.use_kl_loss:
+def _kl_part(
+    settings: LossSettings, tokens: TokenBatch, log_probs: Tensor, old: Tensor, mean: Reducer
+) -> dict[str, Part]:
+    if settings.kl is None:
         return {}
     ref = _need(tokens.ref_log_probs, "ref_log_probs", "--use-kl-loss")
-    ratio = exp_ratio(log_probs - old) if args.use_unbiased_kl else None
-    kl = compute_approx_kl(log_probs, ref, args.kl_loss_type, ratio)
-    return {"kl_loss": Part(args.kl_loss_coef, reducer(kl))}
+    ratio = exp_ratio(log_probs - old) if settings.kl.unbiased else None
+    return {"kl_loss": Part(settings.kl.coefficient, mean(compute_approx_kl(log_probs, ref, settings.kl.kind, ratio)))}
 
 
 def _engine_gap(tokens: TokenBatch, train: Tensor, reducer: Reducer) -> Metrics:
@@ -230,27 +299,19 @@ def _ages(tokens: TokenBatch) -> list[tuple[str, Tensor]]:
 
 
 def _correct_off_policy(
-    args: Any, tokens: TokenBatch, pg_loss: Tensor, train_old: Tensor, reduce: Reduce
+    settings: LossSettings, tokens: TokenBatch, pg_loss: Tensor, trainer_old: Tensor, reduce: Reduce
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Apply ``--use-tis`` / ``--custom-tis-function-path``: loss, mask after rejection, flat metrics.
-
-    With ``--get-mismatch-metrics`` alone, only the metrics are taken.
-    """
-    by_default = args.use_tis and "use_tis" not in getattr(args, "explicit", ("use_tis",))
-    if by_default and tokens.rollout_log_probs is None:  # a generate function that gives no log-probs
-        return pg_loss, tokens.loss_mask, {}
-    apply = args.use_tis or getattr(args, "use_rs", False)
-    if not apply and not args.get_mismatch_metrics:
+    """Loss after the importance weights, mask after rejection, and flat metrics."""
+    correction = settings.correction
+    if correction is None or (correction.by_default and tokens.rollout_log_probs is None):
         return pg_loss, tokens.loss_mask, {}
     rollout = _need(tokens.rollout_log_probs, "rollout_log_probs", "--use-tis or --get-mismatch-metrics")
-    path = args.custom_tis_function_path
-    function = load_function(path) if path else vanilla_tis_function
     corrected, masks, metrics = _call_accepting(
-        function,
+        correction.function,
         dict(
-            args=args,
+            args=settings.args,
             pg_loss=pg_loss,
-            train_log_probs=tokens.split(train_old),
+            train_log_probs=tokens.split(trainer_old),
             rollout_log_probs=tokens.split(rollout),
             loss_masks=tokens.split(tokens.loss_mask),
             total_lengths=tokens.total_lengths,
@@ -258,45 +319,44 @@ def _correct_off_policy(
         ),
         optional=dict(reduce=reduce, weight_mean=tokens.mis_weight_mean),
     )
-    if not apply:
+    if not correction.applies:
         return pg_loss, tokens.loss_mask, metrics
     mask = torch.cat(list(masks)).to(tokens.loss_mask.dtype) if masks else tokens.loss_mask
+    # A user's function can reject tokens; it cannot bring back those that the sample's own mask leaves out.
     return corrected, mask * tokens.loss_mask, metrics
 
 
-def _pg_reducer(args: Any, tokens: TokenBatch, mask: Tensor, default: Reducer) -> Reducer:
-    path = args.custom_pg_loss_reducer_function_path
-    make = load_function(path) if path else get_algorithm(args.advantage_estimator).pg_reducer
-    if make is None:
-        return default
+def _pg_reducer(settings: LossSettings, tokens: TokenBatch, mask: Tensor, default: Reducer) -> Reducer:
+    if settings.pg_reducer is None:
+        return settings.algorithm.pg_reducer(mask, default)
     given = dict(
         total_lengths=tokens.total_lengths,
         response_lengths=tokens.response_lengths,
         loss_masks=tokens.split(mask),
-        calculate_per_token_loss=args.calculate_per_token_loss,
+        calculate_per_token_loss=settings.per_token,
     )
-    return _call_accepting(make, given, optional=dict(args=args), positional=True)
+    return _call_accepting(settings.pg_reducer, given, optional=dict(args=settings.args), positional=True)
 
 
 # --- the other losses --------------------------------------------------------------------------
 
 
-def _value_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+def _value_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     values = _need(tokens.values, "values", "the value loss")
     old_values = _need(tokens.old_values, "old_values", "the value loss")
     returns = _need(tokens.returns, "returns", "the value loss")
-    loss, clipfrac = compute_value_loss(values, old_values, returns, args.value_clip)
-    reducer = _reducer(args, tokens, tokens.loss_mask)
-    total, metrics = _sum_parts({"value_loss": Part(1.0, reducer(loss))})
-    return LossSum(total, metrics | {"value_clipfrac": reducer(clipfrac)})
+    loss, clipfrac = compute_value_loss(values, old_values, returns, settings.value_clip)
+    mean = _mean(settings, tokens, tokens.loss_mask)
+    total, metrics = _sum_parts({"value_loss": Part(1.0, mean(loss))})
+    return LossSum(total, metrics | {"value_clipfrac": mean(clipfrac)})
 
 
-def _sft_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+def _sft_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     log_probs = _need(tokens.log_probs, "log_probs", "the SFT loss")
-    return LossSum(_reducer(args, tokens, tokens.loss_mask)(compute_sft_loss(log_probs)), {})
+    return LossSum(_mean(settings, tokens, tokens.loss_mask)(compute_sft_loss(log_probs)), {})
 
 
-def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
+def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     """``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``.
 
     * ``batch``: dict of per-sample lists: the rank batch's own entries (``tokens``, ``loss_masks``,
@@ -309,9 +369,7 @@ def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     * ``sum_of_sample_mean(x)``: ``[R]`` → the run's reduction, *before* the division by the step's
       rollouts or tokens; that division is made here, for the loss and for each metric.
     """
-    path = args.custom_loss_function_path
-    if not path:
-        raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
+    assert settings.custom_loss is not None, "from_args has checked it"
     logits = _need(tokens.logits, "logits", "--loss-type custom_loss")
     batch = dict(tokens.sample_entries)
     batch |= {"response_lengths": tokens.response_lengths, "total_lengths": tokens.total_lengths}
@@ -320,11 +378,11 @@ def _custom_loss(args: Any, tokens: TokenBatch, reduce: Reduce) -> LossSum:
     if "train_metadata" in batch:
         batch["metadata"] = batch["train_metadata"]
     batch |= {"targets": tokens.targets, "current_log_probs": tokens.log_probs, "loss_mask": tokens.loss_mask}
-    loss, metrics = load_function(path)(args, batch, logits, _reducer(args, tokens, tokens.loss_mask))
+    loss, metrics = settings.custom_loss(settings.args, batch, logits, _mean(settings, tokens, tokens.loss_mask))
     return LossSum(loss, {name: torch.as_tensor(x) for name, x in metrics.items() if name != "loss"})
 
 
-LOSSES: dict[str, Callable[[Any, TokenBatch, Reduce], LossSum]] = {
+LOSSES: dict[str, Callable[[LossSettings, TokenBatch, Reduce], LossSum]] = {
     "policy_loss": _policy_loss,
     "value_loss": _value_loss,
     "sft_loss": _sft_loss,

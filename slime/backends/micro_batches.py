@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from slime.data.convert import shared_prompts
+from slime.data.fields import RankBatch
+from slime.data.schedule import PackingSettings, pack_forward_only
 
 MicroBatches = list[list[int]]
 
 
-def of_step(batch: dict[str, Any], step: int) -> MicroBatches:
+def of_step(batch: RankBatch, step: int) -> MicroBatches:
     """The rank's micro-batches of optimizer step ``step``: local sample positions.
 
     Raises:
@@ -23,7 +25,27 @@ def of_step(batch: dict[str, Any], step: int) -> MicroBatches:
     return [list(indices) for indices in batch["micro_batch_indices"][start : start + counts[step]]]
 
 
-def without_zero_advantages(batch: dict[str, Any], micro_batches: MicroBatches) -> MicroBatches:
+def forward_only(
+    settings: PackingSettings, batch: RankBatch, context_size: int, at_least: int = 1
+) -> MicroBatches | None:
+    """Packs of at most ``--log-probs-max-tokens-per-gpu`` tokens for passes without a backward.
+
+    None where such passes use the micro-batches of training: the flag is not given or names training's own budget, or
+    batches are padded, so that tokens do not say what fits.
+
+    Args:
+        context_size: ranks that share the tokens of each sample.
+        at_least: number of packs, where there are as many samples.
+    """
+    budget = settings.forward_max_tokens
+    if budget is None or budget == settings.max_tokens or settings.pads:
+        return None
+    lengths = [int(n) for n in batch["total_lengths"]]
+    prompts = shared_prompts(settings, batch, context_size)
+    return pack_forward_only(settings, lengths, prompts, budget * context_size, at_least)
+
+
+def without_zero_advantages(batch: RankBatch, micro_batches: MicroBatches) -> MicroBatches:
     """Leave out samples whose advantages are all exactly 0 (where the mask is on), and micro-batches left empty."""
     advantages, masks = batch["advantages"], batch["loss_masks"]
 
@@ -34,15 +56,13 @@ def without_zero_advantages(batch: dict[str, Any], micro_batches: MicroBatches) 
     return [indices for indices in kept if indices]
 
 
-def weight(args: Any, batch: dict[str, Any], micro_batches: MicroBatches) -> float:
-    """What these samples weigh in the step's mean, before the division by its rollouts or tokens."""
+def weight(batch: RankBatch, micro_batches: MicroBatches, per_token: bool) -> float:
+    """The weight of these samples in the step's mean, before the division by its rollouts or (``per_token``) tokens."""
     total = 0.0
     for indices in micro_batches:
         for i in indices:
             tokens = float(torch.as_tensor(batch["loss_masks"][i]).sum())
-            total += (
-                tokens if args.calculate_per_token_loss else tokens / max(float(batch["rollout_mask_sums"][i]), 1.0)
-            )
+            total += tokens if per_token else tokens / max(float(batch["rollout_mask_sums"][i]), 1.0)
     return total
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from slime.checkpoint.files import FileEntry
+from slime.checkpoint.files import FileEntry, describe_files
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
+from slime.weights.torch_dist import META
 
 
 class BackgroundSave:
@@ -43,9 +46,32 @@ def in_background(write: Callable[[], list[FileEntry]]) -> BackgroundSave:
     return BackgroundSave(written)
 
 
-def new_save_group() -> Any:
-    """Ranks whose collectives overlap those of training; a collective. None without a process group."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+def new_save_group(args: Any) -> Any:
+    """The ranks as a group for the collectives of ``--async-save``, which overlap those of training; a collective.
+
+    None without ``--async-save``, or without a process group.
+    """
+    return dist.new_group(backend="gloo") if args.async_save and dist.is_initialized() else None
+
+
+def small_files_writer(
+    path: Path, rank: int, rng: Mapping[str, Any], description: Mapping[str, Any] | None
+) -> Callable[[], list[FileEntry]]:
+    """A function that writes a rank's random state below ``path``, and what describes the folder where that is given.
+
+    Both are written as they are now, whenever the function is called.
+    """
+    text = None if description is None else json.dumps(description, indent=2) + "\n"
+
+    def write() -> list[FileEntry]:
+        files = [path / f"rng_{rank}.pt"]
+        torch.save(rng, files[0])
+        if text is not None:
+            files.append(path / META)
+            files[1].write_text(text)
+        return describe_files(files, path)
+
+    return write
 
 
 def require_undamaged(folder: Path, rank: int, ranks: int) -> None:

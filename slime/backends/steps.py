@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slime.backends import micro_batches as mb
-from slime.backends.base import Metrics, RankBatch
+from slime.backends.base import Metrics
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.loss import is_max_metric, rescale_diagnostics, zero_advantage_groups_skippable
+from slime.backends.loss import is_max_metric, rescale_diagnostics
+from slime.backends.needs import zero_advantage_groups_skippable
+from slime.data.fields import RankBatch
+from slime.data.schedule import PackingSettings
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+PACKS_PER_STAGE = 4
+"""Packs of a forward-only pass per pipeline stage: the pipeline is then busy at least 80% of the time."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -21,8 +30,9 @@ class NonFiniteError(FloatingPointError):
 class StepAccounting:
     """Base class of the backends. All ranks call every method together."""
 
-    args: Any
+    args: Args
     role: str
+    packing: PackingSettings
     reduce: DataParallelReduce
     """Over ranks that hold other samples."""
     share_reduce: DataParallelReduce
@@ -37,6 +47,24 @@ class StepAccounting:
         skipping = self.role == "actor" and batch.get("advantages") is not None
         skipping = skipping and zero_advantage_groups_skippable(self.args)
         return scheduled, mb.without_zero_advantages(batch, scheduled) if skipping else scheduled
+
+    def forward_packs(self, batch: RankBatch, stages: int = 1) -> mb.MicroBatches:
+        """The micro-batches of a forward-only pass; a collective. Still to be :meth:`aligned`.
+
+        Ranks run them in lock step, so each packs its samples into as many as the rank that needs the most. With
+        several pipeline stages there are at least four times as many packs as stages, if training has as many:
+        fewer, larger ones would leave the stages idle while the pipeline fills and drains.
+        """
+        training: mb.MicroBatches = batch["micro_batch_indices"]
+        context = self.share_reduce.world_size // self.reduce.world_size
+        at_least = min(len(training), PACKS_PER_STAGE * stages) if stages > 1 else 1
+        packs = mb.forward_only(self.packing, batch, context, at_least)
+        if packs is None:  # on every rank
+            return training
+        most = int(self.reduce.maximum([float(len(packs))])[0])
+        if most > len(packs):
+            packs = mb.forward_only(self.packing, batch, context, most) or []
+        return packs
 
     def aligned(self, micro_batches: mb.MicroBatches, multiple: int = 1) -> mb.MicroBatches:
         """As many micro-batches as the rank with the most has (up to a multiple), empty ones at the end: forward and
@@ -65,7 +93,7 @@ class StepAccounting:
         """The step's values over all ranks."""
         metrics = self.share_reduce.metrics(shares, same_names=not self._uneven)
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
-        weights = [mb.weight(self.args, batch, part) for part in (scheduled, trained)]
+        weights = [mb.weight(batch, part, self.args.calculate_per_token_loss) for part in (scheduled, trained)]
         all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
         if count < all_count:
             metrics = {"loss": 0.0, "pg_loss": 0.0, "pg_clipfrac": 0.0} | metrics

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from slime.backends.offload import host_tensors
 from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
 from slime.weights.dcp_metadata import require_tensors
 
@@ -93,9 +95,57 @@ def share(numel: int, rank: int, ranks: int) -> tuple[int, int]:
     return numel * rank // ranks, numel * (rank + 1) // ranks
 
 
-def copied(shards: Iterable[TensorShard]) -> list[TensorShard]:
-    """The same in CPU memory of its own, so that training may go on."""
-    return [shard._replace(data=shard.data.detach().to("cpu", copy=True)) for shard in shards]
+class ShardMemory:
+    """CPU memory for copies of a rank's shards, kept from one save to the next.
+
+    To get memory takes longer than to copy: the kernel clears it page by page, and that for copies from CUDA is pinned.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._tensors: list[Tensor] = []
+        self._taking: threading.Thread | None = None
+
+    @property
+    def is_taken(self) -> bool:
+        return self._taking is not None or bool(self._kinds)
+
+    def take(self, shards: Iterable[TensorShard]) -> None:
+        """Get memory for such shards, cleared, on a thread of its own: :meth:`copied` then only copies."""
+        like = [shard.data.detach() for shard in shards]
+
+        def get() -> None:
+            for device in {tensor.device for tensor in like if tensor.is_cuda}:
+                torch.cuda.set_device(device)  # a new thread has device 0
+            tensors = host_tensors(like)
+            for tensor in tensors:
+                tensor.zero_()
+            self._tensors, self._kinds = tensors, _kinds(like)
+
+        self._taking = threading.Thread(target=get, name="save-memory", daemon=True)
+        self._taking.start()
+
+    @torch.no_grad()
+    def copied(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
+        """The same shards in this memory, so that training may go on; those of the last call are overwritten."""
+        if self._taking is not None:
+            self._taking.join()
+            self._taking = None
+        shards = list(shards)
+        kinds = _kinds([shard.data for shard in shards])
+        if kinds != self._kinds:
+            self._tensors.clear()  # before there is new memory
+            self._tensors = host_tensors([shard.data.detach() for shard in shards])
+            self._kinds = kinds
+        for tensor, shard in zip(self._tensors, shards, strict=True):
+            tensor.copy_(shard.data, non_blocking=True)
+        if any(shard.data.is_cuda for shard in shards):
+            torch.cuda.synchronize()
+        return [shard._replace(data=tensor) for tensor, shard in zip(self._tensors, shards, strict=True)]
+
+
+def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
 @contextmanager

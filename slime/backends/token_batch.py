@@ -10,20 +10,10 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.sequences import keep_where
+from slime.data.fields import BY_NAME, LOSS_FIELDS, RankBatch
 
-FROM_BATCH = {
-    "old_log_probs": "log_probs",
-    "ref_log_probs": "ref_log_probs",
-    "rollout_log_probs": "rollout_log_probs",
-    "teacher_log_probs": "teacher_log_probs",
-    "advantages": "advantages",
-    "returns": "returns",
-    "old_values": "values",
-    "opd_reverse_kl": "opd_reverse_kl",
-    "staleness": "staleness",
-}
-"""Field of TokenBatch → per-token key of the rank batch. ``log_probs`` of the batch are the old ones;
-``values`` are those from before the step."""
+PER_TOKEN = ("log_probs", "entropy", "values", *LOSS_FIELDS)
+"""Fields of :class:`TokenBatch` with one value per response token, beside the mask."""
 
 
 @dataclass
@@ -63,13 +53,13 @@ class TokenBatch:
     targets: Tensor | None = None
     """int64 ``[R]``: the response tokens themselves, beside ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)
-    """The rank batch's own entries for these samples (lists of n), for a custom loss; per-token ones are this rank's
-    share."""
+    """The rank batch's own entries for these samples (lists of n), for a custom loss and by the names that it knows;
+    those per response token are this rank's share."""
 
     @classmethod
     def from_rank_batch(
         cls,
-        batch: dict[str, Any],
+        batch: RankBatch,
         indices: Sequence[int],
         *,
         log_probs: Tensor | None = None,
@@ -83,7 +73,7 @@ class TokenBatch:
         """Pick the samples at ``indices`` (in that order) and flatten their per-token entries.
 
         Args:
-            batch: rank batch of ``slime.backends.base`` over whole responses.
+            batch: over whole responses.
             device: where the loss is computed; default that of ``log_probs`` or ``values``.
             response_index: with context parallelism, which response tokens of each sample are this rank's.
         """
@@ -102,9 +92,12 @@ class TokenBatch:
             return (torch.cat(parts) if parts else torch.zeros(0)).to(device, non_blocking=True)
 
         def entries(key: str) -> list[Any]:
-            if response_index is None or key not in PER_RESPONSE_TOKEN:
+            if response_index is None or key not in BY_NAME or BY_NAME[key].per != "response token":
                 return [batch[key][i] for i in picked]
             return [torch.as_tensor(batch[key][i])[own] for i, own in zip(picked, response_index, strict=True)]
+
+        def is_whole(key: str) -> bool:
+            return key in BY_NAME and BY_NAME[key].per == "batch"
 
         loss_mask = flat("loss_masks")
         assert loss_mask is not None, "a rank batch always has loss_masks"
@@ -124,13 +117,13 @@ class TokenBatch:
             targets=targets,
             mis_weight_mean=batch.get("mis_weight_mean"),
             sample_entries={
-                key: entries(key)
+                BY_NAME[key].public_name if key in BY_NAME else key: entries(key)
                 for key, entry in batch.items()
-                if isinstance(entry, list) and len(entry) == n and key not in WHOLE_BATCH
+                if isinstance(entry, list) and len(entry) == n and not is_whole(key)
             }
             if logits is not None
             else {},
-            **{name: flat(key) for name, key in FROM_BATCH.items()},
+            **{name: flat(name) for name in LOSS_FIELDS},
         )
 
     @property
@@ -163,9 +156,3 @@ class TokenBatch:
     def split(self, x: Tensor) -> list[Tensor]:
         """A flat per-token tensor as one tensor per sample."""
         return list(x.split(self.response_lengths))
-
-
-PER_TOKEN = ("log_probs", "entropy", "values", *FROM_BATCH)
-PER_RESPONSE_TOKEN = frozenset({"loss_masks", "kl", "entropy", *FROM_BATCH.values()})
-"""Entries of the rank batch with one value per response token."""
-WHOLE_BATCH = ("micro_batch_indices", "num_microbatches", "global_batch_sizes", "global_token_counts")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -11,27 +10,16 @@ from typing import Any
 
 import torch
 
-from slime.algorithms.advantages import compute_advantages
-from slime.backends.base import RankBatch
-from slime.backends.loss import divide_by_weights, needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
+from slime.backends.advantages import AdvantageSettings, compute_advantages
+from slime.backends.loss import divide_by_weights
+from slime.backends.needs import needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
 from slime.config.hooks import load_function
+from slime.data.fields import BY_NAME, FIELDS, RankBatch
 from slime.observability import progress
 from slime.observability.profiler import Profiler
 
 PASS_ABOVE = 0.5  # as in the metrics of rollouts
-PER_SAMPLE = ("rewards", "raw_reward", "truncated", "response_lengths", "total_lengths")
-PER_TOKEN = (
-    "log_probs",
-    "ref_log_probs",
-    "rollout_log_probs",
-    "teacher_log_probs",
-    "advantages",
-    "returns",
-    "values",
-    "kl",
-    "entropy",
-    "opd_reverse_kl",
-)
+METRICS = tuple(field.name for field in FIELDS if field.metric)
 
 
 class PhaseTimer:
@@ -55,8 +43,8 @@ def train_on_rollout(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Score, estimate advantages, and take every optimizer step of one rollout.
 
-    The batch is completed in place: ``ref_log_probs``, ``log_probs`` (where the flags need them recomputed),
-    ``values`` (critic: its own, from before the update), ``kl``, ``advantages``, ``returns``.
+    The batch is completed in place: ``ref_log_probs``, ``old_log_probs`` (where the flags need them recomputed),
+    ``old_values`` (critic: its own, from before the update), ``kl``, ``advantages``, ``returns``.
 
     Args:
         backend: a ``TrainBackend``; called on all ranks together, each with its own batch.
@@ -74,16 +62,16 @@ def train_on_rollout(
     if args.reset_optimizer_states:
         backend.reset_optimizer()
     if critic:
-        args = _critic_args(args)
         with timer.phase("values"):
-            batch["values"] = backend.values(batch)
+            batch["old_values"] = backend.values(batch)
     else:
         _score(backend, args, batch, timer)
     with timer.phase("data_preprocess"):
-        custom = args.custom_advantage_function_path
-        compute_advantages(args, batch, backend.reduce, load_function(custom) if custom else None)
+        settings = AdvantageSettings.from_args(args)
+        compute_advantages(settings.for_critic() if critic else settings, batch, backend.reduce)
         if args.rollout_data_postprocess_path and not critic:
-            load_function(args.rollout_data_postprocess_path)(args, batch.get("rollout_id"), batch)
+            with batch.lent_to(args.rollout_data_postprocess_path) as view:
+                load_function(args.rollout_data_postprocess_path)(args, batch.get("rollout_id"), view)
     steps = len(batch["num_microbatches"])
     name = f"{backend.role}_train"
     with timer.phase(name):
@@ -110,29 +98,19 @@ def _score(backend: Any, args: Any, batch: RankBatch, timer: PhaseTimer) -> None
     if needs_teacher_log_probs(args) and batch.get("teacher_log_probs") is None:
         with timer.phase("teacher_log_probs"):
             batch["teacher_log_probs"] = backend.log_probs(batch, "teacher")["log_probs"]
-    recompute = needs_old_log_probs(args, batch) and batch.get("log_probs") is None
+    recompute = needs_old_log_probs(args, batch) and batch.get("old_log_probs") is None
     if recompute or args.use_rollout_entropy:
         with timer.phase("log_probs"):
             tag = "old_actor" if args.keep_old_actor else "actor"
             scores = backend.log_probs(batch, tag, with_entropy=args.use_rollout_entropy)
-            batch["entropy"] = scores.pop("entropy", None)
-            if batch["entropy"] is None:
-                del batch["entropy"]
+            if "entropy" in scores:
+                batch["entropy"] = scores["entropy"]
             if recompute:
-                batch.update(scores)
-    if args.use_critic and batch.get("values") is None:
+                batch["old_log_probs"] = scores["log_probs"]
+    if args.use_critic and batch.get("old_values") is None:
         raise ValueError(
             f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch"
         )
-
-
-def _critic_args(args: Any) -> Any:
-    """The critic's returns are GAE's, of rewards only: it has no log-probs to penalise or to hand to a custom
-    advantage function, and whitening is the actor's."""
-    own = copy.copy(args)
-    own.custom_advantage_function_path = None
-    own.kl_coef, own.use_opd, own.normalize_advantages, own.use_tis = 0.0, False, False, False
-    return own
 
 
 def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
@@ -150,7 +128,7 @@ def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
 
 def rollout_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
     """``rollout/<entry>``: the mean over all samples of all ranks; of a per-token entry, each sample's masked mean."""
-    return _means(backend, batch, (*PER_SAMPLE, *PER_TOKEN), [True] * len(batch["tokens"]), "rollout/")
+    return _means(backend, batch, METRICS, [True] * len(batch["tokens"]), "rollout/")
 
 
 def correct_sample_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
@@ -159,8 +137,8 @@ def correct_sample_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
     chosen = [float(reward) > PASS_ABOVE for reward in batch["raw_reward"]]
     known = sum(not math.isnan(reward) for reward in batch["raw_reward"])
     correct, count = backend.reduce.total([float(sum(chosen)), float(known)])
-    keys = ("response_lengths", "truncated", *PER_TOKEN)
-    means = _means(backend, batch, keys, chosen, "rollout/correct-")
+    names = [name for name in METRICS if BY_NAME[name].per != "sample" or name in ("response_lengths", "truncated")]
+    means = _means(backend, batch, names, chosen, "rollout/correct-")
     return {"rollout/correct_ratio": correct / max(count, 1.0), **(means if correct else {})}
 
 
@@ -173,13 +151,13 @@ def _means(
         if batch.get(key) is None:
             continue
         entries = [(x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted]
-        if key in PER_SAMPLE:
+        if BY_NAME[key].per == "sample":
             known = (float(x) for x, _ in entries)
             values = [x for x in known if not math.isnan(x)]  # no raw reward: its verifier gave no answer
         else:
             tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
             values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
-        names.append(key)
+        names.append(BY_NAME[key].public_name)
         numbers += [sum(values), float(len(values))]
     totals = backend.reduce.total(numbers)
     return {f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}

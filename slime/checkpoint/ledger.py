@@ -7,6 +7,8 @@ given, as intervals. At a checkpoint the account must close: what was asked is w
 once, and the open groups are those that pool and data source hold. The snapshot says how far the file is committed:
 a resume cuts off what came after, and marks it as rolled back.
 
+A full disk does not end a run: rows that cannot be written wait in memory until there is room again.
+
 The file holds one JSON object per line: rows, ``{"cut": ...}`` per checkpoint and at the end,
 ``{"rolled_back": ...}`` per resume, and ``{"base": ...}`` where a run goes on in another folder.
 """
@@ -24,8 +26,10 @@ from typing import Any
 from slime.checkpoint.numbers import Numbers
 from slime.data.sample import Group, flatten
 from slime.data.staleness import step_of
+from slime.observability.best_effort import AppendedFile, warn
 
 CLOSED = ("trained", "filtered", "replaced", "left out", "discarded", "lost")
+_FILE = "the ledger of the run"
 _SHOWN = 8  # numbers named in an error
 
 
@@ -102,6 +106,7 @@ class Ledger:
         self.trained_to = -1
         self._lock = threading.RLock()
         self._last_cut: dict[str, Any] | None = None
+        self._file = AppendedFile(path, _FILE)
 
     # --- what the loops say ------------------------------------------------------------------
 
@@ -283,7 +288,7 @@ class Ledger:
             if line != self._last_cut:
                 self._append([line])
                 self._last_cut = line
-            return {**line, "complete": complete, "position": self.path.stat().st_size, "again": dict(self.again)}
+            return {**line, "complete": complete, "position": self._file.end, "again": dict(self.again)}
 
     def restore(self, state: Mapping[str, Any], attempt: int) -> None:
         """Go on from a snapshot's account; what the file says beyond it is rolled back."""
@@ -301,21 +306,28 @@ class Ledger:
                 self.rollouts.setdefault(int(row["rollout"]), []).append(Row(**row))
             self.next_rollout = state["complete"] + 1
             self.cuts = {state["complete"]: self._cut_now()}
-            if self.path.is_file() and self.path.stat().st_size >= state["position"]:
+            if self._file.end >= state["position"]:
                 self._roll_back(state)
                 return
-            self.path.unlink(missing_ok=True)  # the run goes on in another folder
+            if self._file.end:  # rows waited for room on the disk when the run was killed, or the machine lost power
+                lost = self.path.with_name(f"{self.path.stem}.lost{self.path.suffix}")
+                self.path.replace(lost)
+                self._file = AppendedFile(self.path, _FILE)
+                warn(
+                    f"{self.path} had fewer rows than the snapshot speaks of: it was moved to {lost.name}, and the "
+                    "ledger goes on with the sums of the snapshot"
+                )
             closed = Numbers(state["given"])
             for row in [*state["open"], *state["ahead"]]:
                 closed.remove(row["group"])
             self._append([{"base": {"counts": dict(self.counts), "closed": closed.intervals}}])
 
     def _roll_back(self, state: Mapping[str, Any]) -> None:
-        with open(self.path, "r+b") as file:
+        with open(self.path, "rb") as file:
             file.seek(state["position"])
             undone = [row for line in file.read().split(b"\n") if "group" in (row := parse_line(line))]
-            file.seek(state["position"])
-            file.truncate()
+        self._file.close()
+        self._file = AppendedFile(self.path, _FILE, keep=state["position"])
         groups = Numbers()
         for row in undone:
             groups.add(row["group"])
@@ -323,10 +335,13 @@ class Ledger:
         self._append([{"rolled_back": line}])
 
     def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+        text = "\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
         if text:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(text)
+            self._file.write(text)
+
+    def close(self) -> None:
+        """Write rows that wait, if there is room by now."""
+        self._file.close()
 
 
 def balance(line: Mapping[str, Any]) -> list[str]:

@@ -9,12 +9,10 @@ from typing import Any
 from slime.cli.errors import CommandError
 from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, complaint_of
+from slime.config.agent import AGENT_GENERATE
 from slime.config.args import FLAGS, Args
-from slime.config.defaults import AGENT_GENERATE
-from slime.config.hook_calls import CALLS
-from slime.config.hooks import HookError, load_function
+from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
 from slime.config.parser import check_args
-from slime.config.validate_files import HOOK_NAMES
 
 LIMIT_SECONDS = 60.0
 _EXCLUDED = ("eval_function_path",)  # by default it is the rollout function, which has its own line
@@ -24,7 +22,8 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     """Check every hook that the command line names.
 
     Args:
-        argv: as for train.py. ``--check-timeout SECONDS`` bounds each call (default 60).
+        argv: as for train.py. ``--check-timeout SECONDS`` bounds each call (default 60), ``--check-tool-answer TEXT``
+            is an answer of the model after which a generate function is to go on with a tool turn.
         say: takes the lines of the report.
 
     Returns:
@@ -33,13 +32,18 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     Raises:
         CommandError: there is nothing to check, or no tokenizer to make samples with.
     """
-    words, limit = _own_flag(list(argv))
+    words, seconds = _own_flag(list(argv), "--check-timeout")
+    words, answer = _own_flag(words, "--check-tool-answer")
+    try:
+        limit = LIMIT_SECONDS if seconds is None else float(seconds)
+    except ValueError:
+        raise CommandError("--check-timeout needs a number of seconds") from None
     args, problems = check_args(words)
     hooks = list(named_hooks(args))
     if not hooks:
         raise CommandError("these flags name no functions of your own: there is nothing to check")
     failed = 0
-    with Bench(args, limit) as bench:
+    with Bench(args, limit, answer) as bench:
         for option, name, path in hooks:
             failed += _report(bench, option, name, path, say)
     others = [line for line in problems if not any(line.startswith(option) for option, _, _ in hooks)]
@@ -132,12 +136,11 @@ def _load(name: str, path: str) -> Any:
         raise Complaint(f"importing it raised {type(error).__name__}: {error}", place) from error
 
 
-def _own_flag(argv: list[str]) -> tuple[list[str], float]:
-    if "--check-timeout" not in argv:
-        return argv, LIMIT_SECONDS
-    at = argv.index("--check-timeout")
-    try:
-        limit = float(argv[at + 1])
-    except (IndexError, ValueError):
-        raise CommandError("--check-timeout needs a number of seconds") from None
-    return argv[:at] + argv[at + 2 :], limit
+def _own_flag(argv: list[str], option: str) -> tuple[list[str], str | None]:
+    """The words without a flag of this command, and the flag's value."""
+    if option not in argv:
+        return argv, None
+    at = argv.index(option)
+    if at + 1 == len(argv):
+        raise CommandError(f"{option} needs a {'number of seconds' if option == '--check-timeout' else 'text'}")
+    return argv[:at] + argv[at + 2 :], argv[at + 1]

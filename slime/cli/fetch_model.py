@@ -205,8 +205,8 @@ def _check_weights(folder: Path) -> None:
     with torch.no_grad():
         loss = float(model(input_ids=ids, labels=ids).loss)
     if not loss < CHECK_NATS:
-        raise CommandError(f"the converted weights are not right: the days of the week cost {loss:.2f} nats per token (limit {CHECK_NATS})")  # fmt: skip  # noqa: E501
-    _say(f"checked: the days of the week cost {loss:.2f} nats per token")
+        raise CommandError(f"the converted weights are wrong: loss {loss:.2f} on a test sentence (limit {CHECK_NATS})")
+    _say(f"checked the converted weights: loss {loss:.2f} on a test sentence (limit {CHECK_NATS})")
 
 
 def _check_encoder(folder: Path) -> None:
@@ -217,7 +217,7 @@ def _check_encoder(folder: Path) -> None:
     near, far = model.similarity(["A man is eating food."] * 2, ["A man eats something.", "The sky is blue."])
     if not near > far + 0.3:
         raise CommandError(f"the encoder is not right: similarities {near:.2f} (same meaning) and {far:.2f} (another)")
-    _say(f"checked: similarity {near:.2f} of sentences with one meaning, {far:.2f} of others")
+    _say(f"checked the encoder: similarity {near:.2f} for two sentences of the same meaning, {far:.2f} for others")
 
 
 def _say(text: str) -> None:

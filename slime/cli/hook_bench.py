@@ -11,7 +11,8 @@ from typing import Any
 
 from slime.cli.errors import CommandError
 from slime.config.args import Args
-from slime.config.data_peek import file_of
+from slime.config.files import file_of
+from slime.config.rollout import is_fully_async
 from slime.data.sample import Group, Sample, flatten
 
 PROMPTS = 2
@@ -23,13 +24,16 @@ ENGINE_SECONDS = 90.0
 class Bench:
     """Small copies of a run's arguments and data. Use it as a context manager: it stops the engine that it started.
 
+    ``tool_answer`` is a model's answer after which generate functions go on with a tool turn.
+
     The engine is the embedded one with a tiny random model that speaks the user's vocabulary: what it says
     makes no sense, as the answers of an untrained model do, but every field of its answers is real.
     """
 
-    def __init__(self, args: Args, limit: float) -> None:
+    def __init__(self, args: Args, limit: float, tool_answer: str | None = None) -> None:
         self.args = copy.copy(args)
-        self.limit = limit
+        self.limit, self.tool_answer = limit, tool_answer
+        self.resumes = bool(args.partial_rollout) or is_fully_async(args)  # aborted samples go on later
         self.notes: list[str] = []
         self.generated: list[Group] | None = None  # of the user's own generate function
         self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")

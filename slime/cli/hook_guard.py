@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 _LOOK = 0.02  # seconds between looks at the thread that works
+HOOK_THREAD = "hook"
 STALL_SECONDS = 0.25  # an event loop that stands still for longer holds up every other request
 
 
@@ -107,7 +108,7 @@ def guarded(fn: Callable[..., Any], start: Callable[[], Any], limit: float, loop
         except BaseException as error:  # SystemExit too: it is what the user's function did
             answer["error"] = error
 
-    thread = threading.Thread(target=work, name="hook", daemon=True)
+    thread = threading.Thread(target=work, name=HOOK_THREAD, daemon=True)
     begin = time.monotonic()
     thread.start()
     while thread.is_alive() and time.monotonic() - begin < limit:

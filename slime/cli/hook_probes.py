@@ -15,8 +15,9 @@ from typing import Any
 from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import Complaint, check_picklable, check_signature, guarded, not_async, wrong
 from slime.cli.hook_masks import appends_recorded, check_mask
+from slime.cli.hook_turns import check_turns
 from slime.data.sample import Sample, flatten
-from slime.rollout.hooks import accepted, call, parameters
+from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 Probe = Callable[[Bench, Any], str]
@@ -26,15 +27,17 @@ AGENT_TOKENS = 512  # of a conversation: an untrained model does not end its tur
 def generate(bench: Bench, fn: Any) -> str:
     """``await fn(args, sample, sampling_params[, evaluation])``, or the list form."""
     from slime.rollout.custom_generate import call_list, call_single, takes_list
-    from slime.rollout.sampling_params import sampling_params
+    from slime.rollout.settings import SamplingSettings
 
     args = bench.args
-    params = {**sampling_params(args), "sampling_seed": 1}
+    params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
     sample = Sample()
     if takes_list(fn):
-        check_signature(fn, "fn(args, samples, evaluation=…)", args, [sample], **accepted(fn, evaluation=False))
+        check_signature(fn, "fn(args, samples, evaluation=…)", args, [sample], **supported_kwargs(fn, evaluation=False))
     else:
-        check_signature(fn, "fn(args, sample, sampling_params)", args, sample, params, **accepted(fn, evaluation=False))
+        check_signature(
+            fn, "fn(args, sample, sampling_params)", args, sample, params, **supported_kwargs(fn, evaluation=False)
+        )
     bench.start_engine()
 
     async def whole_group() -> list[Any]:
@@ -59,9 +62,10 @@ def generate(bench: Bench, fn: Any) -> str:
     bench.generated = [outcome.result]
     if all(one.rollout_log_probs is None for one in leaves):
         bench.notes.append("no rollout_log_probs: the trainer recomputes the old log-probs (one more forward pass)")
+    turns = check_turns(bench, fn)
     fan_out = f" from {len(outcome.result)} calls" if len(leaves) != len(outcome.result) else ""
     lengths = [one.response_length for one in leaves]
-    return f"{len(leaves)} samples{fan_out}, {min(lengths)} to {max(lengths)} tokens, {outcome.seconds:.1f} s"
+    return f"{len(leaves)} samples{fan_out}, {min(lengths)} to {max(lengths)} tokens, {outcome.seconds:.1f} s; {turns}"
 
 
 def agent(bench: Bench, fn: Any) -> str:
@@ -70,13 +74,13 @@ def agent(bench: Bench, fn: Any) -> str:
     from slime.agent.rollout import generate as run_agent
     from slime.agent.server import stop_agent_server
     from slime.rollout.custom_generate import call_single
-    from slime.rollout.sampling_params import sampling_params
+    from slime.rollout.settings import SamplingSettings
 
     check_signature(fn, "run(task)", Task("", None, {}, "", "", ""))
     bench.start_engine()
     args = copy.copy(bench.args)
     args.rollout_max_response_len, args.agent_timeout = AGENT_TOKENS, bench.limit
-    params = {**sampling_params(args), "sampling_seed": 1}
+    params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
 
     async def whole_group() -> list[Any]:
         try:
@@ -124,7 +128,7 @@ def _check_generated(bench: Bench, fn: Any, sample: Sample) -> None:
 
 def sample_hook(bench: Bench, fn: Any) -> str:
     sample = flatten(bench.answered())[0]
-    keywords = accepted(fn, rollout_id=0, evaluation=False)
+    keywords = supported_kwargs(fn, rollout_id=0, evaluation=False)
     check_signature(fn, "hook(args, sample, rollout_id=…, evaluation=…)", bench.args, sample, **keywords)
     outcome = guarded(fn, lambda: call(fn, bench.args, sample, **keywords), bench.limit, loop=True)
     if outcome.result is not None and not isinstance(outcome.result, Sample):
@@ -183,7 +187,7 @@ def _model_rewards(bench: Bench, fn: Any, samples: list[Sample]) -> tuple[list[A
         raise wrong(fn, str(error)) from error
     compute = fn.compute_reward
     columns = [[sample.prompt for sample in samples], [sample.response for sample in samples]]
-    extra = accepted(compute, labels=[], metadata=[])
+    extra = supported_kwargs(compute, labels=[], metadata=[])
     check_signature(compute, "compute_reward(prompts, responses)", object(), *columns, **extra)
     limit = bench.args.reward_timeout + STARTUP_SECONDS
     outcome = guarded(fn, lambda: batched_async_rm(bench.args, samples), limit, loop=True)
@@ -232,14 +236,13 @@ def dynamic_filter(bench: Bench, fn: Any) -> str:
     not_async(fn)
     group = bench.answered()[0]
     check_signature(fn, "fn(args, group)", bench.args, group)
-    answers = []
+    answers, key = [], bench.args.reward_key
     for rewards in ("mixed", "all 0", "all 1"):
         tried = copy.deepcopy(group)
         for sample in flatten(tried) if rewards != "mixed" else ():
             value = float(rewards == "all 1")
-            sample.reward = (
-                {**sample.reward, bench.args.reward_key: value} if isinstance(sample.reward, dict) else value
-            )
+            by_key = sample.reward if isinstance(sample.reward, dict) else None
+            sample.reward = value if by_key is None or key is None else {**by_key, key: value}
         kept = guarded(fn, lambda tried=tried: call_dynamic_filter(fn, bench.args, tried), bench.limit).result  # type: ignore[misc]
         answers.append(f"{rewards}: {'kept' if kept.keep else 'dropped'}")
     if all(answer.endswith("dropped") for answer in answers):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from slime.cli.hook_bench import Bench
 from slime.cli.hook_guard import check_signature, guarded, not_async, wrong
-from slime.config.hook_calls import call_problem
+from slime.config.hooks import call_problem
+
+if TYPE_CHECKING:
+    from slime.data.fields import RankBatch
 
 Probe = Callable[[Bench, Any], str]
 
 
-def _rank_batch(bench: Bench, args: Any) -> dict[str, Any]:
+def _rank_batch(bench: Bench, args: Any) -> RankBatch:
     """The batch that a training rank gets, with log-probs of all models filled in."""
     import torch
 
@@ -23,21 +27,21 @@ def _rank_batch(bench: Bench, args: Any) -> dict[str, Any]:
     args.custom_convert_samples_to_train_data_path = None
     data = samples_to_train_data(args, bench.answered())
     args.global_batch_size, args.micro_batch_size, args.use_dynamic_batch_size = len(set(data["rollout_ids"])), 1, False
-    batch: dict[str, Any] = to_rank_batch(split_train_data(args, data, 1)[0])
+    batch = to_rank_batch(split_train_data(args, data, 1)[0])
     generator = torch.Generator().manual_seed(0)
 
     def draw(low: float, high: float) -> list[Any]:
         return [low + (high - low) * torch.rand(n, generator=generator) for n in batch["response_lengths"]]
 
-    batch["log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
-    batch["rollout_log_probs"] = [x + 0.01 for x in batch["log_probs"]]
+    batch["old_log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
+    batch["rollout_log_probs"] = [x + 0.01 for x in batch["old_log_probs"]]
     batch["rollout_id"] = 0
     if args.use_critic:
-        batch["values"] = draw(-1, 1)
+        batch["old_values"] = draw(-1, 1)
     return batch
 
 
-def _check_per_token(fn: Any, batch: dict[str, Any], *names: str) -> None:
+def _check_per_token(fn: Any, batch: RankBatch, *names: str) -> None:
     for name in names:
         values = batch.get(name)
         if values is None:
@@ -48,33 +52,36 @@ def _check_per_token(fn: Any, batch: dict[str, Any], *names: str) -> None:
 
 
 def advantages(bench: Bench, fn: Any) -> str:
-    from slime.algorithms.advantages import compute_advantages
     from slime.algorithms.sequences import IDENTITY
+    from slime.backends.advantages import AdvantageSettings, compute_advantages
+    from slime.data.fields import on_hook_names
 
     not_async(fn)
     args = copy.copy(bench.args)
     args.compute_advantages_and_returns = True
     batch = _rank_batch(bench, args)
-    check_signature(fn, "fn(args, rollout_data)", args, batch)
-    guarded(fn, lambda: compute_advantages(args, batch, IDENTITY, fn), bench.limit)
+    check_signature(fn, "fn(args, rollout_data)", args, {})
+    settings = replace(AdvantageSettings.from_args(args), custom=on_hook_names(fn))
+    guarded(fn, lambda: compute_advantages(settings, batch, IDENTITY), bench.limit)
     _check_per_token(fn, batch, "advantages", "returns")
     return f"advantages and returns of {len(batch['tokens'])} samples"
 
 
 def postprocess(bench: Bench, fn: Any) -> str:
-    from slime.algorithms.advantages import compute_advantages
     from slime.algorithms.sequences import IDENTITY
+    from slime.backends.advantages import AdvantageSettings, compute_advantages
 
     not_async(fn)
     args = copy.copy(bench.args)
     batch = _rank_batch(bench, args)
-    compute_advantages(args, batch, IDENTITY)
-    check_signature(fn, "fn(args, rollout_id, rollout_data)", args, 0, batch)
-    result = guarded(fn, lambda: fn(args, 0, batch), bench.limit).result
+    compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
+    check_signature(fn, "fn(args, rollout_id, rollout_data)", args, 0, {})
+    with batch.lent_to("--rollout-data-postprocess-path") as view:
+        result = guarded(fn, lambda: fn(args, 0, view), bench.limit).result
     if result is not None:
         bench.notes.append("what it returns is not used: it must change rollout_data in place")
     _check_per_token(fn, batch, *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns))
-    return "called with " + ", ".join(sorted(name for name in batch if batch[name] is not None))
+    return "called with " + ", ".join(sorted(name for name, value in view.items() if value is not None))
 
 
 def loss(bench: Bench, fn: Any) -> str:
@@ -99,9 +106,9 @@ def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
     """Through :func:`slime.backends.loss.compute_loss`, the one loss path of all backends, and back."""
     import torch
 
-    from slime.algorithms.advantages import compute_advantages
     from slime.algorithms.sequences import IDENTITY
-    from slime.backends.loss import compute_loss
+    from slime.backends.advantages import AdvantageSettings, compute_advantages
+    from slime.backends.loss import LossSettings, compute_loss
     from slime.backends.token_batch import TokenBatch
 
     not_async(fn)
@@ -109,7 +116,7 @@ def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
     for name, value in settings.items():
         setattr(args, name, value)
     batch = _rank_batch(bench, args)
-    compute_advantages(args, batch, IDENTITY)
+    compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
     targets = torch.cat(
         [t[len(t) - n :] for t, n in zip(batch["tokens"], batch["response_lengths"], strict=True)]
     ).long()
@@ -124,8 +131,10 @@ def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
     )
     tokens.values = None
 
+    loss_settings = LossSettings.from_args(args)
+
     def both() -> tuple[Any, Any]:
-        value, metrics = compute_loss(args, tokens, num_rollouts=count, num_tokens=float(len(targets)))
+        value, metrics = compute_loss(loss_settings, tokens, num_rollouts=count, num_tokens=float(len(targets)))
         if value.dim() != 0:
             raise wrong(fn, f"the loss has shape {tuple(value.shape)}: return a scalar")
         if not value.requires_grad:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     hooks = commands.add_parser(
         "check-hooks",
         help="try your functions on small real samples on the CPU: same flags as train.py",
-        usage="slime check-hooks [--check-timeout SECONDS] <flags of train.py>",
+        usage="slime check-hooks [--check-timeout SECONDS] [--check-tool-answer TEXT] <flags of train.py>",
         description="Calls each function that the flags name as a run would, and says what breaks its contract.",
         allow_abbrev=False,
     )
@@ -92,8 +94,15 @@ def _make_data(args: argparse.Namespace) -> int:
 
 def _check_hooks(args: argparse.Namespace) -> int:
     from slime.cli.check_hooks import check_hooks
+    from slime.cli.hook_guard import HOOK_THREAD
 
-    return check_hooks(args.rest)
+    status = check_hooks(args.rest)
+    if any(thread.name == HOOK_THREAD for thread in threading.enumerate()):
+        # A function that did not return was reported. The interpreter would wait for its thread before it ends.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _summary(args: argparse.Namespace) -> int:

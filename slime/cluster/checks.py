@@ -24,12 +24,12 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     words = list(argv) if argv is not None else None
     if words is None and REPORTS.attach():
         with contextlib.suppress(ConfigError):  # a file vanished: said below
-            return load_args(asynchronous=asynchronous)
+            return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
     checks = (
-        _check_data, _check_rewards, _check_estimator, check_schedules, _check_checkpoints, _check_snapshots,
+        _check_data, _check_rewards, check_schedules, _check_checkpoints, _check_snapshots,
         _check_save_folder, _check_server_options,
     )  # fmt: skip
-    args = parse_args(words, asynchronous=asynchronous, extra_checks=checks)
+    args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
@@ -44,7 +44,7 @@ def _check_data(args: Args) -> list[str]:
 def check_schedules(args: Args) -> list[str]:
     """The learning-rate schedules of all roles can be made; nothing is said while the run's length is unknown."""
     from slime.backends.lr_schedule import LrSchedule
-    from slime.config.roles import role_args
+    from slime.config.overrides import role_args
 
     if args.num_rollout is None or args.debug_rollout_only:
         return []
@@ -55,17 +55,6 @@ def check_schedules(args: Args) -> list[str]:
         except ValueError as error:
             problems.append(f"{role}: {error}")
     return problems
-
-
-def _check_estimator(args: Args) -> list[str]:
-    """What trains on the rewards knows the estimator, too: its flag's choices are only one place that names it."""
-    from slime.data.rewards import require_known_estimator
-
-    try:
-        require_known_estimator(args.advantage_estimator)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _check_rewards(args: Args) -> list[str]:
@@ -96,7 +85,8 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
         named["--load"] = args.load
     if args.use_kl_loss or args.kl_coef != 0:
         named["--ref-load"] = args.ref_load
-    named["--opd-teacher-load"] = args.opd_teacher_load
+    if args.opd_teacher_load:
+        named["--opd-teacher-load"] = args.opd_teacher_load
     in_use: dict[str, str] = {}
     for option, path in named.items():
         here = bool(path) and (is_hf_folder(path) or read_config(path) is not None)

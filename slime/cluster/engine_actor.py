@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_fleet import EngineHost
+    from slime.cluster.engine import EngineHost
     from slime.cluster.placement import Placement
     from slime.config.args import Args
     from slime.engines.plan import EngineSpec
@@ -27,7 +27,7 @@ class EngineActor:
     Args:
         gpu_ids: GPUs of this node that the server sees; None: those that Ray gave this actor.
         node: rank, number of nodes and rendezvous of a server that spans nodes.
-        warms_sampler: SGLang draws with top-p and top-k once before it counts as ready.
+        warms_up_sampler: sample with top-p and top-k once before the server counts as ready.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class EngineActor:
         log_dir: str,
         gpu_ids: Sequence[int] | None = None,
         node: tuple[int, int, str | None] = (0, 1, None),
-        warms_sampler: bool = False,
+        warms_up_sampler: bool = False,
     ) -> None:
         from slime.cluster.logs import redirect_output
         from slime.engines.launch import start_engine
 
-        self.start_seconds, self.warms_sampler = args.start_timeout, warms_sampler
+        self.start_seconds, self.warms_up_sampler = args.start_timeout, warms_up_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         redirect_output(Path(log_dir), f"engine-actor-{name}")
         self.process = start_engine(args, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
@@ -54,7 +54,7 @@ class EngineActor:
 
         until = time.monotonic() + self.start_seconds
         self.process.wait_ready(self.start_seconds)
-        if self.warms_sampler:
+        if self.warms_up_sampler:
             try:
                 warm_up(self.process.url, max(until - time.monotonic(), 1.0))
             except ServerFailed as error:
@@ -82,7 +82,7 @@ class EngineActor:
 
 
 class RayEngineHost:
-    """The :class:`~slime.cluster.engine_fleet.EngineHost` of one engine; every call has a deadline.
+    """The :class:`~slime.cluster.engine.EngineHost` of one engine; every call has a deadline.
 
     Args:
         actors: one per node of the engine; the first one's server answers.
@@ -138,19 +138,19 @@ class RayEngineHost:
 def launcher(
     args: Args, specs: Sequence[EngineSpec], placement: Placement, log_dir: Path, environment: dict[str, str]
 ) -> Callable[[int], EngineHost]:
-    """Starts the engine of one number in actors on its places."""
+    """Returns a function that starts the engine of a given index, in one actor per node that it spans."""
     import ray
 
     def launch(index: int) -> EngineHost:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
-        warms = draws_from_a_part(args, spec)
-        # Not known to be free on that node; a clash ends this start with SGLang's words, the next takes another.
-        meeting = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
+        warms = needs_sampler_warmup(args, spec)
+        # The port may be taken on that node: then this start fails with SGLang's error, and the next one draws another.
+        rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
         actors = [
             ray.remote(EngineActor)
             .options(**placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3)
-            .remote(args, spec, str(log_dir), gpus, (rank, len(nodes), meeting), warms and rank == 0)
+            .remote(args, spec, str(log_dir), gpus, (rank, len(nodes), rendezvous), warms and rank == 0)
             for rank, (slot, _, gpus) in enumerate(nodes)
         ]
         return RayEngineHost(actors, args.start_timeout)
@@ -158,21 +158,21 @@ def launcher(
     return launch
 
 
-def draws_from_a_part(args: Args, spec: EngineSpec) -> bool:
-    """Whether SGLang is to draw with top-p and top-k before it joins.
+def needs_sampler_warmup(args: Args, spec: EngineSpec) -> bool:
+    """Whether requests will sample with top-p, top-k or greedily, whose kernels SGLang compiles on first use.
 
-    So it is where rollouts or evaluations, which go to the model that learns, draw from a part of the vocabulary;
-    greedy requests do so beside others. Of servers that only prefill or decode none answers a plain request.
+    Only rollouts and evaluations count, which go to the model that learns. A server that only prefills or only decodes
+    answers no plain request, so it cannot be warmed up.
     """
     from slime.data.eval_config import resolve_eval_datasets
-    from slime.rollout.sampling_params import cuts_off_tokens
+    from slime.rollout.settings import restricts_vocabulary
 
     if args.rollout_backend != "sglang" or not spec.updates or spec.worker_type != "regular":
         return False
     settings: list[tuple[float | None, float | None, int | None]]
     settings = [(args.rollout_temperature, args.rollout_top_p, args.rollout_top_k)]
     settings += [(config.temperature, config.top_p, config.top_k) for config in resolve_eval_datasets(args)]
-    return any(temperature == 0 or cuts_off_tokens(top_p, top_k) for temperature, top_p, top_k in settings)
+    return any(temperature == 0 or restricts_vocabulary(top_p, top_k) for temperature, top_p, top_k in settings)
 
 
 def _host() -> str:

@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime.cluster.wait import wait_for
+from slime.cluster.engine import GONE, Engine, EngineHost, EngineStatus, State
+from slime.cluster.polling import wait_for
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
@@ -25,70 +25,8 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-State = Literal["starting", "unsynced", "serving", "lost", "given up"]
-GONE: tuple[State, ...] = ("lost", "given up")  # killed, with the actor that could be asked
 MOST_LOSSES = 5  # of one engine within LOSSES_SECONDS: then something else is wrong
 LOSSES_SECONDS = 600.0
-
-
-class EngineHost(Protocol):
-    """Where one server process lives, and the hand on it."""
-
-    def wait_ready(self) -> str:
-        """Block until the server answers; returns its URL. Raises with the server's last log lines."""
-
-    def describe(self) -> dict[str, Any]:
-        """``url``, ``pid`` and ``alive``. Raises when its node does not answer."""
-
-    def log_tail(self) -> str: ...
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the server and all its children have used since they started."""
-
-    def kill(self) -> None:
-        """End the server with all its children at once, also a stopped one. Never raises."""
-
-    def stop(self) -> None:
-        """End it in order."""
-
-
-@dataclass
-class Engine:
-    """One place for an engine. ``host`` is None for a server that is not ours to start."""
-
-    spec: EngineSpec
-    host: EngineHost | None
-    url: str = ""
-    bootstrap_port: int | None = None
-    state: State = "starting"
-    losses: list[float] = field(default_factory=list)  # when, time.monotonic()
-    ready_at: float = 0.0  # time.monotonic(), of its last start
-    ending: bool = False  # lost, and its processes are being ended
-    last_words: str = ""
-
-    @property
-    def index(self) -> int:
-        return self.spec.index
-
-    @property
-    def external(self) -> bool:
-        return self.host is None
-
-    @property
-    def worker(self) -> Worker:
-        return Worker(self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port)
-
-    def wait_ready(self) -> None:
-        """Block until it answers; its address is new with every start."""
-        assert self.host is not None
-        self.url = self.host.wait_ready()
-        self.ready_at = time.monotonic()
-        if self.spec.worker_type == "prefill":
-            self.bootstrap_port = self.host.describe()["bootstrap_port"]
-
-
-class EnginesLost(RuntimeError):
-    """The run cannot go on: which engine was lost, why, and what to do."""
 
 
 class EngineFleet:
@@ -98,6 +36,10 @@ class EngineFleet:
         launch: starts the server of one slot and returns at once.
         specs: of our engines.
         external: URLs of servers that run already.
+
+    Attributes:
+        addresses: what users' functions read of ``args`` to reach the engines: ``sglang_router_ip`` and ``_port`` (of
+            the first model's router, or of the only engine) and ``sglang_model_routers``.
     """
 
     def __init__(
@@ -117,6 +59,7 @@ class EngineFleet:
         ]
         self.count = count
         self.router: Routers | None = None
+        self.addresses: dict[str, Any] = {}
         self.fatal: str | None = None
         self.lost_count = self.restart_count = self.router_restart_count = 0
         self._lock = threading.RLock()
@@ -131,13 +74,12 @@ class EngineFleet:
         with self._lock:
             return [engine.url for engine in self.engines if engine.state in (states or ("serving", "unsynced"))]
 
-    def status(self) -> dict[str, Any]:
-        """``fatal`` (why the run must end, or None); by state, URLs of the engines that get the trainer's weights."""
+    def status(self) -> EngineStatus:
         with self._lock:
             updated = [engine for engine in self.engines if engine.spec.updates]
-            by_state = {state: [e.url for e in updated if e.state == state] for state in ("serving", "unsynced")}
+            serving, unsynced = ([e.url for e in updated if e.state == state] for state in ("serving", "unsynced"))
             slots = {engine.url: range(engine.spec.slot, engine.spec.slot + engine.spec.num_gpus) for engine in updated}
-        return {"fatal": self.fatal, "slots": slots, **by_state}
+        return EngineStatus(serving, unsynced, slots, self.fatal)
 
     def counts(self) -> dict[str, float]:
         """Since the last call: engines lost and started again, routers started again."""
@@ -177,13 +119,13 @@ class EngineFleet:
             engine.state = "serving"
             progress(done, self.count)
         self._start_routers()
-        return list(self.status()["serving"])
+        return self.status().serving
 
     def _workers(self) -> list[Worker]:
         return [engine.worker for engine in self.engines if engine.state == "serving"]
 
     def _start_routers(self) -> None:
-        """Point ``args.sglang_router_ip/port`` at the first model's router, or straight at the only engine."""
+        """Start the routers, unless there is a single engine that needs none, and note :attr:`addresses`."""
         workers = self._workers()
         if not workers:
             return
@@ -193,18 +135,25 @@ class EngineFleet:
             self.router.start(workers)
             url = self.router.url
         address = urlsplit(url)
-        self.args.sglang_router_ip = address.hostname or "127.0.0.1"
-        self.args.sglang_router_port = address.port or 80
+        self.addresses = {
+            "sglang_router_ip": address.hostname or "127.0.0.1",
+            "sglang_router_port": address.port or 80,
+            "sglang_model_routers": self.router.addresses if self.router is not None else {},
+        }
 
-    def stop(self) -> None:
-        """Router and engines; returns when their processes are gone."""
+    def stop(self, at_once: bool = False) -> None:
+        """Router and engines; returns when their processes are gone. Safe to call twice.
+
+        Args:
+            at_once: engines are killed: their memory is needed, and what they generate is not.
+        """
         self._starters.shutdown(wait=False, cancel_futures=True)
         self._enders.shutdown(wait=False)
         if self.router is not None:
             self.router.stop()
         hosts = [engine.host for engine in self.engines if engine.host is not None and engine.state not in GONE]
         with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
-            list(pool.map(lambda host: host.stop(), hosts))
+            list(pool.map(lambda host: host.kill() if at_once else host.stop(), hosts))
 
     # --- losing ------------------------------------------------------------------------------
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from slime.cluster.engine_fleet import Engine, EngineFleet
+    from slime.cluster.engine import Engine
+    from slime.cluster.engine_fleet import EngineFleet
 
 logger = logging.getLogger(__name__)
-LOOK_SECONDS = 1.0  # between looks at processes, which cost nothing
-AGAIN_SECONDS = 1.0
-MISSES = 2  # checks in a row that an engine may miss before it is replaced
-PATIENCE = 3  # the same without fault tolerance, where the run ends
+POLL_SECONDS = 1.0  # between questions whether processes live, which cost nothing
+RETRY_SECONDS = 1.0
+MAX_MISSED = 2  # checks in a row that an engine may miss before it is replaced
+MAX_MISSED_WITHOUT_TOLERANCE = 3  # the same without fault tolerance, where the run ends
 RECHECK_SECONDS = 5.0  # after a miss, with fault tolerance
 WAKE_SECONDS = 5.0  # between checks that failed requests cause
 PAUSE_SECONDS = 5.0  # that a pause waits for checks under way; an engine that is well answers sooner
@@ -28,13 +29,13 @@ BUSY_SHARE = 0.1  # of a core: a process that uses less is not at work
 
 
 class HealthMonitor:
-    """A thread that looks at all engines of a fleet.
+    """A thread that checks all engines of a fleet.
 
     Whether processes live is asked every second; whether an engine makes tokens (``/health_generate``) every
     ``interval`` seconds, by threads and sockets of its own, so that a busy event loop never makes a healthy
-    engine look dead. No engine is waited for before another is looked at: questions that are not answered yet are
-    looked at again later. Nothing is looked at while :meth:`paused` or :meth:`pause` is in force: engines that load
-    weights or have released their memory make no tokens.
+    engine look dead. No engine is waited for before another is checked: questions that are not answered yet are
+    collected later. Nothing is checked between :meth:`pause` and :meth:`resume`: engines that load weights or have
+    released their memory make no tokens.
 
     Args:
         interval: seconds between checks.
@@ -55,7 +56,7 @@ class HealthMonitor:
         self._reasons: set[str] = set()
         self._pauses = 0  # so far: what was asked before a pause and answered after it says nothing
         self._ended = threading.Event()
-        self._look_now = threading.Event()
+        self._poll_now = threading.Event()
         self._grace = time.monotonic() + first_wait
         self._next = time.monotonic() + max(first_wait, interval)
         self._wakes_from = 0.0
@@ -69,18 +70,18 @@ class HealthMonitor:
 
     def stop(self) -> None:
         self._ended.set()
-        self._look_now.set()
+        self._poll_now.set()
 
     def wake(self) -> None:
-        """Look now, and let every engine make a token: a request has just failed. Returns at once."""
+        """Poll now, and ask every engine for a token, because a request has just failed. Returns at once."""
         now = time.monotonic()
         if now >= self._wakes_from:
             self._wakes_from = now + WAKE_SECONDS
             self._next = max(min(self._next, now), self._grace)
-            self._look_now.set()
+            self._poll_now.set()
 
     def pause(self, reason: str) -> None:
-        """Look away until :meth:`resume`: no engine is lost or started again from now on.
+        """Check nothing until :meth:`resume`: no engine is lost or started again from now on.
 
         Returns when no engine is asked for a token, but waits no longer than :data:`PAUSE_SECONDS` for one that
         hangs.
@@ -108,18 +109,18 @@ class HealthMonitor:
 
     def _work(self) -> None:
         while not self._ended.is_set():
-            self._look_now.wait(LOOK_SECONDS)
-            self._look_now.clear()
+            self._poll_now.wait(POLL_SECONDS)
+            self._poll_now.clear()
             try:
                 if not self._reasons and not self._ended.is_set():
-                    self.look()
-            except Exception:  # the watchman stays, whatever he sees
+                    self.poll()
+            except Exception:  # keep monitoring whatever one check raised
                 logger.exception("the health monitor failed")
 
-    def look(self) -> None:
-        """One look: processes, then (when it is time) answers, then start what was lost."""
+    def poll(self) -> None:
+        """Check processes, then (when it is time) answers, then start what was lost."""
         pauses = self._pauses
-        self._lose(self.processes.ended(LOOK_SECONDS), pauses)  # first: a router takes no worker that is dead
+        self._lose(self.processes.ended(POLL_SECONDS), pauses)  # first: a router takes no worker that is dead
         if self._routing is None or self._routing.done():
             self._routing = self._checker.submit(self._check_router)
         with self._lock:
@@ -134,7 +135,7 @@ class HealthMonitor:
         try:
             self.fleet.check_router()
         except Exception:
-            logger.exception("the look at the router failed")
+            logger.exception("the check of the router failed")
 
     def _check_all(self, pauses: int) -> None:
         try:
@@ -148,16 +149,16 @@ class HealthMonitor:
             logger.exception("a health check failed")
 
     def check(self, urls: Sequence[str], pauses: int | None = None) -> None:
-        """Ask these engines for a token; those that do not give one :data:`MISSES` times in a row are lost.
+        """Ask these engines for a token; those that do not give one :data:`MAX_MISSED` times in a row are lost.
 
         Args:
             pauses: how many there had been when this check was begun. Its results do not count when there was
                 another since.
         """
         pauses = self._pauses if pauses is None else pauses
-        enough = MISSES if self.fleet.tolerant else PATIENCE
+        enough = MAX_MISSED if self.fleet.tolerant else MAX_MISSED_WITHOUT_TOLERANCE
         bad = unhealthy(urls, self.timeout)
-        gone = self.processes.ended(LOOK_SECONDS) if bad else {}  # the better reason, if it is one
+        gone = self.processes.ended(POLL_SECONDS) if bad else {}  # the better reason, if it is one
         bad = {url: reason for url, reason in bad.items() if url not in gone}
         with ThreadPoolExecutor(max(len(bad), 1)) as pool:
             spared = list(pool.map(self._is_compiling, bad, bad.values()))
@@ -170,7 +171,8 @@ class HealthMonitor:
                 logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
             if bad and self.fleet.tolerant:
                 self._next = min(self._next, time.monotonic() + RECHECK_SECONDS)
-        self._lose({**gone, **{url: reason for url, reason in bad.items() if self.missed[url] >= enough}}, pauses)
+            lost = {url: reason for url, reason in bad.items() if self.missed[url] >= enough}
+        self._lose({**gone, **lost}, pauses)
 
     def _is_compiling(self, url: str, reason: str) -> bool:
         """Whether a young engine that makes no token in time uses the CPU all the same."""
@@ -181,11 +183,11 @@ class HealthMonitor:
             return False
         try:
             before = engine.host.cpu_seconds()
-            time.sleep(AGAIN_SECONDS)
+            time.sleep(RETRY_SECONDS)
             used = engine.host.cpu_seconds() - before
-        except Exception:  # its node is gone, say: the next look at processes says so
+        except Exception:  # its node is gone, say: the next check of processes says so
             return False
-        if used < BUSY_SHARE * AGAIN_SECONDS:
+        if used < BUSY_SHARE * RETRY_SECONDS:
             return False
         logger.warning("engine %s: %s, but it uses the CPU and is young: it is left alone", url, reason)
         return True
@@ -245,7 +247,7 @@ def answers(url: str, timeout: float) -> str | None:
     reason = _token(url, timeout)
     if reason is None or reason.startswith(NO_TOKEN):
         return reason
-    time.sleep(AGAIN_SECONDS)
+    time.sleep(RETRY_SECONDS)
     return _token(url, timeout)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_AGE_SECONDS = 60.0  # younger ones may be about to be opened
+CONNECT_SECONDS = 1.0  # a manager that is stopped, with a full backlog, would never accept
 _LOADS = re.compile(r"sglang_loads_\w+\.shm", re.ASCII)
 _MANAGERS = re.compile(r"torch-shm-dir-\w{6}", re.ASCII)
 _SOCKET = "manager.sock"
@@ -71,9 +72,14 @@ def _unlink(path: str) -> bool:
 
 def _remove_manager(folder: Path) -> bool:
     """Remove the folder of a shared memory manager that answers no more."""
-    if {entry.name for entry in folder.iterdir()} - {_SOCKET}:
+    try:
+        entries = {entry.name for entry in folder.iterdir()}
+    except OSError:  # another run removed it meanwhile
+        return False
+    if entries - {_SOCKET}:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(CONNECT_SECONDS)
         try:
             probe.connect(str(folder / _SOCKET))
         except (ConnectionRefusedError, FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ class Slots:
 
 
 def plan_slots(args: Args) -> Slots:
-    """Colocated runs share bundles; otherwise engines come after the trainers (contract/flow 4.1)."""
+    """Colocated runs share bundles; otherwise engines come after the trainers in the order of nodes and GPUs."""
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     external = bool(args.rollout_external_engine_addrs)
     rollout = 0 if args.debug_train_only or external else int(args.rollout_num_gpus or 0)
@@ -57,6 +58,10 @@ class Placement:
                 f"{cluster_report()}"
             )
         self.places = _sorted_places(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
+
+    def threads_per_process(self) -> int:
+        """CPU threads of each process: trainers and engines of a synchronous run take turns, so both get all cores."""
+        return max((os.cpu_count() or 1) // max(self.slots.train, self.slots.rollout, 1), 1)
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
         """Ray actor options for one slot."""
@@ -90,6 +95,19 @@ class Placement:
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self.group)
+
+
+def thread_environment(threads: int | None) -> dict[str, str]:
+    """Environment variables of a process that computes on the CPU; threads of several processes share the cores."""
+    count = str(threads or 1)
+    return {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        # Threads that spin while they wait take the cores from the processes that compute.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "2000",  # A short spin: without it small operations are a third slower.
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 @dataclass(frozen=True, order=True)

@@ -1,59 +1,123 @@
-"""Generation that runs on while the trainer trains: how far ahead, and what an update and an evaluation wait for."""
+"""Generation beside training: how far ahead it may be, and what updates and evaluations wait for."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from slime.cluster.wait import WaitExpired
+from slime.cluster.polling import WaitExpired
 from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
-    from slime.cluster.run import Run
+    from ray import ObjectRef
+
+    from slime.cluster.engine_pool import EnginePool
+    from slime.cluster.evaluations import Evaluations
+    from slime.cluster.manager_client import ManagerClient, RolloutBatch
+    from slime.cluster.snapshots import Snapshots
+    from slime.cluster.step_log import StepLog
+    from slime.cluster.stop_signals import StopSignals
+    from slime.config.args import Args
 
 POLL_SECONDS = 0.25
 
 
+@dataclass(frozen=True)
+class PrefetchSettings:
+    """What the prefetcher reads of the flags; ``drains``: of ``--update-weight-pause-mode``."""
+
+    async_buffer_size: int
+    update_weights_interval: int
+    max_weight_staleness: int | None
+    steps_per_rollout: int
+    phase_timeout: float
+    drains: bool
+    replays: bool
+
+    @classmethod
+    def from_args(cls, args: Args) -> PrefetchSettings:
+        return cls(
+            async_buffer_size=args.async_buffer_size,
+            update_weights_interval=args.update_weights_interval,
+            max_weight_staleness=args.max_weight_staleness,
+            steps_per_rollout=args.num_steps_per_rollout or 1,
+            phase_timeout=args.phase_timeout,
+            drains=args.update_weight_pause_mode == "drain",
+            replays=bool(args.replay_schedule),
+        )
+
+
 class Prefetcher:
-    """Keeps rollouts finished or under way beside the one that trains; they train in their order.
+    """Keeps rollouts finished or under way beside the one that trains; they are trained in their order.
 
     A thread of the driver asks the manager for one rollout after the other, so generation goes on while the main
-    thread waits for a training step. How many may start is :class:`~slime.rollout.admission.Admission`'s matter.
+    thread waits for a training step. :class:`~slime.rollout.admission.Admission` decides how many may start.
 
-    With the default rollout function an update waits until no rollout is under way, so none mixes versions. The fully
-    asynchronous one has a standing pool of groups, which an update goes through: its engines are paused for as long
-    as it takes, and the groups go on with the new weights. An evaluation runs beside that pool, and beside training
-    steps; an update waits for it, so it is of one version.
+    With the default rollout function an update waits until no rollout is under way, so that no rollout mixes weights.
+    The fully asynchronous one has a standing pool of groups that an update does not wait for: its engines pause during
+    the update, and the groups continue with the new weights. An evaluation runs beside that pool and beside training
+    steps; an update waits for it, so that it is of one version of the weights.
+
+    Who waits for whom, all through the condition ``changed`` (arrows name what ends the wait)::
+
+        prefetch thread                                   main thread
+        waits for room, and for no hold  <-- _step_is_over (more room), _let_go (end of a hold)
+        waits for the manager: a rollout
+        appends it to ``finished``       -->  next() waits for a finished rollout
+        ``generating`` becomes False     -->  _hold() waits before weights change or are saved
+        stores an error                  -->  every wait raises it
+
+    Args:
+        rollouts: the ids of the rollouts to generate.
+        log: gets the metrics of the step under way.
+        stop: a signal ends every wait of the main thread.
     """
 
-    def __init__(self, run: Run) -> None:
-        args = run.args
-        self.run = run
-        self.replays = bool(args.replay_schedule)
+    def __init__(
+        self,
+        settings: PrefetchSettings,
+        rollouts: range,
+        *,
+        manager: ManagerClient,
+        pool: EnginePool,
+        evaluations: Evaluations,
+        snapshots: Snapshots,
+        log: StepLog,
+        stop: StopSignals,
+    ) -> None:
+        self.settings, self.rollouts = settings, rollouts
+        self._manager, self._pool, self._evaluations, self._snapshots = manager, pool, evaluations, snapshots
+        self._log, self._stop = log, stop
         self.admission = Admission(
-            1, args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness, run.first_rollout
+            1,
+            settings.async_buffer_size,
+            settings.update_weights_interval,
+            settings.max_weight_staleness,
+            rollouts.start,
         )
-        self.finished: deque[dict[str, Any]] = deque()
-        self.in_flight = False  # whether a pool stands, which updates go through
+        self.finished: deque[RolloutBatch] = deque()
+        self.in_flight = False  # Whether there is a standing pool, whose groups continue through an update.
         self.generating = False
         self.closed = False
         self.holding = False
-        self.evaluation: tuple[int, Any] | None = None  # the step and the answer to come
-        self.training = False  # a batch was taken, and its step is not over yet
+        self.evaluation: tuple[int, ObjectRef[Any]] | None = None  # the step, and the reference to its result
+        self.training = False  # A rollout was taken, and its step is not complete yet.
         self.error: BaseException | None = None
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetcher:
-        run, bound = self.run, self.admission.bound
-        optimizer = bound * (run.args.num_steps_per_rollout or 1)
+        bound = self.admission.bound
+        optimizer = bound * self.settings.steps_per_rollout
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
-        run.display.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that made them")
-        opening = run.manager.open_pool.remote(run.first_rollout, run.num_rollout, run.held_step)
-        self.in_flight = bool(run.manager_call([opening], "the rollout manager to open a pool"))
+        self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that made them")
+        opening = self._manager.handle.open_pool.remote(self.rollouts.start, self.rollouts.stop, self._pool.held_step)
+        self.in_flight = bool(self._manager.wait(opening, "the rollout manager to open a pool"))
         self.thread.start()
         return self
 
@@ -72,62 +136,67 @@ class Prefetcher:
         import ray
 
         try:
-            for rollout_id in range(self.run.first_rollout, self.run.num_rollout):
-                if self.replays and not self.in_flight:
-                    ray.get(self.run.manager.await_recorded.remote(rollout_id), timeout=self.run.args.phase_timeout)
+            # ray.get and not the driver's waiter: signals and the progress display belong to the main thread.
+            handle, limit = self._manager.handle, self.settings.phase_timeout
+            for rollout_id in self.rollouts:
+                if self.settings.replays and not self.in_flight:
+                    ray.get(handle.await_recorded.remote(rollout_id), timeout=limit)
                 with self.changed:
                     self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
                     if self.closed:
                         return
                     self.admission.admit()
                     self.generating = True
-                batch = ray.get(self.run.manager.generate.remote(rollout_id), timeout=self.run.args.phase_timeout)
+                batch = ray.get(handle.generate.remote(rollout_id), timeout=limit)
                 with self.changed:
                     self.generating = False
                     self.finished.append(batch)
                     self.changed.notify_all()
-        except BaseException as error:  # handed to the main thread, which raises it
+        except BaseException as error:  # passed to the main thread, which raises it in its next wait
             with self.changed:
                 self.generating = False
                 self.error = error
                 self.changed.notify_all()
 
-    def _wait(self, ready: Any, what: str) -> None:
-        """Wait on the condition (held) in slices, so that signals and errors are seen."""
+    def _wait(self, ready: Callable[[], object], what: str) -> None:
+        """Wait until ``ready()``; the caller holds the condition.
+
+        The wait is cut into slices, in which signals, errors of the thread and recovered engines are attended to.
+        """
         started = time.monotonic()
         while not ready():
             if self.error is not None:
                 raise self.error
-            self.run.stop.check()
-            self.run.faults.tend(keep_version=self.evaluation is not None)
-            self._tell_version()  # lost engines may have got newer weights when they came back
-            if time.monotonic() - started > self.run.args.phase_timeout:
+            self._stop.check()
+            self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
+            self._announce_version()  # Engines that recovered may have brought newer weights to all of them.
+            if time.monotonic() - started > self.settings.phase_timeout:
                 raise WaitExpired(f"waited {time.monotonic() - started:.0f} s for {what}")
             self.changed.wait(POLL_SECONDS)
 
-    def next(self) -> dict[str, Any]:
-        """The oldest finished rollout; the seconds waited for it count as ``rollout``.
+    def next(self) -> RolloutBatch:
+        """Wait for the oldest finished rollout; the seconds count as phase ``rollout``.
 
-        ``perf/staleness_wait_time`` are those in which more could not start because of its age.
+        ``perf/staleness_wait_time`` is the part in which the staleness bound kept further rollouts from starting.
         """
         self._let_go()
         self._step_is_over()
         held = self.admission.limited_by_staleness
         started = time.monotonic()
-        with self.run.phase("rollout"), self.changed:
+        with self._log.phase("rollout"), self.changed:
             self._wait(lambda: self.finished, "a finished rollout")
             batch = self.finished.popleft()
             self.admission.taken()
             self.training = True
             self.changed.notify_all()
-        self.run.take_rollout(batch)
-        self.run.pending["rollout/buffered"] = float(len(self.finished))
-        self.run.pending["perf/staleness_wait_time"] = time.monotonic() - started if held else 0.0
+        self._log.add_rollout(batch)
+        self._log.pending["rollout/buffered"] = float(len(self.finished))
+        self._log.pending["perf/staleness_wait_time"] = time.monotonic() - started if held else 0.0
         self._tell_pool(taken=True)
         return batch
 
     def _step_is_over(self) -> None:
-        """What was taken is trained: more may start."""
+        """The step of the rollout that was taken is complete: more rollouts may start."""
         if not self.training:
             return
         self.training = False
@@ -139,61 +208,66 @@ class Prefetcher:
     # --- weights and evaluation --------------------------------------------------------------
 
     def save(self, rollout_id: int) -> None:
-        """A snapshot, with the rollouts that are generated ahead: they are not made again. None starts between it and
-        the update that follows, or the next step, so that a resume with a snapshot at an update repeats it exactly."""
-        if not self.in_flight and not self.replays:
+        """Write a snapshot with the rollouts that were generated ahead, so that they are not generated again.
+
+        No rollout starts between the snapshot and the update that follows it (or the next step). So a run that resumes
+        from a snapshot at an update repeats exactly what this one does.
+        """
+        if not self.in_flight and not self.settings.replays:
             self._hold()
-        self.run.save(rollout_id)
+        self._snapshots.save(rollout_id)
 
     def update_weights(self) -> None:
         """Bring the new weights to the engines: beside the groups of a standing pool, else between two rollouts."""
         self._end_evaluation()
-        if self.replays:
-            recorded = self.run.manager.await_tokens.remote()
-            self.run.manager_call([recorded], "the recorded tokens before the weight update")
+        if self.settings.replays:
+            recorded = self._manager.handle.await_tokens.remote()
+            self._manager.wait(recorded, "the recorded tokens before the weight update")
         if not self.in_flight:
             self._hold()
-        elif self.run.args.update_weight_pause_mode == "drain":
+        elif self.settings.drains:
             self._drain_pool()
         try:
-            self.run.update_weights()
-            self._tell_version()
+            self._pool.update_weights()
+            # First the version, then the room: what starts from now on counts as generated with the new weights.
+            self._announce_version()
             self._step_is_over()
         finally:
             self._let_go()
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the engines' weights. Beside a standing pool and the next training step, until the next update."""
+        """Evaluate the engines' weights; with a standing pool beside the next steps, until the next update."""
         if self.in_flight:
             self._end_evaluation()
-            self.evaluation = step, self.run.start_evaluation(step)
+            self.evaluation = step, self._evaluations.start(step)
             return
         self._hold()
         try:
-            self.run.evaluate(step)
+            self._evaluations.run(step)
         finally:
             self._let_go()
 
     def _end_evaluation(self) -> None:
         if self.evaluation is not None:
-            self.run.end_evaluation(*self.evaluation)
+            self._evaluations.finish(*self.evaluation)
             self.evaluation = None
 
     def _hold(self) -> None:
         """Wait until no rollout is under way, and start none until :meth:`_let_go`."""
         with self.changed:
             self.holding = True
-            with self.run.phase("drain"):
+            with self._log.phase("drain"):
                 self._wait(
                     lambda: not self.generating,
                     "the rollout under way to finish before the weights change or are saved",
                 )
 
     def _drain_pool(self) -> None:
-        with self.run.phase("drain"):
-            drained = self.run.manager.drain_pool.remote()
-            self.run.manager_call(
-                [drained], "the groups under way to finish before the weights change", meanwhile=self.run.faults.tend
+        with self._log.phase("drain"):
+            self._manager.wait(
+                self._manager.handle.drain_pool.remote(),
+                "the groups under way to finish before the weights change",
+                meanwhile=self._pool.sync_recovered_engines,
             )
 
     def _let_go(self) -> None:
@@ -201,17 +275,18 @@ class Prefetcher:
             self.holding = False
             self.changed.notify_all()
 
-    def _tell_version(self) -> None:
-        """The engines' weights are newer: what starts from now on is younger."""
-        if self.run.held_step > self.admission.version:
+    def _announce_version(self) -> None:
+        """If the engines' weights are newer than was said last: what starts from now on is less stale."""
+        held = self._pool.held_step
+        if held > self.admission.version:
             with self.changed:
-                self.admission.version_changed(self.run.held_step)
+                self.admission.version_changed(held)
                 self.changed.notify_all()
-            reached = self.run.manager.weights_are_of.remote(self.run.held_step)
-            self.run.manager_call([reached], "the rollout manager to note the weights")
+            noted = self._manager.handle.weights_are_of.remote(held)
+            self._manager.wait(noted, "the rollout manager to note the weights")
             self._tell_pool()
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
         if self.in_flight:
-            told = self.run.manager.advance_pool.remote(self.run.held_step, taken, trained)
-            self.run.manager_call([told], "the rollout manager to start more groups")
+            told = self._manager.handle.advance_pool.remote(self._pool.held_step, taken, trained)
+            self._manager.wait(told, "the rollout manager to start more groups")

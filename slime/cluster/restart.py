@@ -1,4 +1,4 @@
-"""Go on from the last snapshot where the rollout manager, a training rank or Ray itself was lost.
+"""Restart from the last snapshot after the rollout manager, a training rank or Ray itself was lost.
 
 Their state is in the snapshot and a resume is exact, so the driver ends what is left and asks its supervisor
 (:mod:`slime.cluster.supervisor`) to execute the command line again, at most ``--max-restarts`` times.
@@ -9,53 +9,55 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slime.cluster.supervisor import LOST_CODE, REPORTS
-from slime.cluster.wait import WaitExpired
-from slime.cluster.waiting import NoStatus
+from slime.cluster.polling import WaitExpired
+from slime.cluster.ray_wait import NoStatus
+from slime.cluster.supervisor import LOST_CODE
 
 if TYPE_CHECKING:
-    from slime.cluster.run import Run
+    from slime.cluster.manager_client import ActorHandle
 
 ASK_SECONDS = 5.0
 
 
-def goes_on(run: Run, error: Exception) -> bool:
-    """Whether a failed run may begin again, since something died and no code is to blame; says so, with the error."""
+def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
+    """What of a failed run died or stopped answering; empty if code is to blame, so that a restart would fail again.
+
+    Args:
+        actors: that hold the run's state, by what an error calls them.
+    """
     import ray
 
-    lost: list[str] = []
-    if run.args.max_restarts and REPORTS.attached:
-        try:
-            lost = _lost(run, error) if ray.is_initialized() else []
-        except (ray.exceptions.RayError, RuntimeError, OSError):  # there is nobody to ask
-            from_ray = isinstance(error, ray.exceptions.RayError | WaitExpired | OSError)
-            lost = [f"the Ray cluster ({type(error).__name__})"] if from_ray else []
-    if lost:
-        where = "from where it began" if run.saved is None else f"from the snapshot of rollout {run.saved}"
-        left = run.args.max_restarts - 1
-        run.display.note("".join(traceback.format_exception(error)).rstrip())
-        run.display.note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
-    return bool(lost)
+    try:
+        return _lost_actors(actors, error) if ray.is_initialized() else []
+    except (ray.exceptions.RayError, RuntimeError, OSError):  # Ray itself cannot be asked.
+        from_ray = isinstance(error, ray.exceptions.RayError | WaitExpired | OSError)
+        return [f"the Ray cluster ({type(error).__name__})"] if from_ray else []
 
 
-def _lost(run: Run, error: Exception) -> list[str]:
-    """What died or fell silent. A wait that expired while everybody answers is no loss: a restart would not be
-    faster."""
+def report_loss(
+    lost: Sequence[str], error: Exception, saved: int | None, left: int, note: Callable[[str], None]
+) -> None:
+    """Print the error, what was lost, where the run goes on, and how many restarts are left after this one."""
+    where = "from where it began" if saved is None else f"from the snapshot of rollout {saved}"
+    note("".join(traceback.format_exception(error)).rstrip())
+    note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
+
+
+def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
+    """A wait that expired while every actor answers is no loss: a restart would not be faster."""
     import ray
 
-    named = {"the rollout manager": run.manager} if run.manager is not None else {}
-    for group in run.groups:
-        named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
-    asked = {actor.status.remote(): name for name, actor in named.items()}
+    asked = {actor.status.remote(): name for name, actor in actors.items()}
     if not asked:
         return []
-    answers, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
-    lost = [asked[answer] for answer in answers if _has_died(answer)]
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
+    lost = [asked[answer] for answer in answered if _has_died(answer)]
     if isinstance(error, WaitExpired):
         lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
-    if not lost and isinstance(error, ray.exceptions.RayActorError | NoStatus) and not _never_was(error):
+    if not lost and isinstance(error, ray.exceptions.RayActorError | NoStatus) and not _failed_to_start(error):
         return [f"an answer ({type(error).__name__})"]
     return lost
 
@@ -66,14 +68,14 @@ def _has_died(answer: Any) -> bool:
     try:
         ray.get(answer)
     except ray.exceptions.RayActorError as error:
-        return not _never_was(error)
+        return not _failed_to_start(error)
     except ray.exceptions.RayError:  # it failed otherwise
         return False
     return False
 
 
-def answers(actor: Any) -> bool:
-    """Whether an actor says within :data:`ASK_SECONDS` what it is doing."""
+def answers(actor: ActorHandle) -> bool:
+    """Whether an actor answers ``status()`` within :data:`ASK_SECONDS`."""
     import ray
 
     try:
@@ -83,13 +85,13 @@ def answers(actor: Any) -> bool:
     return True
 
 
-def _never_was(error: Exception) -> bool:
-    """Whether its constructor failed: it would again."""
+def _failed_to_start(error: Exception) -> bool:
+    """Whether an actor's constructor failed, which it would do again."""
     return "creation task" in str(error)
 
 
-def end_lost() -> NoReturn:
-    """End this driver at once, after its shutdown: the supervisor runs it again."""
+def exit_for_restart() -> NoReturn:
+    """End this driver after its shutdown, with the exit code on which the supervisor starts it again."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(LOST_CODE)

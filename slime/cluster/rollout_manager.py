@@ -14,11 +14,17 @@ from slime.engines.background import run
 
 if TYPE_CHECKING:
     from slime.checkpoint.shared_folder import Answer
+    from slime.cluster.engine import EngineStatus
+    from slime.cluster.engine_fleet import EngineFleet
+    from slime.cluster.health import HealthMonitor
+    from slime.cluster.manager_client import RolloutBatch
     from slime.cluster.placement import Placement
     from slime.cluster.rollout_state import Rollout
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
-    from slime.engines.handle import EngineHandle, MemoryTag
+    from slime.engines.handle import EngineHandle
+    from slime.engines.sglang_api import MemoryTag
+    from slime.rollout.fully_async_rollout import StandingPool
 
 logger = logging.getLogger(__name__)
 CONTROL_DEADLINE_SECONDS = 600.0
@@ -35,28 +41,37 @@ class RolloutManager:
         from slime.cluster.rollout_state import RolloutState
         from slime.config.hooks import load_function
         from slime.engines.process import exempt_from_proxy
+        from slime.observability.trace_file import TraceFiles
 
         self.log_dir = Path(run_dir) / "logs"
         redirect_output(self.log_dir, "rollout-manager")
         # For clients in user code and in agent programs, which do use the environment's proxy.
         os.environ.update(exempt_from_proxy(ray.util.get_node_ip_address()))
         self.garbage = GarbageCollection()
-        self.args = args
         self.run_dir = Path(run_dir)
         self.layout = layout
         self.data_source = load_function(args.data_source_path)(args)
+        if args.num_rollout is None:
+            per_epoch = max(len(self.data_source) // args.rollout_batch_size, 1)
+            args = args.with_values(num_rollout=per_epoch * (args.num_epoch or 1))
+        self.args = args  # what users' functions get; replaced while the run starts, never changed
         self.rollout_function = load_function(args.rollout_function_path)
         self.eval_function = load_function(args.eval_function_path or args.rollout_function_path)
         self.state = RolloutState(args, self.run_dir, self.data_source)
-        self.fleet: Any = None  # EngineFleet, once the engines are started
-        self.monitor: Any = None
-        self.pool: Any = None  # StandingPool of a fully asynchronous run
+        self.traces = TraceFiles(self.run_dir, args.log_keep_last)
+        self.pool: StandingPool | None = None  # of a fully asynchronous run
+        self._fleet: EngineFleet | None = None
+        self._monitor: HealthMonitor | None = None
 
     def try_folder(self, folder: str, token: str) -> Answer:
         """See :mod:`slime.checkpoint.shared_folder`."""
         from slime.checkpoint.shared_folder import answer
 
         return answer(folder, token, "rollout manager")
+
+    def set_token_budgets(self, training: int, forward_only: int) -> None:
+        """Pack by the measured budgets; called before the first rollout."""
+        self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -65,6 +80,7 @@ class RolloutManager:
         from slime.cluster.engine_actor import launcher
         from slime.cluster.engine_fleet import EngineFleet
         from slime.cluster.health import HealthMonitor
+        from slime.cluster.placement import thread_environment
         from slime.config.machine import raise_file_limit
         from slime.engines.http import init_http_client, watch_faults
         from slime.engines.plan import plan_engines
@@ -73,38 +89,50 @@ class RolloutManager:
         raise_file_limit()  # of the router, too, which is a child of this process
         args = self.args
         specs = plan_engines(args)
-        launch = launcher(args, specs, placement, self.log_dir, engine_environment(args))
+        launch = launcher(args, specs, placement, self.log_dir, thread_environment(args.threads_per_process))
         external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
-        self.fleet = EngineFleet(args, self.log_dir, launch, specs, external)
-        urls = self.fleet.start(lambda done, total: progress.report("start engines", done, total))
-        init_http_client(args)
-        self.monitor = HealthMonitor(
-            self.fleet,
+        # Before the start: a shutdown during it ends the engines that were launched.
+        self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external)
+        urls = fleet.start(lambda done, total: progress.report("start engines", done, total))
+        self.args = self.args.with_values(**fleet.addresses)
+        init_http_client(self.args)
+        self._monitor = monitor = HealthMonitor(
+            fleet,
             args.rollout_health_check_interval,
             args.rollout_health_check_timeout,
             args.rollout_health_check_first_wait,
             args.start_timeout,
         )
-        self.monitor.start()
-        watch_faults(self.monitor.wake)
+        monitor.start()
+        watch_faults(monitor.wake)
         return urls
 
-    def engine_status(self) -> dict[str, Any]:
-        """See :meth:`EngineFleet.status`; answers while :meth:`generate` runs."""
-        return dict(self.fleet.status()) if self.fleet is not None else {"fatal": None, "serving": [], "unsynced": []}
+    @property
+    def fleet(self) -> EngineFleet:
+        assert self._fleet is not None, "start_engines comes first"
+        return self._fleet
 
-    def begin_update(self) -> dict[str, Any]:
-        """Nobody looks at the engines from now on, they load weights; returns URLs by state."""
+    @property
+    def monitor(self) -> HealthMonitor:
+        assert self._monitor is not None, "start_engines comes first"
+        return self._monitor
+
+    def engine_status(self) -> EngineStatus:
+        """Answers while :meth:`generate` runs."""
+        return self.fleet.status()
+
+    def begin_update(self) -> EngineStatus:
+        """Pause the health checks, because the engines will load weights; returns URLs by state."""
         self.monitor.pause("update")
-        return dict(self.fleet.status())
+        return self.fleet.status()
 
-    def end_update(self, urls: Sequence[str]) -> dict[str, Any]:
-        """These engines hold the current weights and were audited; all are looked at again."""
+    def end_update(self, urls: Sequence[str]) -> EngineStatus:
+        """These engines hold the current weights and passed the audit; the health checks go on."""
         self.fleet.synced(urls)
         self.monitor.resume("update")
-        return dict(self.fleet.status())
+        return self.fleet.status()
 
-    def lose_engines(self, blamed: dict[str, str]) -> dict[str, Any]:
+    def lose_engines(self, blamed: dict[str, str]) -> EngineStatus:
         """A call to the engines failed. Those that are blamed for it, and those that make no token any more, are
         lost. Returns URLs by state, as :meth:`begin_update`."""
         from slime.cluster.engine_actor import ASK_SECONDS
@@ -115,18 +143,19 @@ class RolloutManager:
         if not lost:  # torn engines make no token, but then there is blame
             lost = unhealthy(self.fleet.urls(), self.args.rollout_health_check_timeout)
         self.fleet.lose(lost)
-        return dict(self.fleet.status())
+        return self.fleet.status()
 
-    def start_lost_engines(self) -> dict[str, Any]:
+    def start_lost_engines(self) -> EngineStatus:
         """Start them again now, wait for them, and return URLs by state."""
+        self.fleet.settled()  # one whose processes are still being ended would not be started
         self.fleet.restart_lost()
         self.fleet.settled()
-        return dict(self.fleet.status())
+        return self.fleet.status()
 
     def handles(self) -> list[EngineHandle]:
-        from slime.engines.http_handle import HttpEngineHandle
+        from slime.engines.handle import EngineHandle
 
-        return [HttpEngineHandle(url) for url in (self.fleet.urls() if self.fleet is not None else [])]
+        return [EngineHandle(url) for url in self.fleet.urls()]
 
     def offload(self) -> None:
         """Engines give their memory to the trainer (colocated runs)."""
@@ -146,7 +175,7 @@ class RolloutManager:
 
     def _on_engines(self, call: Callable[[EngineHandle], Awaitable[None]]) -> None:
         """On all engines at once. Those that fail are lost; without ``--use-fault-tolerance`` that is an error."""
-        from slime.weights.fleet import on_each
+        from slime.engines.fan_out import on_each
 
         _, failed = run(on_each(self.handles(), call, "release or resume its memory", CONTROL_DEADLINE_SECONDS))
         for error in failed.values():
@@ -156,26 +185,25 @@ class RolloutManager:
 
     # --- the loop ----------------------------------------------------------------------------
 
-    def num_rollout_per_epoch(self) -> int:
-        return max(len(self.data_source) // self.args.rollout_batch_size, 1)
+    def num_rollout(self) -> int:
+        """Rollouts of the run: ``--num-rollout``, or else those of ``--num-epoch`` epochs of the data source."""
+        return int(self.args.num_rollout or 0)
 
-    def generate(self, rollout_id: int) -> dict[str, Any]:
-        """One rollout.
-
-        Returns ``refs`` (one object per data-parallel rank), ``metrics``, and ``texts`` (a few
-        samples to show).
-        """
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """Generate one rollout, or take it from the snapshot that held it."""
         import ray
 
+        from slime.cluster.manager_client import RolloutBatch
         from slime.data.convert import samples_to_train_data, split_train_data
         from slime.data.sample import flatten
         from slime.data.staleness import add_staleness
+        from slime.observability.best_effort import take_warnings
 
         rollout = self.state.take_restored(rollout_id) or self._new_rollout(rollout_id)
         groups, metrics = rollout.groups, rollout.metrics
         texts = self._log(rollout_id, groups, metrics, rollout.seconds)
         if self.args.debug_rollout_only:
-            return {"refs": [], "metrics": metrics, "texts": texts}
+            return RolloutBatch([], metrics, texts, take_warnings())
         train_data = samples_to_train_data(self.args, groups)
         add_staleness(train_data, flatten(groups), rollout_id)
         parts = split_train_data(self.args, train_data, self.layout.dp, self.layout.schedule())
@@ -183,7 +211,7 @@ class RolloutManager:
             self.state.ledger.left_out(rollout_id, {int(n) for part in parts for n in part["group_indices"]})
         for part in parts:
             part["rollout_id"] = rollout_id
-        return {"refs": [ray.put(part) for part in parts], "metrics": metrics, "texts": texts}
+        return RolloutBatch([ray.put(part) for part in parts], metrics, texts, take_warnings())
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
         """Generate one, and cut the account there."""
@@ -208,7 +236,7 @@ class RolloutManager:
         whether the rollout function has a standing pool, which updates go through; if so, it is open."""
         from slime.rollout.state import GenerateState
 
-        schedule = self.state.open_schedule(self.run_dir / "schedule.jsonl", held_step)
+        schedule = self.state.open_schedule(self.run_dir / "schedule.jsonl", held_step, first_step, last_step)
         GenerateState(self.args).schedule = schedule
         opener = getattr(self.rollout_function, "open_pool", None)
         if opener is None or self.args.load_debug_rollout_data:
@@ -232,7 +260,7 @@ class RolloutManager:
         Raises:
             WaitExpired: they are not within ``--phase-timeout``.
         """
-        from slime.cluster.wait import wait_for
+        from slime.cluster.polling import wait_for
         from slime.engines.http import request
 
         async def held() -> int:
@@ -247,10 +275,12 @@ class RolloutManager:
 
     def advance_pool(self, version: int, taken: bool, trained: bool) -> None:
         """How far training is: see :meth:`StandingPool.advance`."""
+        assert self.pool is not None, "open_pool comes first"
         run(self.pool.advance(version, taken, trained))
 
     def drain_pool(self) -> None:
         """Let the pool's groups finish before an update: see :meth:`StandingPool.drain`."""
+        assert self.pool is not None, "open_pool comes first"
         run(self.pool.drain())
 
     def _rollout(self, rollout_id: int) -> tuple[list[Any], dict[str, float]]:
@@ -258,7 +288,10 @@ class RolloutManager:
         from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 
         if self.args.load_debug_rollout_data:
-            return load_rollout(self.args, rollout_id), {}
+            args = self.args
+            assert args.load_debug_rollout_data is not None
+            amount = args.load_debug_rollout_data_subsample
+            return load_rollout(args.load_debug_rollout_data, rollout_id, amount), {}
         output = call_rollout_fn(self.rollout_function, self.args, rollout_id, self.data_source, evaluation=False)
         assert isinstance(output, RolloutFnTrainOutput)
         if self.args.save_debug_rollout_data:
@@ -269,32 +302,35 @@ class RolloutManager:
         """Requests sent again, engines lost and started again, since the rollout before."""
         from slime.engines.http import take_retries
 
-        return {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self.fleet else {})}
+        return {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self._fleet else {})}
 
     def _log(self, rollout_id: int, groups: list[Any], metrics: dict[str, float], seconds: float) -> list[str]:
         """Add what the samples say to ``metrics``, keep the texts, and return a few to show."""
         from slime.config.hooks import load_function
         from slime.data.sample import flatten
         from slime.data.staleness import staleness_metrics
-        from slime.observability.samples import preview, write_samples
-        from slime.observability.trace_file import trace_of, write_trace_file
+        from slime.observability.samples import KeptTexts, preview, write_samples
         from slime.rollout.metrics import rollout_metrics
 
         samples = flatten(groups)
-        write_samples(self.run_dir, rollout_id, samples)
-        write_trace_file(trace_of(self.run_dir, rollout_id), samples)
+        write_samples(self.run_dir, rollout_id, samples, kept=KeptTexts.from_args(self.args))
+        self.traces.write_samples(rollout_id, samples)
         hook = self.args.custom_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.args, samples, metrics, seconds)):
             metrics.update(rollout_metrics(self.args, samples, seconds))
         metrics.update(staleness_metrics(samples, rollout_id))
         return preview(samples)
 
+    def add_phases(self, rollout_id: int, phases: Sequence[dict[str, Any]]) -> None:
+        """The driver's phases up to the end of a step, for the trace of its rollout."""
+        self.traces.add_phases(rollout_id, phases)
+
     def eval(self, rollout_id: int) -> dict[str, float]:
         """Evaluate all data sets with the weights that the engines hold now."""
         from slime.config.hooks import load_function
         from slime.observability.debug_data import save_rollout
         from slime.observability.evaluations import write_evaluation
-        from slime.observability.samples import write_samples
+        from slime.observability.samples import KeptTexts, write_samples
         from slime.rollout.base_types import RolloutFnEvalOutput, call_rollout_fn
         from slime.rollout.metrics import eval_metrics
 
@@ -303,7 +339,8 @@ class RolloutManager:
         assert isinstance(output, RolloutFnEvalOutput)
         metrics = dict(output.metrics or {})
         for name, data in output.data.items():
-            write_samples(self.run_dir, rollout_id, data.get("samples") or [], kind=f"eval-{name}")
+            samples = data.get("samples") or []
+            write_samples(self.run_dir, rollout_id, samples, f"eval-{name}", KeptTexts.from_args(self.args))
         if self.args.save_debug_rollout_data:
             save_rollout(self.args, f"eval_{rollout_id}", [data.get("samples") or [] for data in output.data.values()])
         hook = self.args.custom_eval_rollout_log_function_path
@@ -339,14 +376,22 @@ class RolloutManager:
 
     def engine_report(self) -> str:
         """One line per engine, with the last log lines of those that died."""
-        return str(self.fleet.report()) if self.fleet is not None else "no engine was started"
+        return self.fleet.report() if self._fleet is not None else "no engine was started"
 
-    def shutdown(self) -> None:
-        """Stop router and engines; returns when their processes are gone."""
-        if self.monitor is not None:
-            self.monitor.stop()
-        if self.fleet is not None:
-            self.fleet.stop()
+    def end_engines(self, at_once: bool = True) -> None:
+        """Stop router and engines; returns when their processes are gone. What they generate fails."""
+        if self._monitor is not None:
+            self._monitor.stop()
+        if self._fleet is not None:
+            self._fleet.stop(at_once)
+
+    def shutdown(self) -> list[str]:
+        """Stop router and engines; returns when their processes are gone, with the last warnings of this process."""
+        from slime.observability.best_effort import take_warnings
+
+        self.end_engines(at_once=False)
+        self.state.close()
+        return take_warnings()
 
 
 async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_SECONDS) -> None:
@@ -359,7 +404,7 @@ async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_
     """
     import asyncio
 
-    from slime.engines.handle import EngineError
+    from slime.engines.sglang_api import EngineError
 
     until = time.monotonic() + deadline
     while True:
@@ -376,19 +421,3 @@ async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_
                 "memory. Who sends it requests?"
             )
         await asyncio.sleep(0.02)
-
-
-def engine_environment(args: Args) -> dict[str, str]:
-    """Threads of an engine process on the CPU (machines: busy OpenMP threads can stall each other)."""
-    return thread_environment(args.threads_per_process)
-
-
-def thread_environment(threads: int | None) -> dict[str, str]:
-    count = str(threads or 1)
-    return {
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "2000",  # a short spin: sleeping at once makes small operations a third slower
-        "TOKENIZERS_PARALLELISM": "false",
-    }

@@ -12,8 +12,9 @@ from slime.checkpoint.ledger import Ledger
 from slime.checkpoint.state_file import read_state, write_state
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir
-from slime.rollout.schedule import Recording, Schedule, comparable
+from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare
 
 OWN_FUNCTIONS = (
     "slime.rollout.sglang_rollout.generate_rollout",
@@ -49,17 +50,23 @@ class RolloutState:
         self.ahead: dict[int, Rollout] = {}
         self.newest = -1
         self.restored: dict[int, Rollout] = {}
-        self.schedule: Any = None  # Schedule, of an asynchronous run
+        self.schedule: Any = None  # WeightTimeline, of an asynchronous run
         self.attempt = 0
-        self._positions: dict[int, int] = {}  # how far the schedule's file was after each rollout
+        self._positions: dict[int, int | None] = {}  # how far the schedule's file was after each rollout
         self._position: int | None = None  # how far it is committed, on a resume
         self.own_saved = -1  # newest rollout for which the user's data source was told to save
 
-    def open_schedule(self, path: Path, step: int) -> Schedule:
-        """Log the schedule, and repeat that of ``--replay-schedule``; the engines hold the weights of ``step``."""
+    def open_schedule(self, path: Path, step: int, first: int, last: int) -> WeightTimeline:
+        """Log the schedule of rollouts ``first .. last - 1``, and repeat that of ``--replay-schedule``; the engines
+        hold the weights of ``step``."""
         replayed = self.args.replay_schedule
-        recording = Recording(Path(replayed), comparable(self.args)) if replayed else None
-        self.schedule = Schedule(path, self.args, recording, self.attempt, self._position)
+        recording = Recording(Path(replayed), settings_to_compare(self.args)) if replayed else None
+        if recording is not None:
+            made = first + len(self.restored)
+            warning = recording.check_covers(made, last, self.args.rollout_batch_size) if made < last else None
+            if warning:
+                warn(warning)
+        self.schedule = WeightTimeline(path, self.args, recording, self.attempt, self._position)
         self.schedule.step = step
         return self.schedule
 
@@ -85,7 +92,7 @@ class RolloutState:
         if not self.saves:
             return
         if self.schedule is not None:
-            self._positions[rollout_id] = self.schedule.position()
+            self._positions[rollout_id] = self.schedule.file.position()
         self.sources[rollout_id] = self.source.state_dict() if hasattr(self.source, "state_dict") else None
         if not self.args.debug_rollout_only:
             groups = [_shallow(group) for group in rollout.groups]  # user hooks that convert them may change them
@@ -110,6 +117,8 @@ class RolloutState:
 
     def save(self, rollout_id: int, directory: Path) -> None:
         """Write everything of step ``rollout_id``'s snapshot below ``directory``."""
+        if self.schedule is not None:
+            self.schedule.file.sync()
         base = self._base(rollout_id)
         kept = {r: rollout for r, rollout in self.ahead.items() if rollout_id < r <= base}
         state = {
@@ -122,6 +131,12 @@ class RolloutState:
         write_state(_file(directory, rollout_id), state)
         self._save_own(rollout_id)
         self.trained(rollout_id)
+
+    def close(self) -> None:
+        """The run ends."""
+        self.ledger.close()
+        if self.schedule is not None:
+            self.schedule.file.close()
 
     def load(self, rollout_id: int, directory: Path, attempt: int) -> None:
         """Go on from a snapshot."""

@@ -25,15 +25,16 @@ from types import FrameType
 from typing import Any, NoReturn
 
 PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
+SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
 LOST_CODE = 75  # EX_TEMPFAIL; a driver that asks to be run again ends with it
 LEFT_SECONDS = 2.0  # that processes of a driver which ended have to end by themselves
+KILLED_SECONDS = 30.0  # that they have to end after a SIGKILL; the kernel may hold one for good
 FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN + 2}
 """What a driver gets for a signal that came here. A signal to the whole process group, as of Ctrl-C, reaches the
 driver by itself as well, and must not count twice."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.5
-_OF_THE_FIRST_START = ("--ckpt-step", "--start-rollout-id", "--finetune")
-_SWITCHES = ("--finetune",)
+_OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
 
 class Reports:
@@ -41,10 +42,13 @@ class Reports:
 
     def __init__(self) -> None:
         self._pipe: int | None = None
+        self.settings: dict[str, Any] = {}
+        """Of a driver that is run again: see :func:`restart_settings`."""
 
     def attach(self) -> bool:
         """Take the pipe over from the environment, which child processes inherit; whether there is one."""
         given = os.environ.pop(PIPE_VARIABLE, None)
+        self.settings |= json.loads(os.environ.pop(SETTINGS_VARIABLE, "{}"))
         if given is not None:
             self._pipe = int(given)
             os.set_inheritable(self._pipe, False)
@@ -55,7 +59,7 @@ class Reports:
         return self._pipe is not None
 
     def began(self, values: Mapping[str, Any]) -> None:
-        """From here on an end without :meth:`over` is a loss. ``values``: see :func:`command_line`."""
+        """From here on an end without :meth:`over` is a loss. ``values``: see :func:`restart_settings`."""
         self._send({"began": dict(values)})
 
     def saved(self) -> None:
@@ -86,25 +90,19 @@ def supervise() -> None:
     os.execv(sys.executable, [sys.executable, "-P", os.path.abspath(__file__), "--", *sys.orig_argv[1:]])
 
 
-def command_line(words: Sequence[str], values: Mapping[str, Any], saved: bool) -> list[str]:
-    """``words`` with the flags that make the run go on; a flag that stands later wins.
+def restart_settings(values: Mapping[str, Any], saved: bool) -> dict[str, Any]:
+    """Arguments with which a run goes on. They take precedence over the command line and over the files that it names
+    (``--override``, ``--custom-config-path``); None stands for the default.
 
     Args:
         values: of the arguments ``max_restarts``, ``save``, ``run_name`` and ``output_dir``.
         saved: ``--save`` holds a snapshot of this run: go on from it. Otherwise from where the run began.
     """
-    flags = ["--max-restarts", str(values["max_restarts"] - 1), "--run-name", str(values["run_name"])]
-    flags += ["--output-dir", str(values["output_dir"])]
-    if not saved:
-        return [*words, *flags]
-    kept, skip = [], False
-    for word in words:
-        name = word.partition("=")[0]
-        if skip or name in _OF_THE_FIRST_START:
-            skip = not skip and word in _OF_THE_FIRST_START and word not in _SWITCHES
-            continue
-        kept.append(word)
-    return [*kept, *flags, "--load", str(values["save"])]
+    settings = {"max_restarts": values["max_restarts"] - 1}
+    settings |= {name: str(values[name]) for name in ("run_name", "output_dir")}
+    if saved:
+        settings |= {"load": str(values["save"]), **dict.fromkeys(_OF_THE_FIRST_START)}
+    return settings
 
 
 @dataclass
@@ -133,12 +131,12 @@ class Driver:
         left on purpose are none of ours."""
         return "over" in self.said and "lost" not in self.said
 
-    def next_words(self, words: Sequence[str]) -> list[str] | None:
-        """Once it has ended: the command line that goes on with the run; None where there is nothing to go on with."""
+    def next_settings(self) -> dict[str, Any] | None:
+        """Once it has ended: the settings that go on with the run; None where there is nothing to go on with."""
         values = self.said.get("began")
         if values is None or values["max_restarts"] < 1 or self.ended_in_order():
             return None
-        return command_line(words, values, bool(self.said.get("saved")))
+        return restart_settings(values, bool(self.said.get("saved")))
 
 
 class Supervisor:
@@ -146,6 +144,7 @@ class Supervisor:
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
+        self.settings: dict[str, Any] = {}
         self.stopped_by: int | None = None
         self.driver: Driver | None = None
 
@@ -156,6 +155,8 @@ class Supervisor:
             signal.signal(number, self._on_signal)
         while True:
             driver = self._start()
+            if self.stopped_by is not None:  # the signal came when there was no driver to pass it on to
+                driver.child.send_signal(FORWARDED[signal.Signals(self.stopped_by)])
             while driver.child.poll() is None:
                 driver.listen(_POLL_SECONDS)
                 _reap_others(driver.child.pid)
@@ -164,7 +165,7 @@ class Supervisor:
             code = driver.child.returncode
             if not driver.ended_in_order():
                 end_descendants(LEFT_SECONDS)
-            following = driver.next_words(self.words)
+            following = driver.next_settings()
             if self.stopped_by is not None or following is None:
                 return self._status(code)
             if "lost" not in driver.said:  # it could not say so itself
@@ -175,13 +176,13 @@ class Supervisor:
                     f"lost the driver ({how}): going on from {where} ({left} more restarts, --max-restarts)",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
-            self.words = following
+            self.settings |= following
 
     def _start(self) -> Driver:
         ours, theirs = os.pipe()
         child = subprocess.Popen(
             [sys.executable, *self.words],
-            env={**os.environ, PIPE_VARIABLE: str(theirs)},
+            env={**os.environ, PIPE_VARIABLE: str(theirs), SETTINGS_VARIABLE: json.dumps(self.settings)},
             pass_fds=[theirs],
             preexec_fn=_die_with_supervisor,  # safe: this process has one thread
         )
@@ -203,7 +204,11 @@ class Supervisor:
 
 
 def end_descendants(seconds: float) -> None:
-    """Wait until the processes below this one have ended, and kill those that have not after ``seconds``."""
+    """Wait until the processes below this one have ended, and kill those that have not after ``seconds``.
+
+    One that does not end for :data:`KILLED_SECONDS` after that (the kernel holds it, or it is another user's) is left
+    behind, and stderr says so.
+    """
     import psutil
 
     until = time.monotonic() + seconds
@@ -212,9 +217,13 @@ def end_descendants(seconds: float) -> None:
         left = psutil.Process().children(recursive=True)
         if not left:
             return
+        if time.monotonic() > until + KILLED_SECONDS:
+            pids = ", ".join(str(process.pid) for process in left)
+            print(f"processes {pids} cannot be killed; they may keep memory or ports", file=sys.stderr, flush=True)
+            return
         if time.monotonic() > until:
             for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     process.kill()
         time.sleep(0.05)
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.cluster.rollout_manager import thread_environment
+from slime.cluster.placement import thread_environment
 from slime.config.layout import ParallelLayout
-from slime.config.roles import role_args
+from slime.config.overrides import role_args
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from slime.backends.base import ModelTag, TrainBackend
+    from slime.backends.token_budget import Measurement
     from slime.checkpoint.files import FileEntry
     from slime.checkpoint.shared_folder import Answer
     from slime.cluster.placement import Placement
-    from slime.cluster.waiting import Waiter
+    from slime.cluster.ray_wait import Waiter
     from slime.config.args import Args
     from slime.engines.handle import EngineHandle
-    from slime.weights.audit import Probe
+    from slime.weights.audit import Calibration, Probe
+    from slime.weights.changes import AuditMemory
+    from slime.weights.transports.base import Transport
     from slime.weights.transports.peers import PeerLink
+    from slime.weights.update import UpdateReport
 
 Role = Literal["actor", "critic"]
 CLOSE_DEADLINE_SECONDS = 10.0
@@ -31,19 +39,21 @@ class TrainActor:
     def __init__(self, args: Args, role: Role, rank: int, world_size: int, log_dir: str) -> None:
         from slime.cluster.logs import redirect_output
         from slime.observability.profiler import Profiler
+        from slime.weights.settings import WeightSyncSettings
 
         redirect_output(Path(log_dir), f"train-{role}-{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
+        self.weight_sync = WeightSyncSettings.from_args(args)
         self.profiler = Profiler(args, Path(log_dir).parent / "traces", role, rank)
-        self.backend: Any = None
-        self.transport: Any = None
+        self.backend: TrainBackend  # made by init, the first call of every rank
+        self.transport: Transport | None = None
         self.same_host = True
         self.probe: Probe | None = None
-        self.calibration: Any = None
-        self.audit_memory: Any = None  # of the updates before, for their audit
+        self.calibration: Calibration | None = None
+        self.audit_memory: AuditMemory | None = None  # what earlier updates sent, for the audit of later ones
         self.written: list[FileEntry] = []  # what the last save wrote
         self.master = ("", 0)  # address and port of the process group's key-value store
-        self.store: Any = None  # a connection to it
+        self.store: Store | None = None  # a connection to it
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 will listen for the process group."""
@@ -84,14 +94,16 @@ class TrainActor:
 
         batch = to_rank_batch(ray.get(batch_ref[0]))
         if values_ref is not None:
-            batch["values"] = ray.get(values_ref[0])
+            batch["old_values"] = ray.get(values_ref[0])
         with self.profiler.rollout(rollout_id):
             metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler)
+        if self.args.async_save and self.args.save:
+            self.backend.take_save_memory()
         if self.args.save_debug_train_data and self.role == "actor":
-            save_train_batches(self.args, rollout_id, batch, self.backend)
+            save_train_batches(self.args, rollout_id, batch.under_hook_names(), self.backend)
         if self.args.offload_train or self.args.offload_rollout:  # engines on the same accelerator get memory next
             self.backend.clear_memory()
-        values = [ray.put(batch["values"])] if self.role == "critic" else None
+        values = [ray.put(batch["old_values"])] if self.role == "critic" else None
         return {"metrics": metrics, "timings": timings, "values": values}
 
     def update_weights(
@@ -102,8 +114,8 @@ class TrainActor:
         slots: Mapping[str, range],
         token: str,
         check_equal: bool = False,
-    ) -> dict[str, Any] | None:
-        """Send this group's weights to the engines; ranks that have engines to serve return the report as a dict.
+    ) -> UpdateReport | None:
+        """Send this group's weights to the engines; ranks that have engines to serve return a report.
 
         Checksums are compared at once; the probe comes later (:meth:`check_probe`), since colocated
         engines have no cache to score with yet.
@@ -113,24 +125,25 @@ class TrainActor:
             token: names this call, the same on all ranks.
             check_equal: the engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
-        import dataclasses
-
+        from slime.engines.background import run
         from slime.observability import progress
         from slime.weights.changes import AuditMemory
         from slime.weights.sync import sync_weights
         from slime.weights.transports import ranks_of_engines
 
         progress.report("update weights")
-        ranks = ranks_of_engines(self.args, engine_urls, slots, self.world_size, same_host)
+        ranks = ranks_of_engines(self.weight_sync, engine_urls, slots, self.world_size, same_host)
         urls = [url for url in engine_urls if ranks[url][0] == self.rank]
         if any(self.rank in places for places in ranks.values()):
             self._choose_transport(same_host)
+        elif self.transport is not None:  # other ranks send to its engines now: these must not wait in its group
+            run(self.transport.close())
         peers = self._peers(ranks, token)
         self.audit_memory = self.audit_memory or AuditMemory()
-        if self.args.audit_weights:
+        if self.weight_sync.audit:
             self.probe = self._score_probe()
         report = sync_weights(
-            self.args,
+            self.weight_sync,
             self.backend.named_weights(),
             self._handles(urls),
             self.transport,
@@ -142,7 +155,7 @@ class TrainActor:
         )
         if self.args.offload_rollout:  # the engines take their KV cache back next
             self.backend.clear_memory()
-        return dataclasses.asdict(report) if report is not None else None
+        return report
 
     def _peers(self, ranks: Mapping[str, range], token: str) -> PeerLink | None:
         """None where every engine reads from one training rank."""
@@ -158,11 +171,11 @@ class TrainActor:
         from slime.engines.background import run
         from slime.weights.transports import create_transport
 
-        if self.transport is not None and same_host != self.same_host and self.args.update_weight_transport != "disk":
+        if self.transport is not None and same_host != self.same_host and self.weight_sync.transport != "disk":
             run(self.transport.close())
             self.transport = None
         if self.transport is None:
-            self.transport, self.same_host = create_transport(self.args, colocated_host=same_host), same_host
+            self.transport, self.same_host = create_transport(self.weight_sync, colocated_host=same_host), same_host
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
         """Let the engines score the probe, and compare them with one another; returns the largest difference.
@@ -172,12 +185,12 @@ class TrainActor:
 
         self.calibration = self.calibration or Calibration()
         assert self.probe is not None, "weights are sent before they are audited"
-        return run(probe_engines(self.args, self._handles(engine_urls), self.probe, self.calibration))
+        return run(probe_engines(self.weight_sync, self._handles(engine_urls), self.probe, self.calibration))
 
     def _handles(self, engine_urls: Sequence[str]) -> list[EngineHandle]:
-        from slime.engines.http_handle import HttpEngineHandle
+        from slime.engines.handle import EngineHandle
 
-        return [HttpEngineHandle(url) for url in engine_urls]
+        return [EngineHandle(url) for url in engine_urls]
 
     def _score_probe(self) -> Probe:
         """A fixed sequence as the trainer scores it now; all ranks take part."""
@@ -190,22 +203,20 @@ class TrainActor:
         tokens = probe_tokens(config.get_text_config().vocab_size, self.args.seed)
         return Probe(tokens, score_probe(self.backend, tokens))
 
-    def copy_weights(self, source: str, target: str) -> None:
+    def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         self.backend.copy_weights(source, target)
 
     def refresh_old_actor(self, behind: bool) -> None:
         """The engines have got the actor's weights: make ``old_actor`` equal to them (``--keep-old-actor``).
 
         Args:
-            behind: make it equal to what the engines held before instead. Those weights are the copy
-                ``rollout_actor``, which exists from the first call on.
+            behind: make it equal to what the engines held before instead, if they held anything. Those weights are
+                the copy ``rollout_actor``, which exists from the first call on.
         """
-        if not behind:
-            self.backend.copy_weights("actor", "old_actor")
-            return
-        if "rollout_actor" in self.backend.moving_copies:
-            self.backend.copy_weights("rollout_actor", "old_actor")
-        self.backend.copy_weights("actor", "rollout_actor")
+        before: ModelTag = "rollout_actor" if behind and "rollout_actor" in self.backend.moving_copies else "actor"
+        self.backend.copy_weights(before, "old_actor")
+        if behind:
+            self.backend.copy_weights("actor", "rollout_actor")
 
     def save(self, directory: str) -> None:
         self.written = self.backend.save(Path(directory))
@@ -235,6 +246,18 @@ class TrainActor:
         from slime.observability.memory import memory_in_use
 
         return memory_in_use()
+
+    def measure_memory(self, share: float) -> Measurement | None:
+        """How many tokens a micro-batch may hold within ``share`` of the memory; a collective. None without CUDA."""
+        from slime.backends.token_budget import CudaMeter, measure
+
+        if self.backend.device.type != "cuda":
+            return None
+        return measure(self.backend, share, CudaMeter())
+
+    def set_token_budgets(self, training: int, forward_only: int) -> None:
+        """In place of the flags' own."""
+        self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
 
     def close(self) -> None:
         """Leave the groups and the shared memory of weight updates."""
@@ -310,15 +333,19 @@ class TrainGroup:
         same_host: bool,
         slots: Mapping[str, range],
         check_equal: bool = False,
-    ) -> dict[str, Any]:
-        """Returns the report: of several senders, who work at the same time, the longest times."""
+    ) -> UpdateReport:
+        """Returns the report: of several senders, which work at the same time, the longest times."""
         token = f"weights-{version}-{secrets.token_hex(8)}"
         arguments = (list(engine_urls), version, same_host, dict(slots), token, check_equal)
         refs = [rank.update_weights.remote(*arguments) for rank in self.ranks]
         results = self._call(refs, f"to send weights {version}", self.args.phase_timeout)
-        reports = [report for report in results if report is not None]
-        times = ("seconds", "pause_seconds", "audit_seconds")
-        return {**reports[0], **{name: max(report[name] for report in reports) for name in times}}
+        reports: list[UpdateReport] = [report for report in results if report is not None]
+        return dataclasses.replace(
+            reports[0],
+            seconds=max(report.seconds for report in reports),
+            pause_seconds=max(report.pause_seconds for report in reports),
+            audit_seconds=max(report.audit_seconds for report in reports),
+        )
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
         """Largest difference between trainer and engines on a fixed sequence; rank 0 asks."""
@@ -344,7 +371,7 @@ class TrainGroup:
     def save_hf(self, directory: str) -> None:
         self._all("save_hf", directory)
 
-    def copy_weights(self, source: str, target: str) -> None:
+    def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         self._all("copy_weights", source, target)
 
     def refresh_old_actor(self, behind: bool) -> None:
@@ -367,6 +394,15 @@ class TrainGroup:
         refs = [rank.memory.remote() for rank in self.ranks]
         each = self._call(refs, "to say what memory it uses", self.args.phase_timeout)
         return {name: max(used[name] for used in each) for name in each[0]}
+
+    def measure_memory(self, share: float) -> list[Measurement]:
+        """What each rank with a GPU finds."""
+        refs = [rank.measure_memory.remote(share) for rank in self.ranks]
+        found = self._call(refs, "to measure its memory", self.args.start_timeout)
+        return [one for one in found if one is not None]
+
+    def set_token_budgets(self, training: int, forward_only: int) -> None:
+        self._all("set_token_budgets", training, forward_only)
 
     def close(self) -> None:
         """Let go of what outlives a process. A rank that hangs is not waited for."""

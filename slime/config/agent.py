@@ -1,23 +1,75 @@
-"""Black-box agents: programs that speak to an OpenAI or Anthropic endpoint and are trained as they are."""
+"""Black-box agents: programs that speak to an OpenAI or Anthropic endpoint and are trained as they are.
+
+The names of the parsers stand here, so that a wrong one is found before any process starts; ``slime.agent`` has the
+parsers themselves.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import flag
+from slime.config.hf_config import read_chat_template, read_config
+from slime.config.hooks import hook_problem
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+AGENT_GENERATE = "slime.agent.rollout.generate"
+
+
+TOOL_PARSERS = (
+    *("hermes", "qwen", "qwen25", "qwen3_coder", "step3p5", "glm", "glm45", "glm47", "deepseekv3", "deepseekv31"),
+    *("kimi_k2", "llama3", "pythonic", "mistral", "none"),
+)
+
+
+REASONING_PARSERS = (
+    *("deepseek-r1", "deepseek-v3", "glm45", "kimi_k2", "minimax", "qwen3", "qwen3-thinking", "step3", "step3p5"),
+    *("interns1", "kimi", "mistral"),
+)
+
+
+_BY_TEMPLATE = (  # what a template shows of the form in which its model calls tools; the first that is found
+    ("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<|tool_call_argument_begin|>", "kimi_k2"),
+    ("```json", "deepseekv3"), ("<｜tool▁sep｜>", "deepseekv31"), ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "pythonic"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
+)  # fmt: skip
+
+
+_BY_MODEL = {
+    **{"glm4_moe": "glm45", "glm4_moe_lite": "glm47", "glm_moe_dsa": "glm47", "deepseek_v3": "deepseekv3"},
+    **{"kimi_k2": "kimi_k2", "kimi_k25": "kimi_k2", "llama": "llama3", "llama4": "pythonic", "mistral": "mistral"},
+    **{"mixtral": "mistral", "mistral3": "mistral", "ministral3": "mistral", "qwen3_next": "hermes"},
+    **{"qwen3_5": "qwen3_coder", "qwen3_5_moe": "qwen3_coder", "deepseek_v32": "deepseekv32"},
+}
+
+
+SGLANG_TOOL_PARSERS = "sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum"
+
+
+SGLANG_REASONING_PARSERS = "sglang.srt.parser.reasoning_parser", "ReasoningParser.DetectorMap"
 
 
 @dataclass
 class AgentConfig:
     _title = "agents"
 
-    agent_function_path: str = flag(
+    agent_function_path: str | None = flag(
         None,
         kind="hook",
         help="agent program run(task), sync or async, that calls the model through task.openai_base_url or "
         "task.anthropic_base_url and returns a reward or None; sets --custom-generate-function-path",
     )
-    agent_command: str = flag(
+    agent_command: str | None = flag(
         None,
         help="agent program as a command line: it finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, "
         "ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON) in its environment",
@@ -36,4 +88,131 @@ class AgentConfig:
         help="takes reasoning out of the answer: auto (by the chat template and the tokenizer), none, or a name of "
         "SGLang's such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral",
     )
+    agent_constrained_decoding: bool = flag(
+        False,
+        help="SGLang samples answers under the constraint of a request's tool_choice and response_format; they are "
+        "trained only with --allow-truncated-sampling. Without the flag answers are checked, and one that does not "
+        "meet them is an error for the program",
+    )
     agent_host: str = flag("127.0.0.1", help="this machine's address, under which agent programs reach the endpoint")
+
+
+def derive_agent(args: Args) -> list[str]:
+    """An agent program is run by the generate function for agents."""
+    if not args.agent_function_path and not args.agent_command:
+        if args.custom_generate_function_path == AGENT_GENERATE:
+            return [f"{AGENT_GENERATE} runs an agent program: give --agent-function-path or --agent-command"]
+        return []
+    if args.custom_generate_function_path is None:
+        args.custom_generate_function_path = AGENT_GENERATE
+    problems = [] if args.agent_timeout > 0 else [f"--agent-timeout {args.agent_timeout}: must be above 0"]
+    if args.agent_function_path and args.agent_command:
+        problems.append("--agent-function-path and --agent-command both name the agent program: give one")
+    return problems
+
+
+def check_parsers(args: Args) -> list[str]:
+    """``--agent-tool-parser`` and ``--agent-reasoning-parser`` name a parser that exists, and what ``auto`` stands for
+    does too."""
+    problems = [
+        tool_parser_problem(args.agent_tool_parser),
+        reasoning_parser_problem(args.agent_reasoning_parser),
+        _template_problem(args) if args.custom_generate_function_path == AGENT_GENERATE else None,
+    ]
+    return [problem for problem in problems if problem is not None]
+
+
+def _template_problem(args: Args) -> str | None:
+    """What is wrong with the chat template of ``--hf-checkpoint`` for agents; None too where it cannot be read here."""
+    template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
+    if template is None:
+        return None
+    if not template:
+        return f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, and agents need one"
+    model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
+    name = choose_parser(args.agent_tool_parser, template, model_type)
+    if args.agent_tool_parser != "auto" or tool_parser_problem(name) is None:
+        return None
+    return (
+        f"--agent-tool-parser auto: models of the type {model_type} write tool calls in the form {name}, which only "
+        f"SGLang reads, and no SGLang that has it can be imported here: install SGLang, or give --agent-tool-parser "
+        f"one of {', '.join(TOOL_PARSERS)} or a class of your own"
+    )
+
+
+def choose_parser(name: str, template: str, model_type: str | None) -> str:
+    """The name behind ``auto``: by the chat template, which shows the model the form; then by ``model_type``.
+
+    A template that knows no tools has them described in the words of the Hermes models.
+    """
+    if name != "auto":
+        return name
+    if "tools" not in template:
+        return "hermes"
+    found = next((parser for mark, parser in _BY_TEMPLATE if mark in template), None)
+    return found or _BY_MODEL.get(model_type or "", "hermes")
+
+
+def tool_parser_problem(name: str) -> str | None:
+    """What is wrong with a value of ``--agent-tool-parser``; None where it can be used."""
+    if name == "auto" or name in TOOL_PARSERS:
+        return None
+    if not is_path(name):
+        if name in sglang_parsers(*SGLANG_TOOL_PARSERS):
+            return None
+        return _unknown("--agent-tool-parser", name, ("auto", *TOOL_PARSERS), SGLANG_TOOL_PARSERS)
+    return hook_problem("--agent-tool-parser", "agent_tool_parser", name)
+
+
+def reasoning_parser_problem(name: str) -> str | None:
+    """What is wrong with a value of ``--agent-reasoning-parser``; None where it can be used."""
+    if name in ("auto", "none", *REASONING_PARSERS) or name in sglang_parsers(*SGLANG_REASONING_PARSERS):
+        return None
+    return _unknown("--agent-reasoning-parser", name, ("auto", "none", *REASONING_PARSERS), SGLANG_REASONING_PARSERS)
+
+
+def is_path(name: str) -> bool:
+    """Whether a tool parser's name is a path to a class of the user's."""
+    return any(mark in name for mark in "./:")
+
+
+def _unknown(option: str, name: str, known: Iterable[str], registry: tuple[str, str]) -> str:
+    more = sorted(set(sglang_parsers(*registry)) - set(known))
+    of_sglang = f"the installed SGLang adds {', '.join(more)}" if more else "no SGLang can be imported to add others"
+    return f"{option} {name}: there is no parser of this name; known are {', '.join(known)} ({of_sglang})"
+
+
+@functools.cache
+def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
+    """A registry of the installed SGLang; empty where SGLang is absent, cannot be imported (it needs the packages
+    of a GPU), or has none under this name. The import takes seconds, so ask only for names that are not slime's own."""
+    try:
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        logger.debug("no parsers of SGLang: %s", error)
+        return {}
+    return dict(found)
+
+
+def check_constrained_decoding(args: Args) -> list[str]:
+    """``--agent-constrained-decoding``: SGLang alone has it, and it samples from a part of the vocabulary."""
+    if not args.agent_constrained_decoding:
+        return []
+    if args.rollout_backend != "sglang":
+        return [
+            f"--agent-constrained-decoding with --rollout-backend {args.rollout_backend}: SGLang alone samples under a "
+            "constraint; use --rollout-backend sglang, or leave the flag out and have answers checked"
+        ]
+    if args.allow_truncated_sampling:
+        args.notices.append(
+            "--agent-constrained-decoding with --allow-truncated-sampling: answers to tool_choice and response_format "
+            "come from a part of the vocabulary, and training scores all of it, so their importance ratios are wrong"
+        )
+    elif not args.debug_rollout_only:
+        args.notices.append(
+            "--agent-constrained-decoding: answers to tool_choice and response_format come from a part of the "
+            "vocabulary and are not trained (loss mask 0); --allow-truncated-sampling trains them"
+        )
+    return []

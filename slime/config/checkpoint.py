@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slime.config.flag import flag
+from slime.config.flag import DERIVED, flag
+from slime.config.hf_config import looks_like_hub_id
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 @dataclass
 class CheckpointConfig:
     _title = "checkpoints"
 
-    load: str = flag(None, help="resume from here (a --save folder), or start from this Hugging Face folder")
-    save: str = flag(None, help="folder of snapshots; default with --save-interval: outputs/<run>/checkpoints")
-    save_interval: int = flag(None, low=1, help="snapshot every N rollouts, and at the end")
-    save_keep_last: int = flag(
+    load: str | None = flag(None, help="resume from here (a --save folder), or start from this Hugging Face folder")
+    save: str | None = flag(None, help="folder of snapshots; default with --save-interval: outputs/<run>/checkpoints")
+    save_interval: int | None = flag(None, low=1, help="snapshot every N rollouts, and at the end")
+    save_keep_last: int | None = flag(
         None,
         low=1,
         help="delete all but the last N snapshots; default: keep all, with --save-retain-interval 1",
     )
-    save_retain_interval: int = flag(
+    save_retain_interval: int | None = flag(
         None, low=1, help="of the snapshots that would be deleted, keep one every N rollouts"
     )
-    save_hf: str = flag(None, help="also export Hugging Face weights; {rollout_id} in the path")
-    ref_load: str = flag(None, help="reference model; default --hf-checkpoint")
-    ref_ckpt_step: int = flag(
-        None,
-        low=0,
-        help="iteration of the reference checkpoint",
-        status="refused",
-        reason="--ref-load is a Hugging Face folder, which has no iterations",
-    )
-    ckpt_step: int = flag(None, low=0, help="iteration to load instead of the latest")
+    save_hf: str | None = flag(None, help="also export Hugging Face weights; {rollout_id} in the path")
+    ref_load: str = flag(DERIVED, help="reference model; default --hf-checkpoint")
+    ckpt_step: int | None = flag(None, low=0, help="iteration to load instead of the latest")
     no_save_optim: bool = flag(False, help="leave the optimizer out of snapshots")
     no_load_optim: bool = flag(
         False,
@@ -41,10 +40,26 @@ class CheckpointConfig:
     finetune: bool = flag(False, help="take only the weights of --load, and start at rollout 0")
     async_save: bool = flag(
         False,
-        help="write snapshots while the run goes on; it holds a copy of the training state in CPU memory meanwhile",
+        help="write snapshots while the run goes on; from the first one on, each rank keeps CPU memory "
+        "(pinned for state on a GPU) for a copy of its training state",
     )
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist"),
         help="Megatron's snapshots: torch_dist can be read by another layout, torch (a file per rank) by its own alone",
     )
+
+
+def derive_checkpoints(args: Args) -> None:
+    if args.finetune:
+        args.no_load_optim = args.no_load_rng = True
+    if args.save_retain_interval and args.save_keep_last is None:
+        args.save_keep_last = 1
+
+
+def check_load(args: Args) -> list[str]:
+    if args.load is None or args.load == args.save or Path(args.load).expanduser().exists():
+        return []
+    if looks_like_hub_id(args.load):
+        return []
+    return [f"--load {args.load}: no such folder (a first run may name the folder of --save)"]

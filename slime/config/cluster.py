@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from slime.config.flag import flag
+from slime.config.flag import DERIVED, flag
+from slime.config.machine import Machine, connection_limit, installed
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.server_groups import (
+    ServerGroupError,
+    asked_gpus,
+    check_colocated_pipelines,
+    check_server_groups,
+    engines_beside_trainer,
+    read_server_groups,
+    total_gpus,
+)
+from slime.config.weight_sync import checks_first_update
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 MOST = 2**20  # nodes, GPUs or engines: more is a slip of the keyboard
+
+
+EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglang")}
 
 
 @dataclass
@@ -15,38 +35,32 @@ class ClusterConfig:
 
     actor_num_nodes: int = flag(1, low=1, high=MOST, help="nodes of the trainer")
     actor_num_gpus_per_node: int = flag(
-        None,
+        DERIVED,
         low=1,
         high=MOST,
         help="training GPUs per node; default: what the node has, 1 without a GPU",
     )
     rollout_num_gpus: int = flag(
-        None,
+        DERIVED,
         low=0,
         high=MOST,
         help="inference GPUs in all; default: the trainer's with --colocate, else one engine",
     )
     rollout_num_gpus_per_engine: int = flag(1, low=1, high=MOST, help="GPUs of one engine (its tensor parallel size)")
-    num_gpus_per_node: int = flag(
-        None, low=1, high=MOST, help="width of a node", status="notice", reason="Ray is asked what each node has"
-    )
     colocate: bool = flag(False, help="trainer and engines share GPUs and take turns")
     offload: bool = flag(False, help="short for --offload-train --offload-rollout")
     offload_train: bool = flag(
-        None,
+        DERIVED,
         kind="toggle",
         help="trainer moves to CPU memory between its phases; default: with --colocate",
     )
     offload_rollout: bool = flag(
-        None,
+        DERIVED,
         kind="toggle",
         help="engines release memory while training; default: with --colocate",
     )
-    distributed_backend: str = flag(
-        None, help="torch.distributed backend", status="notice", reason="it is nccl on CUDA and gloo on the CPU"
-    )
     distributed_timeout_minutes: int = flag(10, low=1, help="deadline of one collective")
-    threads_per_process: int = flag(
+    threads_per_process: int | None = flag(
         None,
         low=1,
         help="CPU threads of each trainer and engine process; default: the cores shared out",
@@ -58,7 +72,7 @@ class ClusterConfig:
         "off: the run ends with a report",
     )
     max_restarts: int = flag(
-        None,
+        DERIVED,
         low=0,
         help="times that the run goes on by itself from its last snapshot when its rollout manager, a training rank, "
         "Ray or the driver has died; default: 3 with --use-fault-tolerance, else 0",
@@ -68,10 +82,182 @@ class ClusterConfig:
     )
     rollout_health_check_timeout: float = flag(30.0, above=0, help="seconds an engine has to answer a check")
     rollout_health_check_first_wait: float = flag(0.0, low=0, help="seconds of grace after each pause of the checks")
-    use_distributed_post: bool = flag(
-        False,
-        help="HTTP posts from one actor per node",
-        status="notice",
-        reason="one client per rollout manager is used",
+
+
+def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
+    _default_placement(args, machine, asynchronous)
+    if args.max_restarts is None:
+        args.max_restarts = 3 if args.use_fault_tolerance else 0
+    train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.rollout_num_gpus is None and args.sglang_config:
+        with contextlib.suppress(ServerGroupError, OSError):  # the checks tell what is wrong with it
+            groups = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
+            args.rollout_num_gpus = total_gpus(groups)
+    if args.rollout_num_gpus is None:
+        args.rollout_num_gpus = train if args.colocate else args.rollout_num_gpus_per_engine
+    args.world_size = train
+    if args.check_weight_update_equal is None:
+        args.check_weight_update_equal = checks_first_update(args)
+    shared = args.colocate and not args.debug_rollout_only
+    for name in ("offload_train", "offload_rollout"):
+        if getattr(args, name) is None:
+            setattr(args, name, bool(shared or args.offload))
+    if args.use_critic and shared:
+        args.offload_train = True
+
+
+def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:
+    """Neither trainer nor engines were given GPUs: share what is here, or split it where sharing is not possible."""
+    if args.actor_num_gpus_per_node is not None:
+        return
+    if not machine.cuda:
+        args.actor_num_gpus_per_node = 1
+        return
+    if args.colocate or args.debug_train_only or args.debug_rollout_only:
+        args.actor_num_gpus_per_node = machine.gpus
+        return
+    if args.rollout_num_gpus is not None:
+        args.actor_num_gpus_per_node = max(machine.gpus - args.rollout_num_gpus, 1)
+        return
+    if asynchronous and machine.gpus > 1:
+        args.actor_num_gpus_per_node = machine.gpus // 2
+        args.rollout_num_gpus = machine.gpus - machine.gpus // 2
+        args.notices.append(
+            f"{args.actor_num_gpus_per_node} GPUs train and {args.rollout_num_gpus} generate "
+            "(--actor-num-gpus-per-node, --rollout-num-gpus)"
+        )
+        return
+    args.actor_num_gpus_per_node = machine.gpus
+    if not asynchronous:
+        args.colocate = True
+        args.notices.append(
+            f"no placement is given: trainer and engines share {machine.gpus} GPU(s), as with --colocate"
+        )
+
+
+def check_placement(args: Args) -> list[str]:
+    """Rules that hold on any machine."""
+    problems = []
+    per_engine = args.rollout_num_gpus_per_engine
+    external = bool(args.rollout_external_engine_addrs)
+    problems += check_server_groups(args)
+    problems += check_colocated_pipelines(args)
+    if not args.debug_train_only and not external and not args.sglang_config:
+        if args.rollout_num_gpus == 0:
+            problems.append(
+                "--rollout-num-gpus 0 leaves no engine: give at least 1, or --rollout-external-engine-addrs"
+            )
+        elif per_engine >= 1 and args.rollout_num_gpus % per_engine:
+            problems.append(
+                f"--rollout-num-gpus {args.rollout_num_gpus} is no multiple of "
+                f"--rollout-num-gpus-per-engine {per_engine}"
+            )
+    if args.rollout_backend == "embedded" and per_engine > 1:
+        problems.append(
+            f"--rollout-num-gpus-per-engine {per_engine}: the embedded engine runs on one GPU; "
+            "use 1 (more engines: --rollout-num-gpus)"
+        )
+    if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in ("cpu", "cuda"):
+        problems.append(f"--embedded-device {args.embedded_device}: cpu or cuda")
+    return problems
+
+
+def check_routing_replay(args: Args, machine: Machine) -> list[str]:
+    """Only SGLang on a GPU says which experts it chose."""
+    own = (args.custom_generate_function_path, args.load_debug_rollout_data)
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    if not args.use_rollout_routing_replay or any(own) or own_rollout:
+        return []
+    if args.rollout_backend != "sglang":
+        return ["--use-rollout-routing-replay: the embedded engine does not say which experts it chose; use SGLang"]
+    on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
+    if on_cpu and not args.rollout_external_engine_addrs:
+        return [
+            "--use-rollout-routing-replay: SGLang records experts on a GPU only, and its engines here run on the CPU"
+        ]
+    return []
+
+
+def check_machine(args: Args, machine: Machine) -> list[str]:
+    """Rules about this machine; a cluster that Ray reaches is asked when it is joined."""
+    problems = _absent_packages(args)
+    if args.rollout_backend == "sglang":
+        _embedded_flags(args)
+        on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
+        if args.deterministic and on_cpu and not args.rollout_external_engine_addrs:
+            problems.append("--deterministic: SGLang has deterministic kernels for CUDA only; use the embedded engine")
+    engines = len(args.rollout_external_engine_addrs or []) or (
+        (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
-    http_proxy: str = flag(None, help="proxy", status="notice", reason="it has no reader; engines are reached directly")
+    asked, most = args.sglang_server_concurrency * engines, connection_limit(args.sglang_router_ip)
+    if asked > most and not machine.in_cluster:
+        args.notices.append(
+            f"--sglang-server-concurrency {args.sglang_server_concurrency} of {engines} engines is {asked} requests "
+            f"under way: limited to {most}, nine tenths of what this machine's open files (ulimit -Hn; two a request) "
+            "and, towards a router elsewhere, its ports (ip_local_port_range) allow"
+        )
+    if args.record_memory_history and not machine.cuda:
+        problems.append("--record-memory-history records CUDA allocations, and there is no CUDA here: leave it out")
+    if args.train_dtype == "float32" and machine.cuda:
+        args.notices.append("--train-dtype float32 on a GPU is for comparisons; bfloat16 is several times faster")
+    if machine.in_cluster:
+        return problems  # its GPUs are known when it is joined
+    if machine.cuda:
+        problems += engines_beside_trainer(args)
+    return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
+
+
+def _embedded_flags(args: Args) -> None:
+    given = sorted(name for name in args.explicit if name.startswith("embedded_"))
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        args.notices.append(f"{options}: for the embedded engine; SGLang's own are --sglang-…")
+
+
+def _absent_packages(args: Args) -> list[str]:
+    problems = []
+    for option, value in (("--train-backend", args.train_backend), ("--rollout-backend", args.rollout_backend)):
+        module, extra = EXTRAS.get(value, ("", ""))
+        if value == "sglang" and args.rollout_external_engine_addrs:
+            continue  # it runs elsewhere
+        if module and not installed(module):
+            problems.append(f"{option} {value}: {value} is not installed; pip install 'slime[{extra}]'")
+    if args.use_wandb and not installed("wandb"):
+        problems.append("--use-wandb: wandb is not installed; pip install 'slime[wandb]'")
+    return problems
+
+
+def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
+    train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    external = bool(args.rollout_external_engine_addrs)
+    rollout = 0 if args.debug_train_only or external else args.rollout_num_gpus
+    needed = max(train, rollout) if args.colocate else train + rollout
+    if needed <= machine.gpus:
+        return []
+    share = "" if args.colocate else "--colocate to share them, "
+    return [
+        f"{needed} GPUs are asked for ({asked_gpus(args)}, {'shared' if args.colocate else 'each their own'}) and this "
+        f"machine has {machine.gpus}: {share}smaller numbers, "
+        "or a Ray cluster (ray start, then ray job submit or RAY_ADDRESS)"
+    ]
+
+
+def _too_many_slots(args: Args, machine: Machine) -> list[str]:
+    """Without a GPU a "GPU" is a process: more than cores only gets in its own way."""
+    asked = {
+        "--actor-num-gpus-per-node": args.actor_num_nodes * args.actor_num_gpus_per_node
+        if "actor_num_gpus_per_node" in args.explicit
+        else 0,
+        "--rollout-num-gpus": args.rollout_num_gpus if "rollout_num_gpus" in args.explicit else 0,
+    }
+    if args.debug_rollout_only:
+        del asked["--actor-num-gpus-per-node"]
+    if args.debug_train_only:
+        del asked["--rollout-num-gpus"]
+    if all(count <= machine.cores for count in asked.values()):
+        return []
+    change = " ".join(f"{option} 1" for option in asked)
+    return [
+        f"{asked_gpus(args)}: this machine has no GPU and {machine.cores} CPU cores, so at most {machine.cores} "
+        f"processes of each kind run here: use {change} (or those lines in a file for --override), or a Ray cluster"
+    ]

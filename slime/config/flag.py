@@ -8,12 +8,13 @@ import functools
 import inspect
 import json
 import math
+import os
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from slime.config.paths import PATH_FLAGS, path_problem
+from slime.config.files import PATH_FLAGS, path_problem
 
 Status = Literal["works", "notice", "refused"]
 """``works``; ``notice``: accepted, and one line says what it does not do; ``refused``: refused with the reason."""
@@ -23,6 +24,15 @@ Kind = Literal["value", "switch", "negative", "toggle", "list", "pairs", "repeat
 ``--x NAME PATH`` (repeatable, appended); ``--x A --x B``; JSON; a path to the user's function; a file."""
 
 _KEY = "flag"
+
+
+class _Derived:
+    """Marks a flag whose default follows from others."""
+
+
+DERIVED = _Derived()
+"""``flag(DERIVED, ...)``: None until ``resolve_defaults`` has derived the value, which is never None. So the type of
+the field needs no ``| None``."""
 
 
 class Loose(str):
@@ -45,11 +55,13 @@ class Flag:
     reason: str = ""
     limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # per value
     metavar: str | None = None
-    optional: bool = True  # None is a value
+    optional: bool = True  # None is a value, or stands for the derived one
     low: float | None = None  # least value, also of the elements of a list
     above: float | None = None  # every value is larger
     high: float | None = None  # largest value
     off: float | None = None  # a value outside the range that switches something off
+    derived: bool = False  # the default follows from other flags
+    or_hook: bool = False  # beside the choices it takes the path of the user's own function or class
 
     @property
     def takes_list(self) -> bool:
@@ -75,18 +87,23 @@ def flag(
     above: float | None = None,
     high: float | None = None,
     off: float | None = None,
+    or_hook: bool = False,
 ) -> Any:
     """Declare a field of a config dataclass as a flag.
 
     Args:
-        default: the value when the flag is not given; None often means "derived", see ``defaults.py``.
+        default: the value when the flag is not given; :data:`DERIVED` where it follows from other flags.
         help: one sentence.
         option: as typed, when it is not the field's name with dashes.
         kind: taken from the annotation when left out.
         status, reason: see :data:`Status`. ``limits`` sets them for single values.
+        or_hook: whether the path of the user's own function or class is taken beside ``choices``.
         low, above, high, off: the range of a number, see :func:`out_of_range`. Every number must be finite.
     """
+    derived = isinstance(default, _Derived)
+    default = None if derived else default
     meta = dict(
+        derived=derived,
         help=help,
         option=option,
         kind=kind,
@@ -99,6 +116,7 @@ def flag(
         above=above,
         high=high,
         off=off,
+        or_hook=or_hook,
     )
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
@@ -148,6 +166,8 @@ def _make(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag:
         above=meta["above"],
         high=meta["high"],
         off=meta["off"],
+        derived=meta["derived"],
+        or_hook=meta["or_hook"],
     )
 
 
@@ -192,6 +212,11 @@ def convert(flag: Flag, value: Any) -> Any:
     return _convert_one(flag, value)
 
 
+def is_hook_path(value: str) -> bool:
+    """Whether a text has the form of a path to the user's function or class; no built-in name has it."""
+    return "." in value or ":" in value
+
+
 class OutOfRange(ValueError):
     """A number of the right type that the flag does not take; the message says which ones it takes."""
 
@@ -224,23 +249,29 @@ def range_text(flag: Flag) -> str:
 def _convert_one(flag: Flag, value: Any) -> Any:
     converted = _to_type(flag.value_type, value)
     if isinstance(converted, str):
-        _check_text(flag, converted)
+        converted = _checked_text(flag, converted)
     problem = out_of_range(flag, converted)
     if problem:
         raise OutOfRange(problem)
-    if flag.choices and converted not in flag.choices:
-        raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}")
+    if flag.choices and converted not in flag.choices and not (flag.or_hook and is_hook_path(converted)):
+        own = ", nor the path of your own (file.py:Name or package.module.Name)" if flag.or_hook else ""
+        raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}{own}")
     return converted
 
 
-def _check_text(flag: Flag, value: str) -> None:
+def _checked_text(flag: Flag, value: str) -> str:
+    """A text as it is used: with the home folder for ``~`` where it names a file, which the shell does not replace in
+    ``--load=~/x`` and nobody replaces in a YAML file."""
     try:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{value!r} is not UTF-8") from None
-    problem = path_problem(value) if flag.name in PATH_FLAGS or flag.kind in ("hook", "path", "repeat") else None
+    if flag.name not in PATH_FLAGS and flag.kind not in ("hook", "path", "repeat") and not flag.or_hook:
+        return value
+    problem = path_problem(value)
     if problem:
         raise ValueError(f"{_short(value)}: {problem}")
+    return os.path.expanduser(value)
 
 
 def _to_type(value_type: type, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Find the user's function that a flag names."""
+"""Find the functions of the user that flags name, and whether they can be called as slime calls them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from slime.config.flag import flags_of
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 class HookError(ValueError):
@@ -92,3 +98,89 @@ def _only_public(module: ModuleType, path: str, default_name: str | None) -> Any
     if len(names) != 1:
         raise HookError(f"{path!r} defines {', '.join(names) or 'nothing public'}: say which one with {path}:NAME")
     return getattr(module, names[0])
+
+
+CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "data_source_path": ("fn(args)", 1, ()),
+    "rollout_function_path": ("fn(args, rollout_id, data_source, evaluation=…)", 3, ("evaluation",)),
+    "eval_function_path": ("fn(args, rollout_id, data_source, evaluation=…)", 3, ("evaluation",)),
+    "agent_function_path": ("fn(task)", 1, ()),
+    "buffer_filter_path": ("fn(args, rollout_id, buffer, num_samples)", 4, ()),
+    "rollout_sample_filter_path": ("fn(args, samples)", 2, ()),
+    "rollout_all_samples_process_path": ("fn(args, all_samples, data_source)", 3, ()),
+    "rollout_data_postprocess_path": ("fn(args, rollout_id, rollout_data)", 3, ()),
+    "custom_rollout_log_function_path": ("fn(rollout_id, args, samples, metrics, seconds)", 5, ()),
+    "custom_eval_rollout_log_function_path": ("fn(rollout_id, args, data, metrics)", 4, ()),
+    "custom_convert_samples_to_train_data_path": ("fn(args, samples)", 2, ()),
+    "custom_reward_post_process_path": ("fn(args, samples)", 2, ()),
+    "custom_advantage_function_path": ("fn(args, rollout_data)", 2, ()),
+    "custom_loss_function_path": ("fn(args, batch, logits, sum_of_sample_mean)", 4, ()),
+    "custom_model_provider_path": ("fn(pre_process=…, post_process=…)", 0, ("pre_process", "post_process")),
+    "custom_megatron_init_path": ("fn(args)", 1, ()),
+    "custom_megatron_before_log_prob_hook_path": ("fn(args, model, store_prefix)", 3, ()),
+    "custom_megatron_before_train_step_hook_path": (
+        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
+        6,
+        (),
+    ),
+    "custom_update_weight_post_write_path": ("fn(args, version_dir, rollout_engines)", 3, ()),
+}
+"""By the flag's attribute: the call in words, its positional arguments, and its keywords. Functions that are called in
+several ways (generation, rewards, filters) are left to ``slime check-hooks``."""
+
+
+def call_problem(name: str, function: Any) -> str | None:
+    """Why a function cannot be called as the flag ``name`` is; None where it can, or where that is not known."""
+    if not callable(function):
+        return f"it is a {type(function).__name__}, not a function"
+    if name not in CALLS:
+        return None
+    words, positional, keywords = CALLS[name]
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of some built-ins
+        return None
+    try:
+        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        called = getattr(function, "__name__", type(function).__name__)
+        return f"it is called as {words}, but is defined as {called}{signature}: {error}"
+    return None
+
+
+HOOK_NAMES = {"custom_generate_function_path": "custom_generate", "custom_rm_path": "CustomRewardModel"}
+"""What a bare ``file.py`` means, where the seeds show a name."""
+
+
+_DERIVED_HOOKS = ("eval_function_path",)
+
+
+def check_hooks(args: Args) -> list[str]:
+    """Every function that a flag names can be found."""
+    return [problem for option, name, path in _hooks(args) if (problem := hook_problem(option, name, path))]
+
+
+def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
+    for name, flag in flags_of(type(args)).items():
+        value = getattr(args, name)
+        if name in _DERIVED_HOOKS and value == args.rollout_function_path:
+            continue
+        if flag.kind == "hook" and value is not None and value != flag.default:
+            yield flag.option, name, value
+        if flag.kind == "repeat":
+            yield from ((flag.option, name, path) for path in value)
+
+
+def hook_problem(option: str, name: str, path: str) -> str | None:
+    """Why what ``path`` names cannot be imported or called as the flag ``name`` is; None where it can."""
+    try:
+        function = load_function(path, HOOK_NAMES.get(name))
+    except HookError as error:
+        return f"{option}: {error}"
+    except SystemExit as error:  # a script without a check of __name__: train.py would end with its status
+        called = f"importing it called sys.exit({'' if error.code is None else repr(error.code)})"
+        return f"{option} {path}: {called}; put what the file does as a script below if __name__ == '__main__'"
+    except (Exception, KeyboardInterrupt, GeneratorExit) as error:  # the user's module ran and failed: any error
+        return f"{option} {path}: importing it failed with {type(error).__name__}: {error}"
+    problem = call_problem(name, function)
+    return f"{option} {path}: {problem}" if problem else None

@@ -6,12 +6,17 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import re
 import resource
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_SOURCES = 254
 
 
 @dataclass(frozen=True)
@@ -51,18 +56,40 @@ def _torch_is_cpu_build() -> bool:
         return False
 
 
-def connection_limit(ports: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> int:
-    """Requests that this machine can have under way to one router that runs here.
+def source_addresses(host: str) -> int:
+    """Local addresses from which connections to ``host`` can be made: for a server on this machine the loopback
+    addresses 127.0.0.1 to 127.0.0.254 (Linux), else one."""
+    return _SOURCES if sys.platform == "linux" and _is_local(host) else 1
 
-    Each takes one of the ports for outgoing connections towards the router's address, and two open files of the
-    router's process (client and engine). A tenth is left for other uses.
+
+@functools.cache
+def _is_local(host: str) -> bool:
+    """Whether ``host`` is an IPv4 address of this machine."""
+    try:
+        ipaddress.IPv4Address(host)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
+            trial.bind((host, 0))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def connection_limit(router: str | None = None, ports: Path = _PORTS) -> int:
+    """Requests that this machine can have under way to one router.
+
+    Each takes a port of a local address towards the router, and two open files of the router's process (client and
+    engine). A router on this machine is reached from many local addresses (:func:`source_addresses`), so there the
+    open files are the bound. A tenth is left for other uses.
+
+    Args:
+        router: its address; None: it will run here.
     """
     limits = [resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2]
     if limits[0] <= 0:  # no limit
         limits = []
     with contextlib.suppress(OSError, ValueError):
         first, last = map(int, ports.read_text().split())
-        limits.append(last - first + 1)
+        limits.append((last - first + 1) * source_addresses(router or "127.0.0.1"))
     return max(min(limits, default=sys.maxsize) * 9 // 10, 1)
 
 

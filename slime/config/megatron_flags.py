@@ -1,13 +1,18 @@
-"""Megatron's flags on the Megatron backend: what is read, what makes no difference, what is refused and why."""
+"""Megatron's flags on either backend: what is read, what makes no difference, what is refused and why."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slime.config.flag import flags_of
+from slime.config.hf_config import SHAPE
 from slime.config.layout import ParallelLayout
 from slime.config.megatron_lm import shadowing_notice
-from slime.config.megatron_names import ALIASES
-from slime.config.passthrough import MEGATRON_VERSION, load_table
+from slime.config.megatron_names import ALIASES, ARCHITECTURE
+from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 READ_BY_SLIME = frozenset(
     """vocab_size padded_vocab_size make_vocab_size_divisible_by max_position_embeddings seq_length
@@ -20,6 +25,7 @@ READ_BY_SLIME = frozenset(
     swiglu spec optimizer_cpu_offload optimizer_offload_fraction""".split()  # noqa: SIM905
 )
 """The Megatron backend acts on these itself, or they say what config.json says."""
+
 
 WITHOUT_EFFECT = frozenset(
     """apply_rope_fusion masked_softmax_fusion persist_layer_norm gradient_accumulation_fusion moe_permute_fusion
@@ -35,8 +41,13 @@ WITHOUT_EFFECT = frozenset(
 )
 """Choices between kernels, and what slime decides: results are the same either way."""
 
+
 _NO_TE = "it needs Transformer Engine"
+
+
 _NO_MAP = "no model family with a weight map has it"
+
+
 REFUSED: dict[str, str] = {
     "fp16": "use --train-dtype bfloat16",
     **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size", "tp_comm_overlap"), _NO_TE),
@@ -121,3 +132,85 @@ def _offload_problems(given: dict[str, Any]) -> list[str]:
             "--optimizer-cpu-offload needs the distributed optimizer: leave out --no-use-distributed-optimizer"
         )
     return problems
+
+
+REFUSED_ABOVE_ONE = {
+    "tensor_model_parallel_size": "tensor parallel",
+    "pipeline_model_parallel_size": "pipeline parallel",
+    "virtual_pipeline_model_parallel_size": "interleaved pipelines",
+    "expert_model_parallel_size": "expert parallel",
+    "expert_tensor_parallel_size": "expert tensor parallel",
+}
+
+
+MEGATRON_HOOKS = (
+    "custom_megatron_init_path",
+    "custom_megatron_before_log_prob_hook_path",
+    "custom_megatron_before_train_step_hook_path",
+)
+
+
+FSDP_ONLY = ("fsdp_shard_size", "fsdp_reshard_after_forward", "fsdp_accumulate_unsharded_gradients")
+
+
+UNDERSTOOD = {"recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers"}
+
+
+DROPOUTS = ("attention_dropout", "hidden_dropout")
+
+
+def check_fsdp(args: Args) -> list[str]:
+    """With FSDP: parallel flags it cannot honour are refused, the rest is named in one notice. Without it: flags that
+    only FSDP has are refused."""
+    if args.train_backend != "fsdp":
+        flags = flags_of(type(args))
+        given = [(name, getattr(args, name)) for name in FSDP_ONLY if getattr(args, name) != flags[name].default]
+        typed = ["no-" * (value is False) + name.replace("_", "-") for name, value in given]
+        return [f"--{option}: only --train-backend fsdp has it; leave it out" for option in typed]
+    problems = _shard_size(args)
+    for name, words in REFUSED_ABOVE_ONE.items():
+        size = args.megatron.get(name)
+        if size is not None and size > 1:
+            why = "only the Megatron backend has it"
+            problems.append(f"--{name.replace('_', '-')} {size}: --train-backend fsdp has no {words} ({why}); use 1")
+    problems += [
+        f"--{name.replace('_', '-')}: only --train-backend megatron calls it; leave it out"
+        for name in MEGATRON_HOOKS
+        if getattr(args, name)
+    ]
+    if args.ckpt_format == "torch":
+        args.notices.append("--ckpt-format torch is Megatron's: snapshots of --train-backend fsdp have one format")
+    if args.use_routing_replay:
+        problems.append("--use-routing-replay: --train-backend fsdp does not replay routing; leave it out")
+    layout = ParallelLayout.from_args(args)
+    if layout.cp > 1:
+        cut = args.rollout_backend == "embedded" and (args.rollout_top_p < 1 or args.rollout_top_k > 0)
+        alone = {
+            f"--attn-implementation {args.attn_implementation}": args.attn_implementation not in (None, "varlen"),
+            "--rollout-top-p below 1 or --rollout-top-k": cut,
+            "--multimodal-keys": args.multimodal_keys,
+        }
+        problems += [f"{flag} has no --context-parallel-size: drop one" for flag, given in alone.items() if given]
+    problems += layout.problems()
+    known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD | set(REFUSED_ABOVE_ONE) | {"context_parallel_size"}
+    known |= {"untie_embeddings_and_output_weights"}
+    idle = [name for name, value in args.megatron.items() if name not in known and not _is_idle(name, value)]
+    if idle:
+        shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
+        args.notices.append(f"Megatron flags without effect on --train-backend fsdp: {shown}")
+    return problems
+
+
+def _shard_size(args: Args) -> list[str]:
+    size, ranks = args.fsdp_shard_size, args.world_size
+    if size is None or size < 1 or ranks % size == 0:  # the flag itself is at least 1
+        return []
+    sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    return [f"--fsdp-shard-size {size} does not divide the {ranks} training ranks: use one of {sizes}, or leave it out"]
+
+
+def _is_idle(name: str, value: Any) -> bool:
+    """A flag at the value that FSDP has anyway needs no notice."""
+    if name in DROPOUTS:
+        return bool(value == 0)
+    return bool(value == by_name("megatron")[name].flag.default)

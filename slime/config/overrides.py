@@ -1,38 +1,25 @@
-"""YAML files that set flags: ``--custom-config-path`` (before the checks) and ``--override`` (last of all)."""
+"""YAML files that set flags: ``--custom-config-path`` (before the checks), ``--override`` (last of all) and
+``--megatron-config-path`` (for one role), and the resolved settings as one mapping.
+"""
 
 from __future__ import annotations
 
+import copy
 import difflib
-from pathlib import Path
 from typing import Any
 
 from slime.config.args import FLAGS, Args
+from slime.config.files import read_yaml
 from slime.config.flag import Flag, OutOfRange, convert
-from slime.config.gone import why_missing
+from slime.config.flag_support import why_missing
+from slime.config.layout import ParallelLayout
 from slime.config.passthrough import FAMILIES, Family, by_name
-from slime.config.secrets import HIDDEN
-from slime.config.yaml_file import load_yaml
+from slime.config.secrets import HIDDEN, is_secret, redacted
 
 RESERVED = frozenset(
     ("explicit", "notices", "sglang", "router", "megatron", "sglang_model_routers", "use_critic", "world_size")
 )
 """Attributes of the arguments that are no flags."""
-
-
-def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
-    """A flat mapping from a file, and what is wrong with it."""
-    file = Path(path).expanduser()
-    if not file.is_file():
-        return {}, [f"{option} {path}: no such file"]
-    try:
-        content = load_yaml(file)
-    except (ValueError, OSError) as error:
-        return {}, [f"{option} {path}: {error}"]
-    if content is None:
-        return {}, []
-    if not isinstance(content, dict):
-        return {}, [f"{option} {path}: needs a mapping of flag names to values, not a {type(content).__name__}"]
-    return content, []
 
 
 def names_of_flag(flag: Flag) -> set[str]:
@@ -96,7 +83,7 @@ def set_value(args: Args, key: str, value: Any, new_names: bool = False) -> str 
     except ValueError as error:
         return f"{key}: {error}"
     if new_names or name in args.__dict__:
-        setattr(args, name, value)
+        args.declare(name, value)
         args.explicit |= {name}
         return None
     reason = why_missing(f"--{name}")
@@ -128,3 +115,74 @@ def _set_pass(args: Args, family: Family, name: str, value: Any) -> None:
         given.pop(name, None)
     else:
         given[name] = convert(by_name(family)[name].flag, value)
+
+
+ROLES = ("actor", "critic")
+
+
+_IGNORED = ("num_nodes", "num_gpus_per_node")  # both roles have the same places
+
+
+_OPTION = "--megatron-config-path"
+
+
+def role_args(args: Args, role: str) -> Args:
+    """The arguments of one role; checked by :func:`check_roles` before."""
+    return _changed(args, role)[0]
+
+
+def check_roles(args: Args) -> list[str]:
+    """What is wrong with the file, one line each."""
+    if not args.megatron_config_path:
+        return []
+    content, problems = read_yaml(args.megatron_config_path, _OPTION)
+    problems += [f"{_OPTION}: {name!r} is no role: {' or '.join(ROLES)}" for name in content if name not in ROLES]
+    for role in ROLES:
+        changed, wrong = _changed(args, role)
+        problems += [f"{_OPTION}: {role}: {problem}" for problem in wrong]
+        if not wrong and ParallelLayout.from_args(changed) != ParallelLayout.from_args(args):
+            problems.append(f"{_OPTION}: {role} has another layout: both roles share their processes' layout")
+    return problems
+
+
+def _changed(args: Args, role: str) -> tuple[Args, list[str]]:
+    if not args.megatron_config_path:
+        return args, []
+    values: Any = read_yaml(args.megatron_config_path, _OPTION)[0].get(role) or {}
+    if not isinstance(values, dict):
+        return args, [f"needs a mapping of flag names to values, not a {type(values).__name__}"]
+    changed = copy.deepcopy(args)
+    told = (set_value(changed, str(name), value) for name, value in values.items() if name not in _IGNORED)
+    return changed, [problem for problem in told if problem]
+
+
+def to_dict(args: Args) -> dict[str, Any]:
+    """Every flag at its resolved value, the pass-through flags that were given, and what hooks set.
+
+    The mapping is also a valid ``--override`` file, apart from what is derived (``use_critic``, ``world_size``) and
+    from secrets, which are left out.
+    """
+    values = vars(args)
+    known: dict[str, Any] = {name: values[name] for name in FLAGS}
+    passed = {
+        **{f"sglang_{name}": value for name, value in args.sglang.items()},
+        **{f"router_{name}": value for name, value in args.router.items()},
+        **args.megatron,
+    }
+    skip = {"sglang", "router", "megatron", "notices", "explicit", "override", *known}
+    others = {name: value for name, value in values.items() if name not in skip and _plain(value)}
+    known.pop("override")
+    return {name: _shown(name, value) for name, value in {**known, **passed, **others}.items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    """None for a secret: as an override it means that none is given."""
+    return None if is_secret(name) else redacted(name, value)
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime.config import megatron_lm, passthrough
@@ -15,12 +16,11 @@ from slime.config.args import FLAGS, Args
 from slime.config.defaults import resolve_defaults
 from slime.config.errors import ConfigError
 from slime.config.flag import Flag, OutOfRange, convert
-from slime.config.gone import unread_variables, why_missing
-from slime.config.overrides import apply_file
+from slime.config.flag_support import check_states, unread_variables, why_missing
+from slime.config.model import drop_other_model
+from slime.config.overrides import apply_file, set_value
 from slime.config.secrets import redacted
-from slime.config.states import check_states
 from slime.config.validate import validate
-from slime.config.validate_model import drop_other_model
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 ExtraCheck = Callable[[Args], list[str]]
@@ -51,6 +51,12 @@ class FlagParser(argparse.ArgumentParser):
 class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=46, width=120)
+
+
+@functools.cache
+def _own_parser(prog: str | None) -> FlagParser:
+    """The parser without arguments of a user's, which takes 0.1 s to build. Nothing may be added to it."""
+    return build_parser(prog=prog)
 
 
 def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | None = None) -> FlagParser:
@@ -127,7 +133,7 @@ def metavar(flag: Flag) -> str:
     if flag.metavar:
         return flag.metavar
     if flag.choices:
-        return "{" + ",".join(map(str, flag.choices)) + "}"
+        return "{" + ",".join([*map(str, flag.choices), *["FILE:CLASS"] * flag.or_hook]) + "}"
     by_kind = {"hook": "FUNCTION", "path": "FILE", "json": "JSON", "repeat": "FUNCTION"}
     by_type = {int: "N", float: "X", str: "TEXT"}
     return by_kind.get(flag.kind) or by_type.get(flag.value_type, "VALUE")
@@ -137,13 +143,14 @@ def read_command_line(
     argv: Sequence[str], add_custom_arguments: AddArguments | None = None, prog: str | None = None
 ) -> tuple[Args, list[str]]:
     """Words to unresolved :class:`Args`, with everything that is wrong with the words."""
-    parser = build_parser(add_custom_arguments, prog)
+    parser = build_parser(add_custom_arguments, prog) if add_custom_arguments else _own_parser(prog)
     theirs: list[str] = []
     try:
         namespace, rest = parser.parse_known_args(list(argv))
         problems = _unknown(parser, rest)
         if problems and megatron_lm.is_there():
             known = set(parser._option_string_actions)
+            parser = build_parser(add_custom_arguments, prog)
             trouble = megatron_lm.add_options(parser)
             namespace, rest = parser.parse_known_args(list(argv))
             problems = [*_unknown(parser, rest), *([trouble] if trouble else [])]
@@ -174,7 +181,7 @@ def _store(args: Args, dest: str, value: Any, given: set[str]) -> str | None:
         flag = passthrough.by_name(family)[name].flag
         target = name
     else:
-        setattr(args, dest, value)
+        args.declare(dest, value)
         return None
     try:
         converted = convert(flag, value)
@@ -219,6 +226,7 @@ def parse_args(
     *,
     asynchronous: bool = False,
     extra_checks: Sequence[ExtraCheck] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> Args:
     """The command line of train.py, resolved and checked.
 
@@ -228,13 +236,16 @@ def parse_args(
         asynchronous: True in train_async.py.
         extra_checks: more checks to report together with the configuration's. Where there are any, that of the
             data files is among them, so the configuration does not look for these files itself.
+        settings: by argument name; they take precedence over ``argv`` and the files that it names.
 
     Raises:
         SystemExit: 2, after every problem was printed to stderr; 0 after ``--help``.
     """
     prog = os.path.basename(sys.argv[0]) or "slime"
     try:
-        args = load_args(argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks)
+        args = load_args(
+            argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks, settings=settings
+        )
     except ConfigError as error:
         count = len(error.problems)
         print(f"{prog}: {count} problem{'s' * (count > 1)} with the arguments\n{error}", file=sys.stderr)
@@ -250,9 +261,12 @@ def load_args(
     *,
     asynchronous: bool = False,
     extra_checks: Sequence[ExtraCheck] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> Args:
     """Like :func:`parse_args`, but raises :class:`ConfigError` and prints nothing."""
-    args, problems = check_args(argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks)
+    args, problems = check_args(
+        argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks, settings=settings
+    )
     if problems:
         raise ConfigError(problems)
     return args
@@ -264,9 +278,10 @@ def check_args(
     *,
     asynchronous: bool = False,
     extra_checks: Sequence[ExtraCheck] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> tuple[Args, list[str]]:
     """The resolved arguments with everything that is wrong with them."""
-    args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments)
+    args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
     refused, notices = check_states(args)
     args.notices += [*notices, *unread_variables(os.environ)]
     problems += refused
@@ -277,20 +292,28 @@ def check_args(
     return args, list(dict.fromkeys(problems))
 
 
-def read_settings(argv: Sequence[str], add_custom_arguments: AddArguments | None = None) -> tuple[Args, list[str]]:
-    """Words, then the files that they name: ``--custom-config-path`` and ``--override``. Nothing is resolved yet."""
+def read_settings(
+    argv: Sequence[str],
+    add_custom_arguments: AddArguments | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[Args, list[str]]:
+    """Words, then the files that they name (``--custom-config-path`` and ``--override``), then ``settings``. Nothing is
+    resolved yet."""
     args, problems = read_command_line(argv, add_custom_arguments)
     if args.custom_config_path:
         problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
     if args.override:
-        problems += _apply_override(args)
-        drop_other_model(args)
+        problems += _apply_override(args, args.override)
+        drop_other_model(args, args.override)
+    for name, value in (settings or {}).items():
+        if problem := set_value(args, name, value):
+            problems.append(problem)
     return args, problems
 
 
-def _apply_override(args: Args) -> list[str]:
+def _apply_override(args: Args, file: str) -> list[str]:
     before = {**vars(args), **args.megatron}
-    problems = apply_file(args, args.override, "--override", new_names=False)
+    problems = apply_file(args, file, "--override", new_names=False)
     if before["ref_load"] is not None and args.ref_load == before["ref_load"] == before["hf_checkpoint"]:
         args.ref_load = args.hf_checkpoint  # the reference was the model that the file replaces
     after = {**vars(args), **args.megatron}
@@ -300,5 +323,5 @@ def _apply_override(args: Args) -> list[str]:
         for name in after
         if name not in hidden and before.get(name) != after[name]
     ]
-    args.notices.append(f"--override {args.override}: " + ("; ".join(changed) or "changes nothing"))
+    args.notices.append(f"--override {file}: " + ("; ".join(changed) or "changes nothing"))
     return problems

@@ -150,8 +150,9 @@ def _flag(option: str, name: str, kind: Kind, value_type: str, default: Any, gro
     return Flag(name, option, kind, bool if is_bool else _TYPES[value_type], default, "", group, choices=tuple(choices))
 
 
-def default_of(name: str, attributes: Mapping[str, Any]) -> tuple[bool, Any]:
-    """What ``args.<name>`` is when no such attribute was set: ``(found, value)``."""
+def option_value(name: str, attributes: Mapping[str, Any]) -> tuple[bool, Any]:
+    """What ``args.<name>`` is for a pass-through option: ``(found, value)``. Defaults of Megatron's options are found
+    only with its backend."""
     for family in FAMILIES:
         prefix = "" if family == "megatron" else f"{family}_"
         short = name.removeprefix(prefix)
@@ -161,7 +162,7 @@ def default_of(name: str, attributes: Mapping[str, Any]) -> tuple[bool, Any]:
         if short in given:
             return True, given[short]
         known = by_name(family).get(short)
-        if known is not None:
+        if known is not None and (family != "megatron" or attributes.get("train_backend") == "megatron"):
             defaults = ROUTER_DEFAULTS if family == "router" else {}
             return True, defaults.get(short, known.flag.default)
     return False, None

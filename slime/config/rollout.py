@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from slime.config.flag import flag
+from slime.config.flag import DERIVED, flag, flags_of
+from slime.config.hf_config import is_hf_folder
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
+
+
+FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
 
 @dataclass
@@ -12,12 +22,12 @@ class RolloutConfig:
     _title = "rollout"
 
     rollout_function_path: str = flag(
-        "slime.rollout.sglang_rollout.generate_rollout",
+        DEFAULT_ROLLOUT_FUNCTION,
         kind="hook",
         help="the whole rollout",
     )
-    custom_generate_function_path: str = flag(None, kind="hook", help="generates one sample (multi-turn, tools)")
-    max_turns: int = flag(None, low=1, help="turns of a multi-turn sample, for generate functions")
+    custom_generate_function_path: str | None = flag(None, kind="hook", help="generates one sample (multi-turn, tools)")
+    max_turns: int | None = flag(None, low=1, help="turns of a multi-turn sample, for generate functions")
     rollout_temperature: float = flag(1.0, low=0, help="sampling temperature, above 0")
     rollout_top_p: float = flag(
         1.0,
@@ -28,31 +38,34 @@ class RolloutConfig:
     rollout_top_k: int = flag(-1, low=1, off=-1, help="-1 is off")
     allow_truncated_sampling: bool = flag(
         False,
-        help="allow --rollout-top-p below 1 and --rollout-top-k with SGLang or Megatron, where training scores tokens "
-        "over the whole vocabulary: importance ratios are then wrong",
+        help="allow --rollout-top-p below 1 and --rollout-top-k with SGLang or Megatron, and train what "
+        "--agent-constrained-decoding samples: training scores tokens over the whole vocabulary, so importance ratios "
+        "are then wrong",
     )
     rollout_max_response_len: int = flag(1024, low=1, help="new tokens per sample")
-    rollout_max_prompt_len: int = flag(None, low=1, help="drop longer prompts")
-    rollout_max_context_len: int = flag(
+    rollout_max_prompt_len: int | None = flag(None, low=1, help="drop longer prompts")
+    rollout_max_context_len: int | None = flag(
         None,
         help="tokens of prompt and response together; default and most: --sglang-context-length, else the model's",
     )
     rollout_skip_special_tokens: bool = flag(False, help="leave special tokens out of the text")
     rollout_stop: list[str] | None = flag(None, help="stop strings")
     rollout_stop_token_ids: list[int] | None = flag(None, low=0, help="stop token ids")
-    over_sampling_batch_size: int = flag(None, low=1, help="groups fetched at a time; default: rollout batch size")
-    dynamic_sampling_filter_path: str = flag(None, kind="hook", help="keeps or drops a group (DAPO)")
+    over_sampling_batch_size: int = flag(DERIVED, low=1, help="groups fetched at a time; default: rollout batch size")
+    dynamic_sampling_filter_path: str | None = flag(None, kind="hook", help="keeps or drops a group (DAPO)")
     partial_rollout: bool = flag(False, help="aborted groups go on in a later rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(
         False, help="do not train a sample's tokens of earlier rollouts; of earlier weights, fully asynchronously"
     )
     rollout_sample_hook_path: list[str] = flag([], kind="repeat", help="called on each sample before its reward")
-    rollout_sample_filter_path: str = flag(None, kind="hook", help="marks samples of the finished rollout")
-    rollout_all_samples_process_path: str = flag(None, kind="hook", help="sees all groups, kept or not")
-    rollout_data_postprocess_path: str = flag(None, kind="hook", help="called in the trainer after advantages")
-    custom_rollout_log_function_path: str = flag(None, kind="hook", help="replaces the logging of rollouts")
-    custom_eval_rollout_log_function_path: str = flag(None, kind="hook", help="replaces the logging of evaluations")
-    custom_convert_samples_to_train_data_path: str = flag(None, kind="hook", help="samples to train data")
+    rollout_sample_filter_path: str | None = flag(None, kind="hook", help="marks samples of the finished rollout")
+    rollout_all_samples_process_path: str | None = flag(None, kind="hook", help="sees all groups, kept or not")
+    rollout_data_postprocess_path: str | None = flag(None, kind="hook", help="called in the trainer after advantages")
+    custom_rollout_log_function_path: str | None = flag(None, kind="hook", help="replaces the logging of rollouts")
+    custom_eval_rollout_log_function_path: str | None = flag(
+        None, kind="hook", help="replaces the logging of evaluations"
+    )
+    custom_convert_samples_to_train_data_path: str | None = flag(None, kind="hook", help="samples to train data")
 
 
 @dataclass
@@ -62,35 +75,15 @@ class AsyncConfig:
     async_buffer_size: int = flag(
         1, low=1, help="rollouts that may be finished or under way beside the one that trains"
     )
-    max_weight_staleness: int = flag(
+    max_weight_staleness: int | None = flag(
         None,
         low=0,
         help="most steps between the weights that made a trained token and those that train on it; default: what "
         "--async-buffer-size and --update-weights-interval imply",
     )
-    replay_schedule: str = flag(
+    replay_schedule: str | None = flag(
         None, kind="path", help="repeat an earlier asynchronous run exactly: its schedule.jsonl (embedded engine)"
     )
-
-
-@dataclass
-class RewardConfig:
-    _title = "reward"
-
-    rm_type: str = flag(
-        None,
-        help="deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also with boxed_ in "
-        "front; default: math where rows have a label",
-    )
-    custom_rm_path: str = flag(None, kind="hook", help="reward function")
-    rm_model_path: str = flag(None, help="model of a class-style --custom-rm-path")
-    rm_url: str = flag(None, help="endpoint of remote_rm")
-    group_rm: bool = flag(False, help="score a whole group at once")
-    reward_key: str = flag(None, help="entry of a dict reward that trains")
-    eval_reward_key: str = flag(None, help="entry of a dict reward that evaluates")
-    custom_reward_post_process_path: str = flag(None, kind="hook", help="raw rewards to trained rewards")
-    reward_timeout: float = flag(30.0, above=0, help="seconds a verifier may take; then the sample is left out")
-    reward_workers: int = flag(None, low=1, help="verifier processes; default: half of the cores")
 
 
 def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:
@@ -101,3 +94,133 @@ def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int |
     """
     implied = buffer_size + update_interval - 1
     return implied if max_staleness is None else min(implied, max_staleness)
+
+
+def old_actor_lag(args: Any) -> int | None:
+    """How many updates the weights that make a rollout of ``train_async.py`` are behind those that the engines hold
+    when the rollout is trained as the first after an update.
+
+    With ``N`` buffered rollouts (``--async-buffer-size``), an update every ``K`` steps and at most ``M`` steps of age
+    (``--max-weight-staleness``): with ``M = K - 1`` a rollout starts after the update before it. With ``N = 1`` or
+    ``M = K`` it starts after the update before that one, and before the step before it ends.
+
+    Returns:
+        0 or 1; None where it depends on how fast rollouts and steps are, or where groups go on through an update.
+    """
+    buffered, interval, bound = args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
+    if bound is not None and bound < interval:
+        return 0
+    in_flight = args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
+    if in_flight or (buffered > 1 and (bound is None or bound > interval)):
+        return None
+    return 1
+
+
+def is_fully_async(args: Args) -> bool:
+    return args.rollout_function_path.replace(":", ".") == FULLY_ASYNC_FUNCTION
+
+
+def check_rollout(args: Args) -> list[str]:
+    problems = []
+    if args.mask_offpolicy_in_partial_rollout and not (args.partial_rollout or is_fully_async(args)):
+        problems.append(
+            "--mask-offpolicy-in-partial-rollout needs --partial-rollout, or the fully asynchronous rollout"
+        )
+    if args.rollout_max_context_len is not None and args.rollout_max_context_len < 2:
+        problems.append(
+            f"--rollout-max-context-len {args.rollout_max_context_len}: leaves no room for a prompt and a response"
+        )
+    problems += _truncated_sampling(args)
+    if (args.sglang_router_ip is None) != (args.sglang_router_port is None):
+        problems.append("--sglang-router-ip and --sglang-router-port go together: give both or none")
+    return problems
+
+
+def _truncated_sampling(args: Args) -> list[str]:
+    """Samples from a part of the vocabulary whose tokens training would score over all of it."""
+    given = [f"--rollout-top-p {args.rollout_top_p}"] if args.rollout_top_p < 1 else []
+    given += [f"--rollout-top-k {args.rollout_top_k}"] if args.rollout_top_k > 0 else []
+    replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
+    if not given or replayed or args.debug_rollout_only or args.loss_type == "sft_loss":
+        return []
+    what = (
+        f"{' and '.join(given)} with --rollout-backend {args.rollout_backend} and --train-backend "
+        f"{args.train_backend}: samples come from a part of the vocabulary, and training scores all of it, so "
+        "importance ratios are wrong (only the embedded engine says which part, and only FSDP scores over it)"
+    )
+    if args.allow_truncated_sampling:
+        args.notices.append(what)
+        return []
+    return [f"{what}: sample from the whole vocabulary, or pass --allow-truncated-sampling"]
+
+
+def check_loop(args: Args, asynchronous: bool) -> list[str]:
+    if asynchronous and args.colocate:
+        return ["train_async.py needs GPUs of their own for the engines: drop --colocate, or use train.py"]
+    if args.keep_old_actor and (args.partial_rollout or _samples_more(args)) and not is_fully_async(args):
+        args.notices.append(
+            "--keep-old-actor with --partial-rollout or --over-sampling-batch-size: what an earlier rollout started is "
+            "older than the copy of the weights that computes its old log-probs; --use-rollout-logprobs takes the "
+            "engine's"
+        )
+    if asynchronous:
+        return [*_check_staleness(args), *_check_old_actor(args), *_check_replay(args)]
+    flags = flags_of(type(args))
+    for name in ("async_buffer_size", "update_weights_interval", "max_weight_staleness", "replay_schedule"):
+        if name in args.explicit and getattr(args, name) != flags[name].default:
+            args.notices.append(f"{flags[name].option} is for train_async.py; train.py syncs after every rollout")
+    if is_fully_async(args):
+        return ["the fully asynchronous rollout generates while the trainer trains: start it with train_async.py"]
+    return []
+
+
+def _samples_more(args: Args) -> bool:
+    return (args.over_sampling_batch_size or 0) > args.rollout_batch_size
+
+
+def _check_old_actor(args: Args) -> list[str]:
+    """The copy of the weights has to be the one that made the samples."""
+    if not args.keep_old_actor or old_actor_lag(args) is not None:
+        return []
+    interval = args.update_weights_interval
+    if is_fully_async(args):
+        how = "groups of the fully asynchronous rollout go on through weight updates"
+        instead = f"pass --max-weight-staleness {interval - 1}"
+    else:
+        how = f"with --async-buffer-size {args.async_buffer_size} samples are of weights of several ages"
+        instead = f"pass --async-buffer-size 1 or --max-weight-staleness {interval}"
+    return [
+        f"--keep-old-actor: {how}, and the copy of the weights that computes their old log-probs can be one of them "
+        f"only: {instead}, or drop --keep-old-actor (--use-rollout-logprobs takes the engine's log-probs)"
+    ]
+
+
+def _check_staleness(args: Args) -> list[str]:
+    bound, interval = args.max_weight_staleness, args.update_weights_interval
+    if bound is None:
+        return []
+    if bound < interval - 1:
+        return [
+            f"--max-weight-staleness {bound}: with --update-weights-interval {interval} the engines' weights alone are "
+            f"up to {interval - 1} steps old: allow that, or update more often"
+        ]
+    if (_samples_more(args) or args.partial_rollout) and not is_fully_async(args):
+        return [
+            "--max-weight-staleness bounds how much starts, and --over-sampling-batch-size or --partial-rollout keep "
+            "what was started for later rollouts of any age: drop them, or take the fully asynchronous rollout "
+            "(--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async)"
+        ]
+    return []
+
+
+def _check_replay(args: Args) -> list[str]:
+    if args.replay_schedule is None:
+        return []
+    problems = []
+    if args.rollout_backend != "embedded" or not args.deterministic:
+        problems.append(
+            "--replay-schedule repeats a run exactly, which takes --rollout-backend embedded and --deterministic"
+        )
+    if args.load and not is_hf_folder(args.load):
+        problems.append(f"--replay-schedule repeats a run from its beginning: drop --load {args.load}")
+    return problems

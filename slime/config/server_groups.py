@@ -21,15 +21,29 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from slime.config.files import load_yaml
 from slime.config.passthrough import REFUSED
-from slime.config.yaml_file import load_yaml
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
+
+
 WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
+
+
 DEFAULT_MODEL = "default"  # the only one, without --sglang-config
+
+
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
+
+
+_TOKENS = ("context_length", "max_total_tokens")
+
+
 _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 
@@ -135,6 +149,9 @@ def _group(entry: Any, where: str, per_engine: int) -> ServerGroup:
     for name in named:
         if name in REFUSED:
             raise ServerGroupError(f"{where}: overrides: {name} is not supported: {REFUSED[name]}")
+    for name in _TOKENS:
+        if named.get(name) is not None:  # the longest sequence of a run is computed from these
+            named[name] = _count(named[name], f"{where}: overrides: {name}")
     return ServerGroup(kind, gpus, per_engine, named)
 
 
@@ -151,3 +168,95 @@ def _count(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ServerGroupError(f"{what} needs a whole number of at least 1, not {value!r}")
     return value
+
+
+def check_server_groups(args: Args) -> list[str]:
+    """``--sglang-config`` and ``--prefill-num-servers``: SGLang only, one or the other, and as many GPUs as asked."""
+    problems = []
+    given = [name for name in ("sglang_config", "prefill_num_servers") if getattr(args, name)]
+    options = ["--" + name.replace("_", "-") for name in given]
+    if given and args.rollout_backend != "sglang":
+        problems.append(f"{options[0]} is for SGLang: use --rollout-backend sglang")
+    if given and args.rollout_external_engine_addrs:
+        problems.append(f"{options[0]} says what slime starts, --rollout-external-engine-addrs that it starts nothing")
+    if len(given) == 2:
+        problems.append(f"{options[1]} and {options[0]}: write the prefill group into the file")
+    if args.sglang_config:
+        problems += _config_file(args, args.sglang_config)
+    elif args.prefill_num_servers:
+        servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
+        if not 0 < args.prefill_num_servers < servers:
+            problems.append(
+                f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers in all: both kinds are needed"
+            )
+    return problems
+
+
+def _config_file(args: Args, file: str) -> list[str]:
+    where = f"--sglang-config {file}"
+    try:
+        models = read_server_groups(file, args.hf_checkpoint, args.rollout_num_gpus_per_engine)
+    except (ServerGroupError, OSError) as error:
+        return [f"{where}: {error}"]
+    total = total_gpus(models)
+    if total != args.rollout_num_gpus:
+        return [f"{where}: its groups have {total} GPUs, --rollout-num-gpus is {args.rollout_num_gpus}"]
+    return []
+
+
+def check_colocated_pipelines(args: Args) -> list[str]:
+    """SGLang gives all pipeline stages of a tensor-parallel rank the same handle, which opens on one GPU only."""
+    stages = [int({**args.sglang, **group.overrides}.get("pp_size") or 1) for group, _ in _shared_groups(args)]
+    if max(stages, default=1) == 1:
+        return []
+    return [
+        f"--colocate with servers of {max(stages)} pipeline stages (--sglang-pp-size): CUDA IPC brings weights to the "
+        "tensor-parallel ranks of one stage only; use tensor parallelism alone, or --update-weight-transport disk"
+    ]
+
+
+def engines_beside_trainer(args: Args) -> list[str]:
+    """On GPUs: ``--colocate`` with servers on GPUs that no training rank is on, which CUDA IPC cannot reach."""
+    train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if all(end <= train for _, end in _shared_groups(args)):
+        return []
+    return [
+        f"--colocate with {asked_gpus(args)}: servers that get the trainer's weights would be on GPUs without a "
+        f"training rank, and CUDA IPC does not reach these; let them have the first {train} of --rollout-num-gpus, or "
+        "use --update-weight-transport disk"
+    ]
+
+
+def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
+    """Groups of servers that get weights by handles from the trainer on their GPUs, and where their GPUs end."""
+    by_handle = args.colocate and args.update_weight_transport == "nccl" and args.rollout_backend == "sglang"
+    if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
+        return []
+    shared, end = [], 0
+    models = _served_models(args)
+    updated = next((model for model in models if model.update_weights), None)
+    for model in models:
+        for group in model.groups:
+            end += group.num_gpus
+            if model is updated and group.worker_type != "placeholder":
+                shared.append((group, end))
+    return shared
+
+
+def _served_models(args: Args) -> list[ServedModel]:
+    """None where the file of ``--sglang-config`` is wrong, which :func:`check_placement` reports."""
+    per_engine = args.rollout_num_gpus_per_engine
+    if not args.sglang_config:
+        gpus = int(args.rollout_num_gpus or 0)
+        return simple_groups(str(args.hf_checkpoint), gpus, per_engine, args.prefill_num_servers or 0)
+    try:
+        return read_server_groups(args.sglang_config, str(args.hf_checkpoint), per_engine)
+    except (ServerGroupError, OSError):
+        return []
+
+
+def asked_gpus(args: Args) -> str:
+    nodes = f"--actor-num-nodes {args.actor_num_nodes} " if args.actor_num_nodes > 1 else ""
+    return (
+        f"{nodes}--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}"
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from slime.config.args import Args
+from slime.algorithms.dr_grpo import pg_loss_reducer
+from slime.config.args import FLAGS, Args
+from slime.config.estimator import algorithm_class, create_algorithm, known_where, loading_problem, trial_problem
+from slime.config.rollout import old_actor_lag
 
-GROUP_BASELINE = ("grpo", "gspo", "cispo", "rloo", "dr_grpo", "reinforce_plus_plus_baseline")
-DR_GRPO_REDUCER = "slime.algorithms.dr_grpo.pg_loss_reducer"
-KL_IN_REWARD = ("ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
 
 
 def check_kl(args: Args) -> list[str]:
@@ -28,48 +29,54 @@ def check_kl(args: Args) -> list[str]:
             "--kl-loss-type k1 in the loss does not regularise: its expected gradient is 0 for samples of the policy "
             "itself; use low_var_kl or k2, or add --use-unbiased-kl"
         )
-    if args.kl_coef != 0 and args.advantage_estimator not in KL_IN_REWARD:
-        args.notices.append(
-            f"--kl-coef has no effect with --advantage-estimator {args.advantage_estimator}: "
-            "use --use-kl-loss --kl-loss-coef"
-        )
     if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
         args.notices.append("--ref-update-interval has no effect: no KL uses a reference model")
     return problems
 
 
 def check_estimator(args: Args) -> list[str]:
-    problems = []
-    estimator = args.advantage_estimator
-    if estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
-        problems.append(f"--advantage-estimator {estimator} needs --normalize-advantages")
+    """The estimator can be loaded, and the other flags fit what its class needs and forbids."""
+    name = args.advantage_estimator
+    if problem := loading_problem(name) or trial_problem(args):
+        return [problem]
+    algorithm = algorithm_class(name)
+    unknown = [switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in FLAGS]
+    if unknown:
+        return [f"--advantage-estimator {name}: requires or forbids {', '.join(unknown)}, which is no flag"]
+    args.notices += create_algorithm(args).notices()
+    if args.kl_coef != 0 and not algorithm.uses_kl_in_reward:
+        args.notices.append(
+            f"--kl-coef has no effect with --advantage-estimator {name}: use --use-kl-loss --kl-loss-coef"
+        )
+    problems = [
+        f"--advantage-estimator {name} needs {FLAGS[switch].option}: {reason}"
+        for switch, reason in algorithm.requires.items()
+        if not getattr(args, switch)
+    ]
+    problems += [
+        f"--advantage-estimator {name} and {FLAGS[switch].option} exclude each other: {reason}"
+        for switch, reason in algorithm.forbids.items()
+        if getattr(args, switch)
+    ]
     own = (
         args.custom_advantage_function_path
         or args.custom_reward_post_process_path
         or args.custom_generate_function_path
     )
-    if (
-        estimator in GROUP_BASELINE
-        and args.rewards_normalization
-        and args.n_samples_per_prompt == 1
-        and args.loss_type == "policy_loss"
-        and not own
-    ):
+    trains_on_groups = algorithm.needs_group and args.rewards_normalization and args.loss_type == "policy_loss"
+    if trains_on_groups and args.n_samples_per_prompt == 1 and not own:
         problems.append(
-            f"--advantage-estimator {estimator} compares the samples of a group, and --n-samples-per-prompt 1 makes "
-            "every advantage 0: use 2 or more, or reinforce_plus_plus or ppo"
+            f"--advantage-estimator {name} compares the samples of a group, and --n-samples-per-prompt 1 makes "
+            f"every advantage 0: use 2 or more, or {known_where('needs_group', False)}"
         )
     reducer = (args.custom_pg_loss_reducer_function_path or "").replace(":", ".")
-    if args.calculate_per_token_loss and (estimator == "dr_grpo" or reducer == DR_GRPO_REDUCER):
-        named = f"--custom-pg-loss-reducer-function-path {reducer}" if reducer else "--advantage-estimator dr_grpo"
-        problems.append(f"{named} divides by a constant, --calculate-per-token-loss by the tokens: drop one")
-    if args.num_critic_only_steps and not args.use_critic:
-        problems.append("--num-critic-only-steps needs a critic: --advantage-estimator ppo")
-    if estimator == "cispo" and args.eps_clip < 1:
-        args.notices.append(
-            f"cispo clips the weight from below at {1 - args.eps_clip:g} (--eps-clip {args.eps_clip}); "
-            "the paper does not: --eps-clip 1"
+    if args.calculate_per_token_loss and reducer == _DR_GRPO_REDUCER:
+        problems.append(
+            f"--custom-pg-loss-reducer-function-path {reducer} divides by a constant, --calculate-per-token-loss by "
+            "the tokens: drop one"
         )
+    if args.num_critic_only_steps and not algorithm.needs_critic:
+        problems.append(f"--num-critic-only-steps needs a critic: --advantage-estimator {known_where('needs_critic')}")
     return problems
 
 
@@ -118,7 +125,7 @@ def check_opsm(args: Args, asynchronous: bool) -> list[str]:
     ``--keep-old-actor`` computes the old log-probs with the weights that generated the samples. In the synchronous loop
     these are the weights that training starts from, so it adds no drift there.
     """
-    behind = asynchronous and args.keep_old_actor
+    behind = asynchronous and args.keep_old_actor and old_actor_lag(args) == 1
     if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs and not behind:
         args.notices.append(
             "--use-opsm masks nothing: a rollout has one optimizer step, and the policy equals the old policy in it; "

@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.config.hooks import load_function
 from slime.data import wire
+from slime.data.fields import BY_NAME, FIELDS, from_hook_names, nearest
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Group, Sample, flatten
-from slime.data.schedule import build_dp_schedule
+from slime.data.schedule import PackingSettings, build_dp_schedule
 from slime.data.token_fields import TOKEN_FIELDS, is_unset
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 TrainData = dict[str, Any]
 
 
-def samples_to_train_data(args: Any, groups: Sequence[Group] | Sequence[Sample]) -> TrainData:
+def samples_to_train_data(args: Args, groups: Sequence[Group] | Sequence[Sample]) -> TrainData:
     """Convert the samples of a rollout.
 
     Args:
@@ -45,7 +49,7 @@ def samples_to_train_data(args: Any, groups: Sequence[Group] | Sequence[Sample])
         raise ValueError("a rollout without samples cannot be trained on")
     keys = _group_keys(groups)
     rollout_ids = _rollout_ids(groups, keys)
-    hook = getattr(args, "custom_convert_samples_to_train_data_path", None)
+    hook = args.custom_convert_samples_to_train_data_path
     if hook:
         data = load_function(hook)(args, samples)
         return _complete_custom(hook, data, samples, keys, rollout_ids)
@@ -68,7 +72,7 @@ def samples_to_train_data(args: Any, groups: Sequence[Group] | Sequence[Sample])
 
 
 def split_train_data(
-    args: Any, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
+    args: Args, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
 ) -> list[wire.Wire]:
     """Schedule the samples over data-parallel ranks and pack each rank's share for the object store.
 
@@ -82,15 +86,17 @@ def split_train_data(
     """
     lengths = [len(t) for t in train_data["tokens"]]
     global_batch_size = args.global_batch_size
-    if getattr(args, "load_debug_rollout_data_subsample", None):  # as many steps as with the whole dump
+    if args.load_debug_rollout_data_subsample:  # as many steps as with the whole dump
         global_batch_size = max(len(set(train_data["rollout_ids"])) // (args.num_steps_per_rollout or 1), 1)
+    assert global_batch_size is not None, "defaults.py resolves it"
+    settings = PackingSettings.from_args(args)
     partitions, micro_batches, num_microbatches, global_batch_sizes = build_dp_schedule(
-        args,
+        settings,
         {**(parallel or {}), "dp_size": dp_size},
         lengths,
         global_batch_size=global_batch_size,
         rollout_indices=train_data["rollout_ids"],
-        prompts=_shared_prompts(args, train_data, parallel or {}),
+        prompts=shared_prompts(settings, train_data, (parallel or {}).get("cp_size", 1)),
     )
     tokens_of = [max(int(np.sum(mask)), 1) for mask in train_data["loss_masks"]]
     shared = {
@@ -105,15 +111,17 @@ def split_train_data(
     ]
 
 
-def _shared_prompts(args: Any, data: TrainData, parallel: Mapping[str, int]) -> list[tuple[Hashable, int]] | None:
+def shared_prompts(
+    settings: PackingSettings, data: Mapping[str, Any], context_size: int
+) -> list[tuple[Hashable, int]] | None:
     """Per sample the key and the length of the prompt that it stores once per pack with others of its group.
 
     A sample that shares nothing has the key None. None instead of a list: training shares no prompts at all, because
-    the flags say so, or because of padded batches, context parallelism or replayed routing.
+    the settings say so, or because the tokens of each sample are cut over ``context_size`` ranks.
+
+    ``data``: of the whole rollout, or a rank batch.
     """
-    padded = getattr(args, "attn_implementation", None) not in (None, "varlen")
-    shares = getattr(args, "share_prompt_in_pack", False) and not padded
-    if not shares or parallel.get("cp_size", 1) > 1 or getattr(args, "use_rollout_routing_replay", False):
+    if not settings.shares_prompts or context_size > 1:
         return None
     lengths = [len(t) - int(r) for t, r in zip(data["tokens"], data["response_lengths"], strict=True)]
     media = data.get("multimodal_train_inputs") or [None] * len(lengths)
@@ -241,13 +249,12 @@ def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[
     }
 
 
-def _optional(args: Any, samples: list[Sample], masks: list[np.ndarray]) -> TrainData:
+def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> TrainData:
     """Entries that are there only if some sample has them."""
     data: TrainData = {}
-    explicit = getattr(args, "explicit", ("use_tis",))  # by default it corrects where it can
-    asked = ["use_tis"] if "use_tis" in explicit else []
+    asked = ["use_tis"] if "use_tis" in args.explicit else []  # by default it corrects where it can
     engine = _flags(args, *asked, "use_rollout_logprobs", "get_mismatch_metrics")
-    teacher = ["--use-opd"] if getattr(args, "use_opd", False) and getattr(args, "opd_type", None) == "sglang" else []
+    teacher = ["--use-opd"] if args.use_opd and args.opd_type == "sglang" else []
     replay = _flags(args, "use_rollout_routing_replay")
 
     shape = next((s.rollout_routed_experts.shape[1:] for s in samples if s.rollout_routed_experts is not None), None)
@@ -282,8 +289,8 @@ def _optional(args: Any, samples: list[Sample], masks: list[np.ndarray]) -> Trai
     return data
 
 
-def _flags(args: Any, *names: str) -> list[str]:
-    return ["--" + name.replace("_", "-") for name in names if getattr(args, name, None)]
+def _flags(args: Args, *names: str) -> list[str]:
+    return ["--" + name.replace("_", "-") for name in names if getattr(args, name)]
 
 
 def _per_token(
@@ -321,7 +328,10 @@ def _complete_custom(
     missing = [key for key in ("tokens", "response_lengths", "rewards") if key not in data]
     if missing:
         raise ValueError(f"{flag}: {', '.join(missing)} missing; it returned {', '.join(map(str, data))}")
-    data = dict(data)
+    for name in data.keys() - BY_NAME.keys() - {field.public_name for field in FIELDS}:
+        if hint := nearest(name, BY_NAME):  # it may be the function's own, for its loss
+            logger.warning("%s returned an entry %r that slime does not know%s", flag, name, hint)
+    data = from_hook_names(data, flag)
     count = len(data["tokens"])
     if count == len(samples):
         for key, value in _bookkeeping(samples, keys, rollout_ids).items():
@@ -334,7 +344,11 @@ def _complete_custom(
     data.setdefault("raw_reward", list(data["rewards"]))
     data.setdefault("loss_masks", [np.ones(n, np.int8) for n in data["response_lengths"]])
     data.setdefault("rollout_mask_sums", _mask_sums(data["loss_masks"], data["rollout_ids"]))
-    wrong = [f"{key} has {len(data[key])}" for key in wire.PER_SAMPLE if key in data and len(data[key]) != count]
+    wrong = [
+        f"{field.public_name} has {len(data[field.name])}"
+        for field in FIELDS
+        if field.per != "batch" and field.wire is not None and field.name in data and len(data[field.name]) != count
+    ]
     if wrong:
         raise ValueError(f"{flag}: tokens has {count} entries, but {', '.join(wrong)}")
     return data

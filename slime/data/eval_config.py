@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from slime.config.evaluation import eval_pairs
-from slime.config.yaml_file import load_yaml
+from slime.config.files import load_yaml
 from slime.data.prompts import RowKeys
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,12 +78,18 @@ def load_image(item: Any) -> Any:
     if text.startswith("data:"):
         return load_image(base64.b64decode(text.partition(",")[2]))
     if urlsplit(text).scheme in ("http", "https"):
-        with urlopen(text, timeout=FETCH_SECONDS) as answer:
-            return load_image(answer.read())
+        return load_image(_fetched(text))
     path = Path(text.removeprefix("file://")).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"image {path} does not exist (looked for {path.absolute()})")
     return load_image(path.read_bytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _fetched(url: str) -> bytes:
+    """The content of an http(s) URL, fetched once for all samples of a group and all requests of each."""
+    with urlopen(url, timeout=FETCH_SECONDS) as answer:
+        return bytes(answer.read())
 
 
 def processor_inputs(media: dict[str, list[Any]]) -> dict[str, list[Any]]:

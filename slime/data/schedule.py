@@ -4,19 +4,60 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from slime.data.flops import forward_flops
+from slime.data.balance import ModelShape, first_fit, forward_flops, karmarkar_karp, split_in_two
 from slime.data.lock_step import Items, pack_in_lock_step
-from slime.data.partition import first_fit, karmarkar_karp, split_in_two
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 
 Schedule = tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]
 
 
+@dataclass(frozen=True)
+class PackingSettings:
+    """How samples are put into micro-batches.
+
+    Attributes:
+        dynamic: micro-batches hold up to ``max_tokens`` tokens of a GPU instead of ``micro_batch_size`` samples.
+        forward_max_tokens: the same for passes without a backward; None for the micro-batches of training.
+        balanced: micro-batches of the same step have equal costs, as far as possible.
+        pads: micro-batches are padded to their longest sample instead of packed into one row.
+        shares_prompts: samples with the same prompt store it once per pack.
+        shape: of the model, for the costs; None where it is not known.
+    """
+
+    dynamic: bool = False
+    max_tokens: int = 0
+    forward_max_tokens: int | None = None
+    micro_batch_size: int = 1
+    balanced: bool = False
+    pads: bool = False
+    shares_prompts: bool = False
+    shape: ModelShape | None = None
+
+    @classmethod
+    def from_args(cls, args: Args) -> PackingSettings:
+        pads = args.attn_implementation not in (None, "varlen")
+        return cls(
+            dynamic=args.use_dynamic_batch_size,
+            max_tokens=args.max_tokens_per_gpu or 0,
+            forward_max_tokens=args.log_probs_max_tokens_per_gpu,
+            micro_batch_size=args.micro_batch_size or 1,
+            balanced=bool(args.balance_data or args.balance_by_flops),
+            pads=pads,
+            # Siblings' prompts may have gone to other experts each, so replayed routing needs them apart.
+            shares_prompts=bool(args.share_prompt_in_pack and not pads and not args.use_rollout_routing_replay),
+            shape=ModelShape.from_megatron(args.megatron),
+        )
+
+
 def build_dp_schedule(
-    args: Any,
+    settings: PackingSettings,
     train_parallel_config: Mapping[str, int],
     total_lengths: Sequence[int],
     *,
@@ -66,7 +107,7 @@ def build_dp_schedule(
     micro_batch_indices: list[list[list[int]]] = [[] for _ in range(dp_size)]
     num_microbatches = []
     for step, samples in enumerate(steps):
-        by_rank = _pack_step(args, samples, total_lengths, prompts, (dp_size, multiple, cp_size), step)
+        by_rank = _pack_step(settings, samples, total_lengths, prompts, (dp_size, multiple, cp_size), step)
         num_microbatches.append(len(by_rank[0]))
         for rank, micro_batches in enumerate(by_rank):
             for micro_batch in micro_batches:
@@ -74,6 +115,33 @@ def build_dp_schedule(
                 partitions[rank] += micro_batch
                 micro_batch_indices[rank].append(list(range(start, len(partitions[rank]))))
     return partitions, micro_batch_indices, num_microbatches, [global_batch_size] * len(steps)
+
+
+def pack_forward_only(
+    settings: PackingSettings,
+    total_lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]] | None,
+    cap: int,
+    at_least: int = 1,
+) -> list[list[int]]:
+    """Pack the samples of one rank for passes without a backward, which keep no activations.
+
+    Args:
+        total_lengths: tokens of each sample.
+        prompts: as in :func:`build_dp_schedule`.
+        cap: tokens of a pack; only a single sample that is longer may exceed it.
+        at_least: number of packs, where there are as many samples; more where the cap asks for it.
+
+    Returns:
+        Packs with equal estimated FLOPs, as far as possible, the largest first: ranks that run as many packs in lock
+        step wait little for each other. Every sample is in exactly one of them.
+    """
+    if not len(total_lengths):
+        return []
+    items = _items(settings, list(range(len(total_lengths))), total_lengths, prompts)
+    packed = pack_in_lock_step(items, 1, cap, at_least=min(at_least, len(total_lengths)))
+    packs = packed[0] if packed is not None else first_fit(total_lengths, cap)
+    return sorted(packs, key=lambda pack: (-items.size(pack)[1], pack))
 
 
 def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: int) -> list[list[int]]:
@@ -103,7 +171,7 @@ def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: 
 
 
 def _pack_step(
-    args: Any,
+    settings: PackingSettings,
     samples: list[int],
     total_lengths: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]] | None,
@@ -116,34 +184,35 @@ def _pack_step(
     context-parallel size.
     """
     dp_size, multiple, cp_size = sizes
-    if getattr(args, "use_dynamic_batch_size", False):
-        cap = args.max_tokens_per_gpu * cp_size
-        if _balanced(args):
-            packed = pack_in_lock_step(_items(args, samples, total_lengths, prompts), dp_size, cap, multiple // dp_size)
+    if settings.dynamic:
+        cap = settings.max_tokens * cp_size
+        if settings.balanced:
+            packed = pack_in_lock_step(
+                _items(settings, samples, total_lengths, prompts), dp_size, cap, multiple // dp_size
+            )
             if packed is not None:
                 return [[[samples[i] for i in batch] for batch in rank] for rank in packed]
         bins = first_fit([total_lengths[i] for i in samples], cap)
         micro_batches = [[samples[i] for i in b] for b in bins]
         _align(micro_batches, multiple, total_lengths, step)
     else:
-        micro_batches = _pack_static(args, samples, multiple, step)
-    return [[micro_batches[j] for j in mine] for mine in _distribute(args, micro_batches, total_lengths, dp_size)]
-
-
-def _balanced(args: Any) -> bool:
-    return bool(getattr(args, "balance_data", False) or getattr(args, "balance_by_flops", False))
+        micro_batches = _pack_static(settings, samples, multiple, step)
+    return [[micro_batches[j] for j in mine] for mine in _distribute(settings, micro_batches, total_lengths, dp_size)]
 
 
 def _items(
-    args: Any, samples: list[int], total_lengths: Sequence[int], prompts: Sequence[tuple[Hashable, int]] | None
+    settings: PackingSettings,
+    samples: list[int],
+    total_lengths: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]] | None,
 ) -> Items:
     keys = [(None, 0) if prompts is None else prompts[i] for i in samples]
     return Items(
         tokens=[total_lengths[i] for i in samples],
-        costs=[forward_flops(args, total_lengths[i]) for i in samples],
+        costs=[forward_flops(settings.shape, total_lengths[i]) for i in samples],
         prompts=[key for key, _ in keys],
         prompt_tokens=[length for _, length in keys],
-        prompt_costs=[forward_flops(args, length) for _, length in keys],
+        prompt_costs=[forward_flops(settings.shape, length) for _, length in keys],
     )
 
 
@@ -181,8 +250,8 @@ def _align(micro_batches: list[list[int]], multiple: int, total_lengths: Sequenc
     )
 
 
-def _pack_static(args: Any, samples: list[int], multiple: int, step: int) -> list[list[int]]:
-    size = getattr(args, "micro_batch_size", None) or 1
+def _pack_static(settings: PackingSettings, samples: list[int], multiple: int, step: int) -> list[list[int]]:
+    size = settings.micro_batch_size
     micro_batches = [samples[i : i + size] for i in range(0, len(samples), size)]
     if len(micro_batches) % multiple:
         raise ValueError(
@@ -194,10 +263,10 @@ def _pack_static(args: Any, samples: list[int], multiple: int, step: int) -> lis
 
 
 def _distribute(
-    args: Any, micro_batches: list[list[int]], total_lengths: Sequence[int], dp_size: int
+    settings: PackingSettings, micro_batches: list[list[int]], total_lengths: Sequence[int], dp_size: int
 ) -> list[list[int]]:
     """Micro-batch numbers of each rank, equally many."""
-    if _balanced(args):
-        flops = [sum(forward_flops(args, total_lengths[i]) for i in batch) for batch in micro_batches]
+    if settings.balanced:
+        flops = [sum(forward_flops(settings.shape, total_lengths[i]) for i in batch) for batch in micro_batches]
         return karmarkar_karp(flops, dp_size, equal_counts=True)
     return [list(range(rank, len(micro_batches), dp_size)) for rank in range(dp_size)]

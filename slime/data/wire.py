@@ -7,44 +7,13 @@ Ray's object store keeps such arrays outside the pickle, so that a rank reads th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from slime.backends.base import RankBatch
+from slime.data.fields import BY_NAME, RankBatch
 
 Wire = dict[str, Any]
-
-# Type on the wire and type of the tensors made of it.
-_RAGGED: dict[str, tuple[str, str]] = {
-    "tokens": ("int32", "int64"),
-    "loss_masks": ("int8", "int32"),
-    "rollout_log_probs": ("float32", "float32"),
-    "teacher_log_probs": ("float32", "float32"),
-    "ref_log_probs": ("float32", "float32"),
-    "log_probs": ("float32", "float32"),
-    "values": ("float32", "float32"),
-    "advantages": ("float32", "float32"),
-    "returns": ("float32", "float32"),
-    "rollout_top_p_token_ids": ("int32", "int32"),
-    "rollout_top_p_token_offsets": ("int32", "int32"),
-    "staleness": ("int16", "float32"),
-    "rollout_routed_experts": ("", ""),  # as they come: uint8 or int16, [tokens - 1, layers, topk]
-}
-_NUMBERS: dict[str, str] = {
-    "total_lengths": "int64",
-    "response_lengths": "int64",
-    "rewards": "float64",
-    "raw_reward": "float64",
-    "truncated": "int8",
-    "sample_indices": "int64",
-    "group_indices": "int64",
-    "rollout_ids": "int64",
-    "rollout_mask_sums": "float64",
-}
-PER_SAMPLE = (*_RAGGED, *_NUMBERS)
-"""Keys that hold one entry per sample. Lists under other keys are split too where their length fits."""
 
 
 class Ragged(NamedTuple):
@@ -64,45 +33,47 @@ def pack(train_data: dict[str, Any], partition: Sequence[int], extra: dict[str, 
     """The share of one rank.
 
     Args:
-        train_data: lists with one entry per sample of the whole rollout; values of other kinds are
-            taken over as they are.
+        train_data: lists with one entry per sample of the whole rollout. Entries that a user's converter added are
+            shared out if they are lists of that length; all others are taken over as they are.
         partition: positions of this rank's samples.
         extra: schedule entries, added as they are.
     """
     count = len(train_data["tokens"])
     part: Wire = {"partition": np.asarray(partition, np.int64)}
-    for key, values in train_data.items():
-        if not isinstance(values, list) or len(values) != count:
-            part[key] = values
+    for name, values in train_data.items():
+        field = BY_NAME.get(name)
+        shared_out = isinstance(values, list) and len(values) == count
+        if not shared_out or (field is not None and field.per == "batch"):
+            part[name] = values
             continue
         mine = [values[i] for i in partition]
-        if key in _RAGGED:
-            part[key] = Ragged.of(mine, _RAGGED[key][0])
-        elif key in _NUMBERS:
-            part[key] = np.asarray(mine, _NUMBERS[key])
+        if field is None or field.wire is None:
+            part[name] = mine
+        elif field.is_ragged:
+            part[name] = Ragged.of(mine, field.wire)
         else:
-            part[key] = mine
+            part[name] = np.asarray(mine, field.wire)
     return {**part, **extra}
 
 
 def to_rank_batch(part: Wire) -> RankBatch:
-    """The batch of :mod:`slime.backends.base`: lists per sample, CPU tensors where they are per token.
+    """The batch of a training rank: lists per sample, with CPU tensors where there is one value per token.
 
     ``train_metadata`` and ``metadata`` are the same list. The tensors own their memory.
     """
     import torch
 
-    batch: RankBatch = {}
-    for key, value in part.items():
+    batch = RankBatch(added=part.keys() - BY_NAME.keys())
+    for name, value in part.items():
         if isinstance(value, Ragged):
-            dtype = getattr(torch, _RAGGED[key][1] or str(value.values.dtype))
+            dtype = getattr(torch, BY_NAME[name].tensor or str(value.values.dtype))
             # A copy, because what comes out of the object store must not be written to.
             whole = torch.from_numpy(np.array(value.values)).to(dtype)
-            batch[key] = list(torch.split(whole, np.diff(value.offsets).tolist()))
+            batch[name] = list(torch.split(whole, np.diff(value.offsets).tolist()))
         elif isinstance(value, np.ndarray):
-            batch[key] = value.tolist()
+            batch[name] = value.tolist()
         else:
-            batch[key] = value
+            batch[name] = value
     if "metadata" in batch:
         batch["train_metadata"] = batch["metadata"]
     return batch

@@ -1,4 +1,4 @@
-"""Tensors end to end in one buffer of bytes."""
+"""Named tensors that travel together, and their layout in one flat buffer of bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from slime.weights.update import NamedTensor
-
+NamedTensor = tuple[str, "torch.Tensor"]
 ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
+
+
+@dataclass
+class Bucket:
+    """Some tensors that travel together. The sender keeps them alive until the engine has answered.
+
+    ``flat`` is set when all tensors are views into one uint8 buffer: it can be handed over as a whole.
+    """
+
+    index: int
+    tensors: list[NamedTensor]
+    last: bool = False
+    flat: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -43,14 +59,25 @@ class Entry:
         return flat[self.offset : self.offset + self.nbytes].view(dtype).view(self.shape)
 
 
-def layout(tensors: Sequence[NamedTensor]) -> tuple[list[Entry], int]:
-    """Where each tensor lies in a flat buffer, and the buffer's size in bytes."""
+def layout(tensors: Sequence[NamedTensor], alignment: int = ALIGNMENT) -> tuple[list[Entry], int]:
+    """Where each tensor lies in a flat buffer, and the buffer's size in bytes.
+
+    Args:
+        alignment: bytes that the place of each tensor is a multiple of. With 1 there are no gaps; then tensors must
+            come in descending order of their element sizes (:func:`by_element_size`).
+    """
     entries, end = [], 0
     for name, tensor in tensors:
         nbytes = tensor.numel() * tensor.element_size()
         entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        end += -(-nbytes // alignment) * alignment
     return entries, end
+
+
+def by_element_size(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """Largest elements first, so that tensors which lie end to end without gaps start at a multiple of their element
+    size; otherwise in the order given."""
+    return sorted(tensors, key=lambda pair: -pair[1].element_size())
 
 
 def flatten(

@@ -1,137 +1,218 @@
-"""What the rest of slime may ask of one inference engine.
-
-An engine is an HTTP server that speaks SGLang's native surface. One adapter class per
-generation of that surface implements :class:`EngineHandle`; the embedded engine speaks the
-newest generation, so it needs none of its own. Callers look at :class:`Capabilities` instead
-of asking which engine answers.
-"""
+"""The client of one inference engine: everything that the rest of slime may ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
+
+from slime.engines.http import HttpError, request
+from slime.engines.sglang_api import (
+    EMBEDDED,
+    ApiVersion,
+    Broadcast,
+    Capabilities,
+    EngineError,
+    EngineInfo,
+    MemoryTag,
+    PauseMode,
+    choose_api_version,
+)
 
 if TYPE_CHECKING:
-    from slime.weights.update import Bucket
+    from slime.engines.flat import Bucket
 
-PauseMode = Literal["abort", "retract", "in_place"]
-"""``abort``: running requests end with what they have. ``retract``: they wait and their KV is
-computed again. ``in_place``: they wait and go on with the KV of the old weights."""
-
-MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-
-DELTA_LOADER = "slime.weights.delta_loader.load"
-"""What ``load_format`` names where a tensor update is a request to load a published delta, also in SGLang
-(``--custom-weight-loader``)."""
+CONTROL_SECONDS = 120.0
+UPDATE_SECONDS = 600.0
+GENERATE_SECONDS = 14400.0
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What an engine can do beyond plain generation; contract tests are marked by these names."""
+class EngineHandle:
+    """Speaks SGLang's native HTTP interface with one engine, the embedded one or SGLang itself.
 
-    seeded_sampling: bool = False  # the same sampling_seed gives the same tokens
-    deterministic: bool = False  # a request's result does not depend on the rest of the batch
-    version_spans: bool = False  # meta_info.weight_versions, per token
-    release_while_busy: bool = False
-    retract: bool = False
-    update_brackets: bool = False  # tensor updates stand between begin and end
-    named_checksums: bool = False  # checksums under Hugging Face names
-    weight_comparison: bool = False  # check_weights: snapshot and compare
+    The engine is asked once what it is, at the first call that depends on it. A handle is used on one event loop
+    (:mod:`slime.engines.background`). Every call has a deadline and raises :class:`EngineError` with the engine's own
+    message; none waits for ever.
 
+    Attributes:
+        url: ``http://host:port``.
+        capabilities: those of the newest API version until the engine was asked (:meth:`connect`, or any call).
+    """
 
-class EngineError(RuntimeError):
-    """An engine answered with an error or not at all; the message names engine, call and answer."""
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """What an engine says of itself."""
-
-    kind: str  # "embedded" or "sglang"
-    version: str  # of the server software
-    model_path: str
-    weight_version: str
-    dtype: str
-    tensor_parallel_size: int = 1
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-@runtime_checkable
-class EngineHandle(Protocol):
-    """One engine. All calls raise :class:`EngineError` with a deadline of their own; none waits for ever."""
-
-    url: str  # http://host:port
+    def __init__(
+        self, url: str, control_seconds: float = CONTROL_SECONDS, update_seconds: float = UPDATE_SECONDS
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.control_seconds = control_seconds
+        self.update_seconds = update_seconds
+        self._api: ApiVersion | None = None
+        self._ranks = 1  # tensor parallel
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        return (self._api or EMBEDDED).capabilities
+
+    async def connect(self) -> ApiVersion:
+        """Ask the engine what it is, once."""
+        if self._api is None:
+            said = await self._get("/server_info")
+            self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
+        return self._api
+
+    async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
+        """One request. It is sent a second time where the server closed a pooled connection before it answered: the
+        server may have closed an idle connection just when it was used again."""
+        for again in (True, False):
+            try:
+                return await request(method, self.url + path, body, seconds or self.control_seconds)
+            except HttpError as error:
+                if not (again and error.disconnected):
+                    raise EngineError(str(error)) from error
+        raise AssertionError("unreachable")
+
+    async def _get(self, path: str) -> Any:
+        return await self._call("GET", path)
+
+    async def _post(self, path: str, body: dict[str, Any] | bytes | None = None, seconds: float | None = None) -> Any:
+        return await self._call("POST", path, body or {}, seconds)
+
+    # --- generation ----------------------------------------------------------------------------
 
     async def generate(self, request: dict[str, Any]) -> Any:
         """POST /generate. Returns the decoded answer: a dict, or a list for a batch."""
+        return await self._post("/generate", request, GENERATE_SECONDS)
 
     async def health(self, timeout: float = 30.0) -> bool:
         """True when the engine produced a token within ``timeout`` seconds."""
+        try:
+            await self._call("GET", "/health_generate", seconds=timeout)
+        except EngineError:
+            return False
+        return True
 
-    async def info(self) -> EngineInfo: ...
+    async def info(self) -> EngineInfo:
+        api = await self.connect()
+        said, model = await self._get("/server_info"), await self._get("/model_info")
+        return EngineInfo(
+            kind=api.kind,
+            version=str(said["version"]),
+            model_path=str(model["model_path"]),
+            weight_version=str(model["weight_version"]),
+            dtype=str(said.get("dtype", "")),
+            tensor_parallel_size=int(said.get("tp_size", 1)),
+            extra=said,
+        )
 
     async def load(self) -> dict[str, Any]:
-        """Running and waiting requests, tokens in use."""
+        """``running``, ``waiting`` (requests) and ``tokens`` (in the KV cache)."""
+        ranks = (await self._get("/v1/loads"))["loads"]
+        fields = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens": "num_used_tokens"}
+        return {name: sum(int(rank.get(field) or 0) for rank in ranks) for name, field in fields.items()}
 
     async def abort(self, request_id: str | None = None) -> None:
         """End one request, or all when ``request_id`` is None; they answer with what they have."""
+        await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
-    async def pause(self, mode: PauseMode) -> None: ...
+    async def pause(self, mode: PauseMode) -> None:
+        if mode == "retract" and not (await self.connect()).capabilities.retract:
+            raise EngineError(f"{self.url} does not survive an update in pause mode retract; use abort or in_place")
+        await self._post("/pause_generation", {"mode": mode})
 
-    async def continue_generation(self) -> None: ...
+    async def continue_generation(self) -> None:
+        await self._post("/continue_generation")
 
-    async def flush_cache(self) -> None: ...
+    async def flush_cache(self) -> None:
+        await self._post("/flush_cache")
+
+    # --- weights -------------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
         """Open a weight update; a no-op where the engine knows no brackets."""
+        if (await self.connect()).capabilities.update_brackets:
+            await self._post("/begin_weight_update")
 
     async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
         """Hand over one bucket by shared memory (CPU) or IPC handle (CUDA); same host only.
 
         ``others``: what training ranks on the engine's other GPUs offer, see
         :func:`slime.engines.tensor_payload.payload`."""
+        from slime.engines.tensor_payload import handles, payload
+
+        embedded = (await self.connect()).kind == "embedded"
+        tensors = handles(bucket) if embedded else payload(bucket, self._ranks, others)
+        body = {**tensors, "flush_cache": False, "weight_version": weight_version}
+        await self._post("/update_weights_from_tensor", body, self.update_seconds)
 
     async def end_update(self, weight_version: str) -> None:
         """Close the update: from here on answers carry ``weight_version``."""
+        await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
+        if (await self.connect()).capabilities.update_brackets:
+            await self._post("/end_weight_update", seconds=self.update_seconds)
 
     async def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
         """Join a process group with the trainer; rank 0 is the sender."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, self.update_seconds)
 
-    async def receive(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group_name: str,
-        weight_version: str,
-    ) -> None:
-        """Take part in one broadcast per tensor, in the order given."""
+    async def receive(self, broadcast: Broadcast) -> None:
+        """Take part in the broadcast of one bucket, and load it."""
+        await self._post("/update_weights_from_distributed", broadcast.body, self.update_seconds)
 
-    async def destroy_group(self, group_name: str) -> None: ...
+    async def destroy_group(self, group_name: str) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": group_name})
 
-    async def load_from_disk(self, path: str, weight_version: str) -> None: ...
+    async def load_from_disk(self, path: str, weight_version: str) -> None:
+        # Not the format that the server was started with, which need not be one of files.
+        body = {"model_path": path, "load_format": "auto", "weight_version": weight_version, "flush_cache": False}
+        await self._post("/update_weights_from_disk", body, self.update_seconds)
 
     async def call_loader(self, loader: str, request: str) -> None:
         """Let the engine call ``loader(model, [(request, empty tensor)])``, an import path that it was started
         with as ``--custom-weight-loader``; within an update. The version keeps its name until the update ends."""
+        import base64
+        import pickle
 
-    async def release(self, tags: Sequence[MemoryTag] = ()) -> None:
-        """Give accelerator memory back; no tags means all."""
+        import torch
 
-    async def resume(self, tags: Sequence[MemoryTag] = ()) -> None: ...
+        body: dict[str, Any] = {"load_format": loader, "flush_cache": False}
+        if (await self.connect()).kind == "embedded":
+            body["loader_request"] = request
+        else:
+            entry = base64.b64encode(pickle.dumps([(request, torch.empty(0))])).decode()
+            body["serialized_named_tensors"] = [entry] * self._ranks
+        await self._post("/update_weights_from_tensor", body, self.update_seconds)
 
     async def checksum(self) -> dict[str, str]:
         """Digest per tensor, by the names that the engine uses (see ``named_checksums``)."""
+        answer = await self._post("/weights_checker", {"action": "checksum"}, self.update_seconds)
+        ranks = answer["ranks"]
+        if len(ranks) == 1:
+            return dict(ranks[0]["checksums"])
+        return {f"rank{i}.{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
         """POST /weights_checker: keep a copy of all tensors, overwrite them, or compare them with the copy.
         A difference is an :class:`EngineError` that carries the engine's message."""
+        if action != "reset_tensors" and not (await self.connect()).capabilities.weight_comparison:
+            raise EngineError(f"{self.url} cannot compare its weights: SGLang does that on CUDA only")
+        await self._post("/weights_checker", {"action": action}, self.update_seconds)
+
+    # --- memory --------------------------------------------------------------------------------
+
+    async def release(self, tags: Sequence[MemoryTag] = ()) -> None:
+        """Give accelerator memory back; no tags means all."""
+        await self._post("/release_memory_occupation", {"tags": list(tags) or None})
+
+    async def resume(self, tags: Sequence[MemoryTag] = ()) -> None:
+        await self._post("/resume_memory_occupation", {"tags": list(tags) or None})
 
     async def close(self) -> None:
-        """Close the connections of this handle; the engine itself runs on."""
+        """Nothing to do: the connections belong to the pool of the event loop."""

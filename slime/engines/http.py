@@ -89,10 +89,12 @@ def session() -> aiohttp.ClientSession:
     """The pool of the running event loop. Without a limit on connections: callers bound their concurrency."""
     import aiohttp
 
+    from slime.engines.sources import SpreadConnector
+
     loop = asyncio.get_running_loop()
     found = _sessions.get(loop)
     if found is None or found.closed:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60.0)
+        connector = SpreadConnector(limit=0, keepalive_timeout=60.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
         if threading.current_thread().daemon:  # nobody closes such a loop: it runs until the process ends
@@ -190,13 +192,16 @@ async def retrying(
 async def request(method: str, url: str, payload: Any, timeout: float, headers: dict[str, str] | None = None) -> Any:
     """One request, one try.
 
+    Args:
+        payload: sent as JSON; bytes are JSON already.
+
     Raises:
         HttpError: status 400 or above, connection loss, or nothing within ``timeout`` seconds.
     """
     import aiohttp
     import orjson
 
-    body = None if payload is None else orjson.dumps(payload)
+    body = payload if payload is None or isinstance(payload, bytes) else orjson.dumps(payload)
     sent = {**({"Content-Type": "application/json"} if body is not None else {}), **(headers or {})}
     try:
         async with asyncio.timeout(timeout), session().request(method, url, data=body, headers=sent) as answer:

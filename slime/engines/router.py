@@ -206,13 +206,16 @@ class Routers:
             own = [worker for worker in workers if worker.model == model]
             if self.args.sglang_router_ip and not self.by_model:
                 self.by_model[model] = Router(f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}")
+                self._added += own  # before: it may take some of them and then fail
                 self.by_model[model].add_workers(own)
-                self._added += own
             else:
                 self.by_model[model] = self._start(model, own, address_towards([worker.url for worker in own]))
-        self.args.sglang_model_routers = {
-            model: (urlsplit(router.url).hostname, urlsplit(router.url).port) for model, router in self.by_model.items()
-        }
+
+    @property
+    def addresses(self) -> dict[str, tuple[str | None, int | None]]:
+        """Host and port of each model's router: ``args.sglang_model_routers`` in users' functions."""
+        parts = {model: urlsplit(router.url) for model, router in self.by_model.items()}
+        return {model: (url.hostname, url.port) for model, url in parts.items()}
 
     @property
     def url(self) -> str:

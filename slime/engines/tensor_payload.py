@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from slime.weights.update import Bucket
+    from slime.engines.flat import Bucket
 
 _DEVICE_INDEX = 6  # of the device in what torch's reduce_tensor returns for a CUDA tensor
 HANDLES = "handles"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class InputBuilder:
     float_dtype: torch.dtype = torch.float32
     context_group: Any = None
 
-    def from_batch(self, batch: dict[str, Any], indices: Sequence[int]) -> ModelInputs:
+    def from_batch(self, batch: Mapping[str, Any], indices: Sequence[int]) -> ModelInputs:
         """The samples of a rank batch at ``indices``, in that order."""
         multimodal = batch.get("multimodal_train_inputs")
         inputs = self.build(
@@ -73,7 +73,7 @@ class InputBuilder:
         )
         return replace(inputs, nuclei=self._nuclei(batch, indices))
 
-    def _nuclei(self, batch: dict[str, Any], indices: Sequence[int]) -> Nuclei | None:
+    def _nuclei(self, batch: Mapping[str, Any], indices: Sequence[int]) -> Nuclei | None:
         if batch.get("rollout_top_p_token_offsets") is None:
             return None
         if self.context_group is not None:

@@ -85,8 +85,20 @@ class StoredWeights:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all weights by name."""
-        weights = {name: weight.shape for name, weight in self.plan.weights.items()}
-        return {**{name: header.shape for name, header in self.plain.items()}, **weights}
+        return {name: self.shape(name) for name in (*self.plain, *self.plan.weights)}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one weight.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        if name in self.plan.weights:
+            return self.plan.weights[name].shape
+        if name in self.plain:
+            return self.plain[name].shape
+        every = [*self.plain, *self.plan.weights]
+        raise KeyError(f"{self.folder} has no tensor {name!r}; it has {len(every)}, for example {shorten(every, 3)}")
 
     def is_float(self, name: str) -> bool:
         return name in self.plan.weights or self.plain[name].dtype in PLAIN_FLOATS
@@ -98,22 +110,20 @@ class StoredWeights:
         """The file (of the first part) of a weight, for messages."""
         return self.headers[self.plan.weights[name].parts[0] if name in self.plan.weights else name].file
 
-    def get(self, name: str) -> Tensor:
-        """One whole weight: in the dtype of the file, or of config.json where it is dequantized.
+    def get(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
+        """One weight, or a part of it: in the dtype of the file, or of config.json where it is dequantized.
+
+        Of a part only its bytes are read, unless the weight is dequantized: then the whole weight is.
 
         Raises:
             KeyError: there is none of this name.
             ModelError: it has values that are not finite.
         """
+        self.shape(name)  # raises KeyError
         if name in self.plan.weights:
-            tensor = self.plan.weights[name].compute(self._read).to(self.dtype)
-        elif name in self.plain:
-            tensor = self._read(name)
+            tensor = self.plan.weights[name].compute(self._read).to(self.dtype)[index]
         else:
-            every = list(self.shapes())
-            raise KeyError(
-                f"{self.folder} has no tensor {name!r}; it has {len(every)}, for example {shorten(every, 3)}"
-            )
+            tensor = self._read(name, index)
         if not is_finite(tensor):
             self.fault = ModelError(
                 f"{name!r} in {self.folder / self.where(name)} holds NaN or infinite values: the checkpoint is damaged"
@@ -121,30 +131,49 @@ class StoredWeights:
             raise self.fault
         return tensor
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
         file = self.headers[name].file
         if file not in self._opened:
             self._opened[file] = safe_open(str(self.folder / file), framework="pt")
-        tensor: Tensor = self._opened[file].get_tensor(name)
+        if index is ...:
+            tensor: Tensor = self._opened[file].get_tensor(name)
+        else:
+            tensor = self._opened[file].get_slice(name)[index]
         return tensor
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """A weight that is not read yet.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        return StoredTensor(self, name, self.shape(name))
 
     def lazy(self) -> dict[str, Any]:
         """All weights as what transformers reads a tensor of when it needs it: ``[...]`` gives the tensor."""
-        return {name: _Lazy(self, name) for name in self.shapes()}
+        return {name: self[name] for name in self.shapes()}
 
     def empty(self) -> dict[str, Any]:
         """The same, of tensors without memory (``meta``)."""
-        return {name: _Lazy(self, name, shape) for name, shape in self.shapes().items()}
+        return {name: _Empty(shape) for name, shape in self.shapes().items()}
 
 
-class _Lazy:
-    def __init__(self, stored: StoredWeights, name: str, shape: tuple[int, ...] | None = None) -> None:
+class StoredTensor:
+    """A weight in a folder; an index reads it, or a part of it, as :meth:`StoredWeights.get` does."""
+
+    def __init__(self, stored: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
         self.stored, self.name, self.shape = stored, name, shape
 
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
+        return self.stored.get(self.name, index)
+
+
+class _Empty:
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
     def __getitem__(self, index: EllipsisType) -> Tensor:
-        if self.shape is not None:
-            return torch.empty(self.shape, device="meta")
-        return self.stored.get(self.name)
+        return torch.empty(self.shape, device="meta")
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slime.observability.best_effort import replacing
+
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PHASE_COLORS = (
     *("#4C72B0", "#DD8452", "#55A868", "#8172B3", "#C9A227", "#C44E52"),
@@ -82,10 +84,8 @@ def reward_curve_png(path: Path, summary: Mapping[str, Any]) -> Path:
     _draw_rewards(rows[0], summary)
     if phases:
         _draw_phases(rows[1], phases)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.tmp.png")
-    figure.savefig(temporary, facecolor="white")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, facecolor="white", format="png")
     return path
 
 

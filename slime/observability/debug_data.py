@@ -1,15 +1,19 @@
 """Rollouts as files: write what a run generated, train on it again without an engine.
 
 A file is what ``torch.save`` makes of ``{"rollout_id": int | "eval_<int>", "samples": [Sample.to_dict(), ...]}``.
-Its name comes from a template with ``{rollout_id}``. Nothing in a file is run when it is read.
+Its name comes from a template with ``{rollout_id}``. Nothing in a file is run when it is read. A dump that cannot be
+written is logged, and the run goes on, unless dumps are what it is for (``--debug-rollout-only``).
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -21,7 +25,18 @@ class DebugDataError(ValueError):
 
 
 def save_rollout(args: Args, rollout_id: int | str, groups: Iterable[Any]) -> Path:
-    """Write the samples of one rollout (nested as they come) to ``--save-debug-rollout-data``."""
+    """Write the samples of one rollout (nested as they come) to ``--save-debug-rollout-data``.
+
+    Raises:
+        OSError: the file cannot be written, with ``--debug-rollout-only``.
+    """
+    path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
+    with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
+        _save_rollout(args, path, rollout_id, groups)
+    return path
+
+
+def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Iterable[Any]) -> None:
     from slime.data.sample import flatten
 
     if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
@@ -31,20 +46,21 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Iterable[Any]) -> Pa
         reader = load_processor(args.hf_checkpoint, **trust) or load_tokenizer(args.hf_checkpoint, **trust)
         reader.save_pretrained(Path(args.dump_details) / "tokenizer")
     samples = [sample.to_dict() for sample in flatten(groups)]
-    path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
-    return _save({"rollout_id": rollout_id, "samples": samples}, path)
+    _save({"rollout_id": rollout_id, "samples": samples}, path)
 
 
-def load_rollout(args: Args, rollout_id: int | str) -> list[list[Sample]]:
-    """Read ``--load-debug-rollout-data`` back as groups, in the order in which they were written.
+def load_rollout(template: str, rollout_id: int | str, amount: float | None = None) -> list[list[Sample]]:
+    """Read a dump (``--load-debug-rollout-data``) back as groups, in the order in which they were written.
 
-    ``--load-debug-rollout-data-subsample`` keeps that share (or, above 1, that number) of the samples:
-    whole groups from the head and the tail, so that the mix of an ordered file stays.
+    Args:
+        template: path with ``{rollout_id}``.
+        amount: keep that share (or, above 1, that number) of the samples (``--load-debug-rollout-data-subsample``):
+            whole groups from the head and the tail, so that the mix of an ordered file stays.
     """
     from slime.data.plain_files import UnsafeFileError, load_plain
     from slime.data.sample import Sample
 
-    path = _path(args.load_debug_rollout_data, rollout_id, "--load-debug-rollout-data")
+    path = _path(template, rollout_id, "--load-debug-rollout-data")
     if not path.is_file():
         raise DebugDataError(f"--load-debug-rollout-data: no dump of rollout {rollout_id} at {path}")
     try:
@@ -54,7 +70,7 @@ def load_rollout(args: Args, rollout_id: int | str) -> list[list[Sample]]:
     if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
         raise DebugDataError(f"--load-debug-rollout-data: {path} holds no {{'rollout_id', 'samples'}} dict")
     groups = _group([Sample.from_dict(sample) for sample in dump["samples"]])
-    return subsample(groups, getattr(args, "load_debug_rollout_data_subsample", None))
+    return subsample(groups, amount)
 
 
 def subsample(groups: list[list[Any]], amount: float | None) -> list[list[Any]]:
@@ -91,7 +107,7 @@ def save_train_batches(args: Args, rollout_id: int, batch: dict[str, Any], backe
         save_train_data(args.save_debug_train_data, rollout_id, 0, [shards[rank] for rank in sorted(shards)])
 
 
-def save_train_data(template: str, rollout_id: int, rank: int, shards: list[dict[str, Any]]) -> Path:
+def save_train_data(template: str | None, rollout_id: int, rank: int, shards: list[dict[str, Any]]) -> Path:
     """One file per rollout of what the trainers got.
 
     ``{"format_version": 2, "rollout_id", "rank", "samples": [per-sample dicts by sample_indices],
@@ -111,10 +127,15 @@ def save_train_data(template: str, rollout_id: int, rank: int, shards: list[dict
         "dp_shards": shards,
         "raw_reward": [sample["raw_reward"] for sample in samples],
     }
-    return _save(dump, _path(template, rollout_id, "--save-debug-train-data"))
+    path = _path(template, rollout_id, "--save-debug-train-data")
+    with best_effort("--save-debug-train-data"):
+        _save(dump, path)
+    return path
 
 
-def _path(template: str, rollout_id: int | str, flag: str) -> Path:
+def _path(template: str | None, rollout_id: int | str, flag: str) -> Path:
+    if template is None:
+        raise DebugDataError(f"{flag} is not given: it names the files")
     try:
         return Path(template.format(rollout_id=rollout_id)).expanduser()
     except (KeyError, IndexError, ValueError) as error:
@@ -126,10 +147,10 @@ def _save(value: dict[str, Any], path: Path) -> Path:
 
     from slime.data.plain_files import plain
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(plain(value), temporary)
-    temporary.replace(path)
+    packed = io.BytesIO()  # where the disk is full, torch.save raises a RuntimeError that names no cause
+    torch.save(plain(value), packed)
+    with replacing(path) as temporary:
+        temporary.write_bytes(packed.getbuffer())
     return path
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -24,6 +24,9 @@ from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.run_dir import RunDir
 from slime.observability.summary import REWARD_KEYS, print_summary, summarize, write_summary
 from slime.observability.timers import Timers
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 STEP_NUMBERS = (  # name, label, format; those that a step has are shown
     ("train/loss", "loss", "{:.2g}"),
@@ -111,7 +114,7 @@ class Display:
         console: where to (default: stdout).
     """
 
-    def __init__(self, args: Any, run_dir: RunDir | None = None, console: Console | None = None) -> None:
+    def __init__(self, args: Args, run_dir: RunDir | None = None, console: Console | None = None) -> None:
         self.args = args
         self.run_dir = run_dir
         self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False)

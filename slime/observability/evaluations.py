@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from slime.observability.best_effort import best_effort
+from slime.observability.best_effort import best_effort, replacing
 
 DETAIL = re.compile(r"^(?P<name>.+)-(?P<figure>truncated_ratio|reward_missing_count|(?:pass|mean)@\d+)$")
 """Of a metric without ``eval/``: data set and figure. A name that does not match is a data set's mean reward."""
@@ -59,11 +58,8 @@ def write_evaluation(
     }
     path = Path(run_dir) / "eval" / f"eval_{step:06d}.json"
     text = json.dumps({"step": step, "datasets": sets}, indent=1, default=str) + "\n"
-    with best_effort("the evaluation's file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with best_effort("the evaluation's file"), replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
     return path
 
 

@@ -13,10 +13,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.observability.best_effort import best_effort
+from slime.observability.best_effort import AppendedFile, best_effort
 from slime.observability.run_dir import RunDir, public_settings
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 STEP_KEYS = ("train/step", "rollout/step", "eval/step")
 
@@ -25,12 +28,12 @@ class MetricsError(ValueError):
     """A metric is no number, or a sink that was asked for is not there."""
 
 
-def metric_step(args: Any, rollout_id: int) -> int:
+def metric_step(args: Args, rollout_id: int) -> int:
     """The x-axis value of a rollout: its id, or optimizer steps with ``--wandb-always-use-train-step``.
 
     ``rollout_id · rollout_batch_size · n_samples_per_prompt // global_batch_size``
     """
-    if not getattr(args, "wandb_always_use_train_step", False):
+    if not args.wandb_always_use_train_step:
         return rollout_id
     return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
 
@@ -50,16 +53,16 @@ class MetricsLogger:
             rows of ``metrics.jsonl`` wait in memory until there is room again; TensorBoard's file may end there.
     """
 
-    def __init__(self, args: Any, run_dir: RunDir, resume_from: int | None = None) -> None:
+    def __init__(self, args: Args, run_dir: RunDir, resume_from: int | None = None) -> None:
         self._warned: set[str] = set()
-        self._steps_as_train_steps = bool(getattr(args, "wandb_always_use_train_step", False))
+        self._steps_as_train_steps = args.wandb_always_use_train_step
         if resume_from is not None:
             roll_back(run_dir.metrics, resume_from)
-        self._rows = _Lines(run_dir.metrics)
+        self._rows = AppendedFile(run_dir.metrics, "metrics.jsonl")
         self._tensorboard = None
-        if getattr(args, "use_tensorboard", True):
+        if args.use_tensorboard:
             self._tensorboard = _TensorBoard(_tensorboard_dir(args, run_dir), purge_step=resume_from)
-        self._wandb = _start_wandb(args, run_dir) if getattr(args, "use_wandb", False) else None
+        self._wandb = _start_wandb(args, run_dir) if args.use_wandb else None
 
     def log(self, metrics: Mapping[str, Any], step: int, step_key: str = "rollout/step") -> None:
         """Write one row.
@@ -145,38 +148,14 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise MetricsError(f"{path}:{number}: not a JSON row ({error.msg})") from error
 
 
-def _tensorboard_dir(args: Any, run_dir: RunDir) -> Path:
+def _tensorboard_dir(args: Args, run_dir: RunDir) -> Path:
     """``$TENSORBOARD_DIR``, ``tensorboard_log/<project>/<experiment>``, or ``outputs/<run>/tensorboard``."""
-    project = getattr(args, "tb_project_name", None)
+    project = args.tb_project_name
     if os.environ.get("TENSORBOARD_DIR"):
         return Path(os.environ["TENSORBOARD_DIR"])
     if project:
-        return Path("tensorboard_log") / project / (getattr(args, "tb_experiment_name", None) or run_dir.path.name)
+        return Path("tensorboard_log") / project / (args.tb_experiment_name or run_dir.path.name)
     return run_dir.tensorboard
-
-
-class _Lines:
-    """Appends lines to a file. What a full disk refuses, also the rest of a line of which a part was written, is kept
-    and written before the next line."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)  # a buffer of Python's would not tell how much of it was written
-        self._unwritten = b""
-
-    def write(self, line: str) -> None:
-        self._unwritten += line.encode() + b"\n"
-        self._flush()
-
-    def close(self) -> None:
-        if not self._file.closed:
-            self._flush()
-            with best_effort("metrics.jsonl"):
-                self._file.close()
-
-    def _flush(self) -> None:
-        with best_effort("metrics.jsonl"):
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 class _TensorBoard:
@@ -207,27 +186,27 @@ class _TensorBoard:
         self._writer.close()
 
 
-def _start_wandb(args: Any, run_dir: RunDir) -> Any:
+def _start_wandb(args: Args, run_dir: RunDir) -> Any:
     try:
         import wandb
     except ModuleNotFoundError as error:
         raise MetricsError("--use-wandb: the package is not installed; pip install 'slime[wandb]'") from error
-    if getattr(args, "wandb_host", None):
+    if args.wandb_host:
         os.environ["WANDB_BASE_URL"] = args.wandb_host
-    if getattr(args, "wandb_key", None):
-        wandb.login(key=args.wandb_key, host=getattr(args, "wandb_host", None))
+    if args.wandb_key:
+        wandb.login(key=args.wandb_key, host=args.wandb_host)
     run = wandb.init(
-        entity=getattr(args, "wandb_team", None),
-        project=getattr(args, "wandb_project", None) or "slime",
-        group=getattr(args, "wandb_group", None),
+        entity=args.wandb_team,
+        project=args.wandb_project or "slime",
+        group=args.wandb_group,
         name=run_dir.path.name,
-        id=getattr(args, "wandb_run_id", None),
-        resume="allow" if getattr(args, "wandb_run_id", None) else None,
-        mode=getattr(args, "wandb_mode", None),
-        dir=getattr(args, "wandb_dir", None) or str(run_dir.path),
+        id=args.wandb_run_id,
+        resume="allow" if args.wandb_run_id else None,
+        mode=args.wandb_mode,
+        dir=args.wandb_dir or str(run_dir.path),
         config=public_settings(args),
     )
-    axis = "train/step" if getattr(args, "wandb_always_use_train_step", False) else "rollout/step"
+    axis = "train/step" if args.wandb_always_use_train_step else "rollout/step"
     for key in STEP_KEYS:
         wandb.define_metric(key)
     for group in ("train", "rollout", "perf", "passrate", "multi_turn", "eval"):

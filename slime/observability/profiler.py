@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from slime.observability.best_effort import best_effort
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 TARGET_OF_PHASE = {
     **dict.fromkeys(("log_probs", "ref_log_probs", "teacher_log_probs", "values"), "train_log_probs"),
@@ -21,7 +26,7 @@ class Profiler:
     ``memory-<role>-<rank>.pickle``, for pytorch.org/memory_viz.
     """
 
-    def __init__(self, args: Any, folder: Path, role: str, rank: int) -> None:
+    def __init__(self, args: Args, folder: Path, role: str, rank: int) -> None:
         self.args, self.folder, self.name = args, folder, f"{role}-{rank}"
         self.rollout_id = -1
         self.rollouts = 0
@@ -69,13 +74,15 @@ class Profiler:
                 yield
         finally:
             self.profiling = False
-        self.folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(self.folder / f"train-{self.name}-{target}-{self.rollout_id:06d}.json.gz"))
+        with best_effort("profiles of the trainer"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(self.folder / f"train-{self.name}-{target}-{self.rollout_id:06d}.json.gz"))
 
     def _save_memory(self) -> None:
         import torch
 
         folder = Path(self.args.memory_snapshot_dir or self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"memory-{self.name}.pickle"))
+        with best_effort("the record of the trainer's memory"):
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{self.name}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)

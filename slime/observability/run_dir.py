@@ -7,9 +7,12 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.secrets import redacted
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 class RunDirError(OSError):
@@ -23,7 +26,7 @@ class RunDir:
     path: Path
 
     @classmethod
-    def create(cls, args: Any, resume: bool = False) -> RunDir:
+    def create(cls, args: Args, resume: bool = False) -> RunDir:
         """Make the folder of a run and put its resolved config there.
 
         The name is ``--run-name``, or the time; ``args.run_name`` is set to it. When the folder holds
@@ -32,11 +35,11 @@ class RunDir:
         Raises:
             RunDirError: the folder cannot be written.
         """
-        root = Path(getattr(args, "output_dir", None) or "outputs").expanduser().resolve()
-        name = getattr(args, "run_name", None) or time.strftime("%Y%m%d-%H%M%S")
+        root = Path(args.output_dir or "outputs").expanduser().resolve()
+        name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
         run = cls(root / name)
         try:
-            if not resume and not _inside(getattr(args, "load", None), run.path):
+            if not resume and not _inside(args.load, run.path):
                 _move_aside(run.path)
             for folder in (run.tensorboard, run.samples, run.traces, run.logs):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,7 @@ class RunDir:
     def reward_curve(self) -> Path:
         return self.path / "reward_curve.png"
 
-    def write_config(self, args: Any) -> None:
+    def write_config(self, args: Args) -> None:
         """Write the resolved arguments, one ``name: value`` a line, in alphabetical order."""
         import yaml
 
@@ -95,7 +98,7 @@ class RunDir:
         _replace(self.config, text)
 
 
-def public_settings(args: Any) -> dict[str, Any]:
+def public_settings(args: Args) -> dict[str, Any]:
     """All arguments as YAML and trackers hold them, without secrets."""
     return {key: plain(redacted(key, value)) for key, value in vars(args).items()}
 

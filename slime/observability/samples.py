@@ -2,46 +2,138 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from slime.config.observability import log_samples_count
 from slime.data.sample import flatten
-from slime.observability.best_effort import best_effort
+from slime.observability.best_effort import best_effort, replacing
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _SPECIAL = re.compile(r"<[|｜][^<>]{1,40}[|｜]>")
 _USER_TURN = re.compile(r"<[|｜](?:im_start[|｜]>user|user[|｜]>|User[|｜]>)\s*(.*?)(?=<[|｜]|$)", re.DOTALL)
+_NUMBERED = re.compile(r"(?P<kind>.+)_(?P<number>\d+)(?:\.\w+)+")
+COMPRESSED = ".zst"
+_ZSTD_LEVEL = 3
 
 
-def write_samples(run_dir: Path, rollout_id: int, samples: Iterable[Any], kind: str = "rollout") -> Path:
+@dataclass(frozen=True)
+class KeptTexts:
+    """Which texts are written, and for how long.
+
+    Attributes:
+        count: samples of each rollout, and of each data set of an evaluation; None: all; 0: no file is written.
+        last: files of a kind that stay; older ones are removed. None: all.
+        compressed: files are written as ``.jsonl.zst``.
+    """
+
+    count: int | None = None
+    last: int | None = None
+    compressed: bool = False
+
+    @classmethod
+    def from_args(cls, args: Args) -> KeptTexts:
+        return cls(log_samples_count(args.log_samples), args.log_keep_last, args.log_compress)
+
+    def chosen(self, samples: list[Any]) -> list[Any]:
+        """``count`` of the samples, at even distances, so that the same positions are chosen in each run."""
+        if self.count is None or len(samples) <= self.count:
+            return samples
+        return [samples[i * len(samples) // self.count] for i in range(self.count)]
+
+
+def write_samples(
+    run_dir: Path, rollout_id: int, samples: Iterable[Any], kind: str = "rollout", kept: KeptTexts | None = None
+) -> Path | None:
     """Write ``<run>/samples/<kind>_<rollout_id>.jsonl``, one sample a line, replacing an older file.
 
-    A full disk is logged, and no error.
+    An error of the disk is logged, and the run goes on.
 
     Args:
         run_dir: folder of the run.
         samples: flat or nested as groups.
         kind: ``rollout`` or ``eval-<data set>``.
+        kept: default: all samples, for ever.
+
+    Returns:
+        The file; None where none is to be written.
     """
-    folder = Path(run_dir) / "samples"
-    path = folder / f"{kind.replace('/', '-')}_{rollout_id:06d}.jsonl"
+    kept = kept or KeptTexts()
+    if kept.count == 0:
+        return None
+    name = f"{kind.replace('/', '-')}_{rollout_id:06d}.jsonl"
+    plain = Path(run_dir) / "samples" / name
+    packed = plain.with_name(name + COMPRESSED)
+    path, other = (packed, plain) if kept.compressed else (plain, packed)
     with best_effort("the texts of samples"):
-        _write(path, rollout_id, samples)
+        with replacing(path) as temporary, _writer(temporary, kept.compressed) as write:
+            for sample in kept.chosen(flatten(samples)):
+                # half a surrogate pair, which UTF-8 does not know, is written as JSON's own escape of it
+                write((_line(sample_record(sample, rollout_id)) + "\n").encode("utf-8", "backslashreplace"))
+        other.unlink(missing_ok=True)  # of an earlier attempt at the run with another --log-compress
+        if kept.last is not None:
+            remove_older(path, kept.last)
     return path
 
 
-def _write(path: Path, rollout_id: int, samples: Iterable[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    # half a surrogate pair, which UTF-8 does not know, is written as JSON's own escape of it
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for sample in flatten(samples):
-            file.write(_line(sample_record(sample, rollout_id)) + "\n")
-    temporary.replace(path)
+@contextlib.contextmanager
+def _writer(path: Path, compressed: bool) -> Iterator[Callable[[bytes], int]]:
+    with path.open("wb") as file:
+        if not compressed:
+            yield file.write
+            return
+        import zstandard
+
+        compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=True)
+        with compressor.stream_writer(file, closefd=False) as stream:
+            yield stream.write
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file that :func:`write_samples` wrote, compressed or not."""
+    if path.suffix != COMPRESSED:
+        text = path.read_text(encoding="utf-8")
+    else:
+        import zstandard
+
+        with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
+            text = packed.read().decode("utf-8")
+    return [json.loads(line) for line in text.split("\n") if line]  # not splitlines: texts hold other separators
+
+
+def sample_files(run_dir: Path, kind: str = "*") -> dict[str, Path]:
+    """Files of ``<run>/samples/`` in order, by their name without a suffix.
+
+    Args:
+        kind: a pattern, such as ``rollout`` or ``eval-*``.
+    """
+    found = {}
+    for path in Path(run_dir, "samples").glob(f"{kind}_*.jsonl*"):
+        if path.name.endswith((".jsonl", ".jsonl" + COMPRESSED)) and not path.name.startswith("."):
+            found[path.name.partition(".jsonl")[0]] = path
+    return dict(sorted(found.items()))
+
+
+def remove_older(path: Path, last: int) -> None:
+    """Of the files ``<kind>_<number>.<suffix>`` in ``path``'s folder that are of its kind, remove all up to its number
+    but the newest ``last``. Files of larger numbers, which an earlier attempt at the run left, stay."""
+    name = _NUMBERED.fullmatch(path.name)
+    assert name is not None, path
+    found = []
+    for other in path.parent.iterdir():
+        match = _NUMBERED.fullmatch(other.name)
+        if match and match["kind"] == name["kind"] and int(match["number"]) <= int(name["number"]):
+            found.append((int(match["number"]), other))
+    for _, old in sorted(found)[:-last]:
+        old.unlink(missing_ok=True)
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from slime.observability.best_effort import best_effort, replacing
 from slime.observability.charts import bar_chart, reward_curve_png
 from slime.observability.evaluations import DETAIL
 from slime.observability.metrics import MetricsError, read_metrics
@@ -66,12 +66,15 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
 
 
 def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:
-    """Write ``summary.json`` and the picture; returns what could not be made, as lines for the user."""
-    temporary = run_dir.summary.with_name(f".summary.{os.getpid()}")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(run_dir.summary)
+    """Write ``summary.json`` and the picture; returns what could not be made, as lines for the user.
+
+    A file that cannot be written is logged: the run, which is over, did not fail.
+    """
+    with best_effort("summary.json"), replacing(run_dir.summary) as temporary:
+        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     try:
-        reward_curve_png(run_dir.reward_curve, summary)
+        with best_effort("the picture of the reward curve"):
+            reward_curve_png(run_dir.reward_curve, summary)
     except ModuleNotFoundError as error:
         return [f"no picture of the reward curve: {error.name} is not installed (pip install 'slime[plots]')"]
     return []

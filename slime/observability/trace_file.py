@@ -2,62 +2,124 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.observability.best_effort import best_effort
+from slime.observability.best_effort import best_effort, replacing
+from slime.observability.samples import remove_older
 
 DRIVER = 0  # process id of the driver's row in the viewer; prompt groups follow it
+MOST_EVENTS = 100_000  # in one file, of samples: some 20 MB before they are compressed, which the viewer takes
+_MOST_OPEN = 64
+_LEVEL = 1  # of gzip: a twentieth of the size
 
 
 def trace_of(run_dir: Path, rollout_id: int) -> Path:
-    """Where the trace of a rollout is."""
-    return run_dir / "traces" / f"rollout_{rollout_id:06d}.json"
+    """Where the trace of a rollout is: JSON compressed with gzip, which ui.perfetto.dev opens as it is."""
+    return Path(run_dir) / "traces" / f"rollout_{rollout_id:06d}.json.gz"
 
 
-def write_trace_file(path: Path, samples: Iterable[Any], phases: Sequence[dict[str, Any]] = ()) -> Path | None:
-    """Write one file: a process row per prompt group, a thread row per sample, one row of driver phases.
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace file."""
+    events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return events
+
+
+@dataclass
+class _Open:
+    """A trace to which the driver's phases are still to come."""
+
+    start: float  # of its first event, wall seconds
+    text: str  # its events as JSON, without the brackets around them
+
+
+class TraceFiles:
+    """Writes the traces of a run's rollouts; belongs to the rollout manager.
+
+    A file is written with the samples as soon as they are there, and once more when the phases of the driver come. In
+    between the events of the samples are kept as text, so no file is read.
 
     Args:
-        path: where to; the folder is made.
-        samples: flat; those without a trace are left out.
-        phases: ``{"name", "start", "end"}`` in wall seconds, e.g. of :class:`~slime.observability.timers.Timers`.
-
-    Returns:
-        The path, or None when there was nothing to write.
+        last: files that stay; older ones are removed. None: all.
+        most_events: of samples in one file. Where there are more, groups at even distances are left out.
     """
-    events = list(_phase_events(phases))
-    for position, sample in enumerate(samples):
-        trace = getattr(sample, "trace", None)
-        if isinstance(trace, dict) and trace.get("events"):
-            events.extend(_sample_events(trace, position))
-    if not events:
-        return None
-    _write(path, {"displayTimeUnit": "ms", "traceEvents": events})
-    return path
+
+    def __init__(self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS) -> None:
+        self.run_dir, self.last, self.most_events = Path(run_dir), last, most_events
+        self._open: dict[int, _Open] = {}
+
+    def write_samples(self, rollout_id: int, samples: Sequence[Any]) -> Path | None:
+        """Write a process row per prompt group and a thread row per sample.
+
+        Args:
+            samples: flat; those without a trace are left out.
+
+        Returns:
+            The file, or None when there was nothing to write.
+        """
+        events = [
+            event
+            for position, trace in _within(_traces(samples), self.most_events)
+            for event in _sample_events(trace, position)
+        ]
+        if not events:
+            return None
+        start = min((event["ts"] for event in events if "ts" in event), default=0.0) / 1e6
+        self._open[rollout_id] = _Open(start, _joined(events))
+        for old in list(self._open)[:-_MOST_OPEN]:  # the driver never came back to them
+            del self._open[old]
+        return self._write(rollout_id, self._open[rollout_id].text)
+
+    def add_phases(self, rollout_id: int, phases: Sequence[dict[str, Any]]) -> None:
+        """Add the driver's row to the trace of a rollout that is trained by now: those phases that are not over before
+        its first event. So the file of a rollout that was generated ahead shows what trained meanwhile.
+
+        Args:
+            phases: ``{"name", "start", "end"}`` in wall seconds, e.g. of :class:`~slime.observability.timers.Timers`.
+        """
+        trace = self._open.pop(rollout_id, None)
+        if trace is None:
+            return
+        row = list(_phase_events([phase for phase in phases if phase["end"] >= trace.start]))
+        if row:
+            self._write(rollout_id, f"{trace.text},\n{_joined(row)}")
+
+    def _write(self, rollout_id: int, events: str) -> Path:
+        path = trace_of(self.run_dir, rollout_id)
+        text = f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
+        with best_effort("traces"):
+            with replacing(path) as temporary:
+                temporary.write_bytes(gzip.compress(text.encode(), _LEVEL))
+            if self.last is not None:
+                remove_older(path, self.last)
+        return path
 
 
-def add_phases(path: Path, phases: Sequence[dict[str, Any]]) -> None:
-    """Add the driver's row to the trace of a rollout that is trained by now: those phases that are not over before its
-    first event. So the file of a rollout that was generated ahead shows what trained meanwhile."""
-    if not path.is_file():
-        return
-    trace = json.loads(path.read_bytes())
-    starts = [event["ts"] for event in trace["traceEvents"] if "ts" in event]
-    first = min(starts, default=0.0) / 1e6
-    trace["traceEvents"] += _phase_events([phase for phase in phases if phase["end"] >= first])
-    _write(path, trace)
+def _joined(events: Iterable[dict[str, Any]]) -> str:
+    return ",\n".join(json.dumps(event, default=str) for event in events)
 
 
-def _write(path: Path, trace: dict[str, Any]) -> None:
-    with best_effort("traces"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(trace, default=str))
-        temporary.replace(path)
+def _traces(samples: Iterable[Any]) -> list[tuple[int, dict[str, Any]]]:
+    """Traces that hold an event, with the positions of their samples."""
+    traces = ((position, getattr(sample, "trace", None)) for position, sample in enumerate(samples))
+    return [(position, trace) for position, trace in traces if isinstance(trace, dict) and trace.get("events")]
+
+
+def _within(traces: list[tuple[int, dict[str, Any]]], most: int) -> list[tuple[int, dict[str, Any]]]:
+    """Those of whole groups at even distances, with about ``most`` events or less; at least one group's."""
+    events = sum(len(trace["events"]) for _, trace in traces)
+    if events <= most:
+        return traces
+    groups: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+    for position, trace in traces:
+        group = trace.get("group_id")
+        groups.setdefault(("alone", position) if group is None else group, []).append((position, trace))
+    share = list(groups.values())[:: -(-events // most)]
+    return [entry for group in share for entry in group]
 
 
 def _phase_events(phases: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:

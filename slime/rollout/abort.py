@@ -6,19 +6,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.generate import get_model_url
 from slime.rollout.state import GenerateState
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 logger = logging.getLogger(__name__)
-AGAIN_SECONDS = 1.0  # a multi-turn function may send another request after an abort
+RETRY_SECONDS = 1.0  # a multi-turn function may send another request after an abort
 ANSWER_SECONDS = 10.0  # an engine that hangs must not hold up the others
 _MOST_TRIES = 10
 _LONGEST_REST_SECONDS = 5.0
 
 
-async def worker_urls(args: Any) -> list[str]:
+async def worker_urls(args: Args) -> list[str]:
     """Addresses of the engines: those the router lists, or the only engine, which has no ``/workers``."""
     from slime.engines.http import HttpError, request, retrying
     from slime.engines.router import engine_url
@@ -34,7 +37,7 @@ async def worker_urls(args: Any) -> list[str]:
     return list(dict.fromkeys(map(engine_url, urls))) or [base]
 
 
-async def abort(args: Any) -> None:
+async def abort(args: Args) -> None:
     """Set the abort flag and tell every engine to end all requests; they answer with what they have.
 
     An engine or router that cannot be reached is only logged: its requests fail by themselves.
@@ -68,7 +71,7 @@ def rest_seconds(what: str, tries: int) -> float:
     return min(0.1 * 2**tries, _LONGEST_REST_SECONDS) if tries else 0.0
 
 
-async def abort_and_drain(args: Any, tasks: Collection[asyncio.Task[Any]], deadline: float) -> None:
+async def abort_and_drain(args: Args, tasks: Collection[asyncio.Task[Any]], deadline: float) -> None:
     """Abort until all ``tasks`` are done.
 
     Args:
@@ -87,4 +90,4 @@ async def abort_and_drain(args: Any, tasks: Collection[asyncio.Task[Any]], deadl
                 await abort(args)
         except TimeoutError as error:
             raise TimeoutError("the engines did not take the order to abort (--phase-timeout)") from error
-        _, pending = await asyncio.wait(pending, timeout=min(AGAIN_SECONDS, left))
+        _, pending = await asyncio.wait(pending, timeout=min(RETRY_SECONDS, left))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Group
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 @dataclass
@@ -26,7 +29,7 @@ class RolloutFnEvalOutput:
 
 
 def call_rollout_fn(
-    fn: Callable[..., Any], args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    fn: Callable[..., Any], args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call ``fn(args, rollout_id, data_source, evaluation=...)`` and wrap the older return forms.
 

@@ -10,24 +10,27 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.data.sample import Sample, flatten
 from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.rollout.generate import generate
-from slime.rollout.hooks import accepted, call, parameters
+from slime.rollout.hooks import call, parameters, supported_kwargs
+from slime.rollout.prompts import encode, render
 from slime.rollout.state import GenerateState
-from slime.rollout.text_only import conversation_ids
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 Generated = Sample | list[Sample]
 _warned: set[Callable[..., Any]] = set()
 
 
-def generate_function(args: Any, sample: Sample) -> Callable[..., Any]:
+def generate_function(args: Args, sample: Sample) -> Callable[..., Any]:
     """The sample's own generate function, else the run's, else the default."""
-    path = sample.generate_function_path or getattr(args, "custom_generate_function_path", None)
+    path = sample.generate_function_path or args.custom_generate_function_path
     return load_function(path, "custom_generate") if path else generate
 
 
@@ -38,22 +41,22 @@ def takes_list(fn: Callable[..., Any]) -> bool:
 
 
 async def call_single(
-    fn: Callable[..., Any], args: Any, sample: Sample, params: dict[str, Any], evaluation: bool
+    fn: Callable[..., Any], args: Args, sample: Sample, params: dict[str, Any], evaluation: bool
 ) -> Generated:
     """Call the one-sample form and check what it gives."""
     if fn is generate:
         return await generate(args, sample, params)
     prompt = _prepare(sample)
     threads = GenerateState(args).threads
-    result = await call(fn, args, sample, params, threads=threads, **accepted(fn, evaluation=evaluation))
+    result = await call(fn, args, sample, params, threads=threads, **supported_kwargs(fn, evaluation=evaluation))
     return _finish_all(fn, args, sample, prompt, result)
 
 
-async def call_list(fn: Callable[..., Any], args: Any, samples: list[Sample], evaluation: bool) -> list[Generated]:
+async def call_list(fn: Callable[..., Any], args: Args, samples: list[Sample], evaluation: bool) -> list[Generated]:
     """Call the list form on the samples of one prompt; None means that it changed them in place."""
     prompts = [_prepare(sample) for sample in samples]
     threads = GenerateState(args).threads
-    result = await call(fn, args, list(samples), threads=threads, **accepted(fn, evaluation=evaluation))
+    result = await call(fn, args, list(samples), threads=threads, **supported_kwargs(fn, evaluation=evaluation))
     result = samples if result is None else result
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
@@ -76,7 +79,7 @@ def _prepare(sample: Sample) -> str | list[dict[str, Any]]:
 
 
 def _finish_all(
-    fn: Callable[..., Any], args: Any, asked: Sample, prompt: str | list[dict[str, Any]], result: Any
+    fn: Callable[..., Any], args: Args, asked: Sample, prompt: str | list[dict[str, Any]], result: Any
 ) -> Generated:
     if not isinstance(result, Sample) and not (
         isinstance(result, list) and result and all(isinstance(part, Sample) for part in result)
@@ -93,7 +96,7 @@ def _finish_all(
     return result
 
 
-def _finish(fn: Callable[..., Any], args: Any, sample: Sample, prompt: str | list[dict[str, Any]]) -> None:
+def _finish(fn: Callable[..., Any], args: Args, sample: Sample, prompt: str | list[dict[str, Any]]) -> None:
     """Fill in what the function left out, and check that per-token fields are aligned."""
     conversation = sample.prompt
     if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
@@ -139,7 +142,7 @@ def _misaligned(sample: Sample) -> str | None:
     return None
 
 
-def _from_text(fn: Callable[..., Any], args: Any, sample: Sample, conversation: str | list[dict[str, Any]]) -> None:
+def _from_text(fn: Callable[..., Any], args: Args, sample: Sample, conversation: str | list[dict[str, Any]]) -> None:
     """Token ids of a sample for which only text was set. No engine log-probs then: the trainer computes its own."""
     if sample.response and fn not in _warned:
         _warned.add(fn)
@@ -150,7 +153,7 @@ def _from_text(fn: Callable[..., Any], args: Any, sample: Sample, conversation: 
             _name(fn),
         )
     tokenizer = GenerateState(args).tokenizer
-    prompt, response, mask = conversation_ids(tokenizer, sample, conversation)
+    prompt, response, mask = split_conversation_ids(tokenizer, sample, conversation)
     sample.tokens, sample.response_length = prompt + response, len(response)
     sample.loss_mask = None if all(mask) else mask
     sample.rollout_log_probs = None
@@ -170,3 +173,65 @@ def _share_rollout_id(fn: Callable[..., Any], asked: Sample, siblings: Sequence[
 
 def _name(fn: Callable[..., Any]) -> str:
     return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', fn)}"
+
+
+def split_conversation_ids(tokenizer: Any, sample: Sample, conversation: Any) -> tuple[list[int], list[int], list[int]]:
+    """Prompt ids, response ids, and the response's mask.
+
+    Args:
+        sample: with its first prompt and its last response.
+        conversation: the message list after the function worked on it. Turns that it appended to the
+            prompt are part of the response: assistant turns are trained on, the rest is masked.
+
+    Where the chat template does not render a conversation as a continuation of its beginning (some drop
+    earlier reasoning), the turns count as prompt and only the last response is trained on.
+    """
+    first = sample.prompt if isinstance(sample.prompt, str) else render(tokenizer, sample, sample.prompt)
+    turns = _turns(sample, conversation)
+    if turns:
+        parts = _parts(tokenizer, sample, turns, first)
+        if parts is None:
+            return encode(tokenizer, render(tokenizer, sample, [*sample.prompt, *turns])), *_trained(tokenizer, sample)
+        ids, mask = [], []
+        for text, trained in [*parts, (sample.response, 1)]:
+            tokens = encode(tokenizer, text)
+            ids += tokens
+            mask += [trained] * len(tokens)
+        return encode(tokenizer, first), ids, mask
+    return encode(tokenizer, first), *_trained(tokenizer, sample)
+
+
+def _trained(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
+    ids = encode(tokenizer, sample.response)
+    return ids, [1] * len(ids)
+
+
+def _turns(sample: Sample, conversation: Any) -> list[dict[str, Any]]:
+    """Messages appended to the prompt, without the last response (and what came after it) where it was appended too."""
+    if not isinstance(conversation, list) or not isinstance(sample.prompt, list):
+        return []
+    turns = list(conversation[len(sample.prompt) :])
+    answers = [i for i, message in enumerate(turns) if message.get("role") == "assistant"]
+    if answers and turns[answers[-1]].get("content") == sample.response:
+        turns = turns[: answers[-1]]
+    return turns
+
+
+def _parts(tokenizer: Any, sample: Sample, turns: list[dict[str, Any]], first: str) -> list[tuple[str, int]] | None:
+    """Pieces of text between first prompt and last response, each with its mask; None when they do not add up."""
+    parts: list[tuple[str, int]] = []
+    messages: list[Any] = list(sample.prompt)
+    text = first
+    for message in turns:
+        messages.append(message)
+        if message.get("role") == "assistant":
+            before = render(tokenizer, sample, messages[:-1])
+            after = render(tokenizer, sample, messages, generation_prompt=False)
+            if not before.startswith(text) or not after.startswith(before):
+                return None
+            parts += [(before[len(text) :], 0), (after[len(before) :], 1)]
+            text = after
+    before = render(tokenizer, sample, messages)
+    if not before.startswith(text):
+        return None
+    return [*parts, (before[len(text) :], 0)]

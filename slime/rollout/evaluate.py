@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -18,11 +18,13 @@ from slime.observability import progress
 from slime.rollout.abort import rest_seconds
 from slime.rollout.base_types import RolloutFnEvalOutput
 from slime.rollout.group import continuable, generate_and_rm_group, snapshot
-from slime.rollout.loop import DEFAULT_PHASE_SECONDS
 from slime.rollout.state import GenerateState
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
-async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
+
+async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """Generate and score ``n_samples_per_eval_prompt`` samples for each prompt of each data set.
 
     The seed of a sample depends on the run seed, the data set's name, the prompt and the sample's
@@ -46,7 +48,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
         ]
         for config, groups in plans
     }
-    await _all([task for part in tasks.values() for task in part], args)
+    await _all([task for part in tasks.values() for task in part], args.phase_timeout)
     return RolloutFnEvalOutput(
         data={
             config.name: _results(args, config, [task.result() for task in tasks[config.name]]) for config, _ in plans
@@ -54,10 +56,10 @@ async def eval_rollout(args: Any, rollout_id: int) -> RolloutFnEvalOutput:
     )
 
 
-async def _finished(args: Any, group: Group, params: dict[str, Any], purpose: str) -> Group:
+async def _finished(args: Args, group: Group, params: dict[str, Any], purpose: str) -> Group:
     """The group, finished: engines end requests of an evaluation too (a weight update, a restart, another rollout's
     abort), and these go on from their tokens so far."""
-    pristine, tries = snapshot(group), 0
+    original, tries = snapshot(group), 0
     while True:
         before = sum(sample.response_length for sample in flatten(group))
         group = await generate_and_rm_group(args, group, params, evaluation=True, purpose=purpose)
@@ -65,13 +67,12 @@ async def _finished(args: Any, group: Group, params: dict[str, Any], purpose: st
         if not any(sample.status is Sample.Status.ABORTED for sample in leaves):
             return group
         tries = 0 if sum(sample.response_length for sample in leaves) > before else tries + 1
-        group = continuable(group, snapshot(pristine), partial=True)
+        group = continuable(group, snapshot(original), partial=True)
         await asyncio.sleep(rest_seconds(f"{purpose}, prompt {leaves[0].group_index}", tries))
 
 
-async def _all(tasks: list[asyncio.Task[Group]], args: Any) -> None:
+async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
     """Wait for all, show progress; the first error ends the others and propagates."""
-    limit = float(getattr(args, "phase_timeout", None) or DEFAULT_PHASE_SECONDS)
     deadline = time.monotonic() + limit
     pending: set[asyncio.Task[Group]] = set(tasks)
     try:
@@ -93,7 +94,7 @@ async def _all(tasks: list[asyncio.Task[Group]], args: Any) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def eval_groups(args: Any, state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
+def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
     """Fresh samples of a data set; the file is read once per run."""
     groups = []
     for i, prompt in enumerate(_dataset(args, state, config).samples):
@@ -126,18 +127,18 @@ def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
     return params
 
 
-def _override(args: Any, config: EvalDatasetConfig, sample: Sample) -> None:
+def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
     """The data set's own reward, generate function and metadata, where they differ from the run's."""
     sample.metadata.update(config.metadata_overrides)
-    if config.rm_type and config.rm_type != getattr(args, "rm_type", None):
+    if config.rm_type and config.rm_type != args.rm_type:
         sample.metadata.setdefault("rm_type", config.rm_type)
-    if config.custom_rm_path != getattr(args, "custom_rm_path", None):
+    if config.custom_rm_path != args.custom_rm_path:
         sample.custom_rm_path = config.custom_rm_path
-    if config.custom_generate_function_path != getattr(args, "custom_generate_function_path", None):
+    if config.custom_generate_function_path != args.custom_generate_function_path:
         sample.generate_function_path = config.custom_generate_function_path
 
 
-def _dataset(args: Any, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
+def _dataset(args: Args, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
     key = orjson.dumps([args.hf_checkpoint, asdict(config)], default=str)
     if key not in state.eval_datasets:
         keys = config.row_keys()
@@ -157,7 +158,7 @@ def _dataset(args: Any, state: GenerateState, config: EvalDatasetConfig) -> Data
     return state.eval_datasets[key]
 
 
-def _results(args: Any, config: EvalDatasetConfig, groups: list[Group]) -> dict[str, Any]:
+def _results(args: Args, config: EvalDatasetConfig, groups: list[Group]) -> dict[str, Any]:
     rollouts = [flatten([entry]) for group in groups for entry in group]  # siblings of a fan-out count once
     return {
         "rewards": [_mean_known([eval_reward(args, sample) for sample in rollout]) for rollout in rollouts],
@@ -173,13 +174,13 @@ def _mean_known(rewards: list[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def eval_reward(args: Any, sample: Sample) -> float:
+def eval_reward(args: Args, sample: Sample) -> float:
     """The number of a reward (``--eval-reward-key``, else ``--reward-key``); NaN where a verifier gave no answer."""
     reward = sample.reward
     if sample.reward_timed_out or reward is None:
         return math.nan
     if isinstance(reward, dict):
-        key = getattr(args, "eval_reward_key", None) or getattr(args, "reward_key", None)
+        key = args.eval_reward_key or args.reward_key
         if key is None or key not in reward:
             raise ValueError(
                 f"sample {sample.index} has the reward {reward}: name the entry that evaluates with --eval-reward-key"

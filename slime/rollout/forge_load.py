@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.observability.debug_data import load_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.sglang_rollout import generate_rollout as evaluate_with_engines
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The dump of ``rollout_id``; an evaluation is a real one.
 
@@ -22,8 +24,6 @@ def generate_rollout(
     """
     if evaluation:
         return evaluate_with_engines(args, rollout_id, data_source, evaluation=True)
-    template = getattr(args, "load_forge_rollout_data", None)
-    if not template:
+    if not args.load_forge_rollout_data:
         raise ValueError(f"{__name__}.generate_rollout needs --load-forge-rollout-data, a template with {{rollout_id}}")
-    source: Any = SimpleNamespace(load_debug_rollout_data=template, load_debug_rollout_data_subsample=None)
-    return RolloutFnTrainOutput(samples=load_rollout(source, rollout_id))
+    return RolloutFnTrainOutput(samples=load_rollout(args.load_forge_rollout_data, rollout_id))

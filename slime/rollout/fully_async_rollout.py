@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Group, flatten
 from slime.data.staleness import mask_older_versions
 from slime.rollout.admission import Admission
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.loop import RolloutLoop, _Ticket
+from slime.rollout.loop import RolloutLoop, _InFlightGroup
 from slime.rollout.state import GenerateState
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 def generate_rollout_fully_async(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """The next ``--rollout-batch-size`` groups of the pool; the others stay under way.
 
@@ -44,7 +47,7 @@ def generate_rollout_fully_async(
 
 
 def open_pool(
-    args: Any, data_source: Any, first_step: int, last_step: int | None = None, ahead: int = 0
+    args: Args, data_source: Any, first_step: int, last_step: int | None = None, ahead: int = 0
 ) -> StandingPool:
     """The pool of this run, empty; it is the one from which the rollout function takes."""
     pool = GenerateState(args).pool = StandingPool(args, data_source, first_step, last_step, ahead)
@@ -55,7 +58,7 @@ generate_rollout_fully_async.open_pool = open_pool  # type: ignore[attr-defined]
 
 
 class StandingPool(RolloutLoop):
-    """The rollout loop with tickets that outlive a rollout, judged in the order of admission.
+    """The rollout loop with in_flight that outlive a rollout, judged in the order of admission.
 
     Used on one event loop. Whoever drives it says by :meth:`advance` how far training is.
 
@@ -65,15 +68,15 @@ class StandingPool(RolloutLoop):
     """
 
     def __init__(
-        self, args: Any, data_source: Any, first_step: int = 0, last_step: int | None = None, ahead: int = 0
+        self, args: Args, data_source: Any, first_step: int = 0, last_step: int | None = None, ahead: int = 0
     ) -> None:
         super().__init__(args, -1, data_source)
         self.deterministic = True  # the oldest first
         self.admission = Admission(
             self.target,
-            getattr(args, "async_buffer_size", 1),
-            getattr(args, "update_weights_interval", 1),
-            getattr(args, "max_weight_staleness", None),
+            args.async_buffer_size,
+            args.update_weights_interval,
+            args.max_weight_staleness,
             first_step,
             last_step,
         )
@@ -84,19 +87,19 @@ class StandingPool(RolloutLoop):
 
     def under_way(self) -> list[Group]:
         """The groups of the pool in the order of admission: finished, or as they were given to the engines last."""
-        return [*(_as_it_is(ticket) for ticket in self.tickets.values()), *self.unstarted]
+        return [*(_as_it_is(item) for item in self.in_flight.values()), *self.unstarted]
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
         """The next groups in the order of admission."""
-        self.begin(rollout_id)
-        self.deadline = time.monotonic() + self.seconds
+        self.reset_for(rollout_id)
+        self.deadline = time.monotonic() + self.settings.timeout
         try:
             await self._collect()
         except BaseException:
             await self.close()
             raise
         self._call_hooks()
-        metrics = {**self.counts.metrics(), "rollout/under_way_group_count": float(len(self.tickets))}
+        metrics = {**self.counts.metrics(), "rollout/under_way_group_count": float(len(self.in_flight))}
         return RolloutFnTrainOutput(samples=self.accepted, metrics=metrics)
 
     async def advance(self, version: int, taken: bool = False, trained: bool = False) -> None:
@@ -123,45 +126,47 @@ class StandingPool(RolloutLoop):
             TimeoutError: some went on for ``--phase-timeout``.
         """
         self._drained = True
-        tasks = [ticket.task for ticket in self.tickets.values() if ticket.task is not None]
-        pending = (await asyncio.wait(tasks, timeout=self.seconds))[1] if tasks else ()
+        tasks = [item.task for item in self.in_flight.values() if item.task is not None]
+        pending = (await asyncio.wait(tasks, timeout=self.settings.timeout))[1] if tasks else ()
         if pending:
-            raise TimeoutError(f"{len(pending)} groups did not finish in {self.seconds:g} s before a weight update")
+            raise TimeoutError(
+                f"{len(pending)} groups did not finish in {self.settings.timeout:g} s before a weight update"
+            )
 
     async def close(self) -> None:
         """Cancel what is under way; its groups go back to the data source as they were given."""
         await self._cancel_all()
         back = self.under_way()
-        self._forget()
+        self._clear()
         if back:
-            self._give(back)
+            self._return_to_source(back)
 
     def _top_up(self) -> None:
         while not self._drained and (room := self.admission.room()) > 0:
             if not self.unstarted:
-                self._take_in(self._get(room))
+                self._enqueue(self._get(room))
             self._start_all()
 
-    def _add(self, pristine: Group, task: Any = None) -> None:
+    def _add(self, original: Group, task: Any = None) -> None:
         self.admission.admit()
-        super()._add(pristine, task)
+        super()._add(original, task)
 
     def _ready(self) -> bool:
         """An empty pool waits: there is room again when the trainer goes on."""
-        return bool(self.tickets) and super()._ready()
+        return bool(self.in_flight) and super()._ready()
 
-    def _judge(self, ticket: _Ticket) -> None:
+    def _judge(self, item: _InFlightGroup) -> None:
         before = len(self.accepted)
-        if getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
-            for sample in flatten(ticket.group):
+        if self.settings.masks_earlier_rollouts:
+            for sample in flatten(item.group):
                 mask_older_versions(sample)
-        super()._judge(ticket)
+        super()._judge(item)
         if len(self.accepted) == before:
             self.admission.dropped()
 
 
-def _as_it_is(ticket: _Ticket) -> Group:
+def _as_it_is(item: _InFlightGroup) -> Group:
     """The group, generated where it is; a group whose task failed or goes on: as it was given."""
-    task = ticket.task
+    task = item.task
     whole = task is not None and task.done() and not task.cancelled() and task.exception() is None
-    return ticket.group if whole else ticket.pristine
+    return item.group if whole else item.original

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.data.sample import Sample
 from slime.engines.http import HttpError
+from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
 from slime.rollout.context import mark_too_long, says_too_long
 from slime.rollout.prompts import media_fields, prompt_ids, prompt_text
-from slime.rollout.sampling_params import cuts_off_tokens
-from slime.rollout.schedule import SCHEDULE
+from slime.rollout.settings import restricts_vocabulary
 from slime.rollout.state import GenerateState
+from slime.rollout.weight_timeline import TIMELINE
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-_POLICIES_WITH_KEYS = ("consistent_hashing", "manual")
-_REQUEST_SECONDS = 14400.0
 _UNFINISHED = "\ufffd"  # what decoders show for a part of a character
 _CHARACTER_TOKENS = 16  # more than a character can be divided into
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate (the rest of) one response and append it to ``sample``, token by token as the engine sampled it.
 
     A sample that was aborted goes on from its tokens so far. Its length limits,
@@ -41,46 +43,64 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -
     if not sample.num_tokens:
         sample.tokens = prompt_ids(state, sample)
         sample.pack()  # so that the answer is appended as arrays
-    params = remaining(args, sample, sampling_params)
+    params = remaining(state, sample, sampling_params)
     if params is None:
-        return without_room(args, sample)
+        return without_room(state, sample)
     with trace_span(sample, "sglang_generate") as span:
-        body, send = request(args, state, sample, params), functools.partial(ask_engine, args, state, sample)
-        schedule = SCHEDULE.get()
+        body, send = (
+            build_generate_body(state, sample, params),
+            functools.partial(ask_engine, state, sample),
+        )
+        schedule = TIMELINE.get()
         try:
             output = await (send(body) if schedule is None else schedule.ask(sample, body, send))
         except HttpError as error:
             if error.status != 400 or not says_too_long(error):
                 raise
-            return without_room(args, sample)  # media grow in the engine
+            return without_room(state, sample)  # media grow in the engine
         if output is None:
             sample.status = Sample.Status.ABORTED
             return sample
         span.set(tokens=len(output["meta_info"].get("output_token_logprobs") or []))
+    compare_read(state, sample, body, output["meta_info"])
     append_output(args, sample, output)
     return sample
 
 
-def request(args: Any, state: GenerateState, sample: Sample, params: dict[str, Any]) -> dict[str, Any]:
+def compare_read(state: GenerateState, sample: Sample, body: dict[str, Any], meta: dict[str, Any]) -> None:
+    """Warn, once, where an engine that tokenised a text with media itself read another number of tokens than
+    ``sample`` has: the log-probs of its answer then follow other tokens than those that are trained."""
+    read = meta.get("prompt_tokens")
+    if "text" not in body or read is None or read == sample.num_tokens or state.warned_of_media:
+        return
+    state.warned_of_media = True
+    warn(
+        f"sample {sample.index} has media and {sample.num_tokens} tokens, but the engine, which tokenises the text of "
+        f"such samples itself, read {read}: its log-probs belong to other tokens (told once). Compare the processor of "
+        "--hf-checkpoint with the engine's; a continued answer or a tool's text may divide into tokens otherwise"
+    )
+
+
+def build_generate_body(state: GenerateState, sample: Sample, params: dict[str, Any]) -> dict[str, Any]:
     """Body of ``POST /generate`` that continues ``sample``.
 
     Ids; for SGLang with media text, in which it places them itself (the embedded engine takes the ids that
     the processor made).
     """
     body: dict[str, Any] = {"sampling_params": params, "return_logprob": True, **media_fields(sample)}
-    if sample.multimodal_inputs and getattr(args, "rollout_backend", None) != "embedded":
+    if sample.multimodal_inputs and not state.requests.embedded:
         body["text"] = prompt_text(state, sample) + sample.response
     else:
         body["input_ids"] = [] if (ids := sample.array("tokens")) is None else ids.tolist()
-    if getattr(args, "use_rollout_routing_replay", False):
+    if state.requests.returns_experts:
         body["return_routed_experts"] = True
-    cuts = cuts_off_tokens(params.get("top_p"), params.get("top_k"))
-    if cuts and getattr(args, "rollout_backend", None) == "embedded":
+    cuts = restricts_vocabulary(params.get("top_p"), params.get("top_k"))
+    if cuts and state.requests.embedded:
         body["return_top_p_token_ids"] = True  # training scores each token over these alone; SGLang has no such list
     return body
 
 
-def append_output(args: Any, sample: Sample, output: dict[str, Any]) -> None:
+def append_output(args: Args, sample: Sample, output: dict[str, Any]) -> None:
     """Append an engine's answer: ids, log-probs, text, status, weight version, counters."""
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs")
@@ -123,9 +143,9 @@ def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, 
     return text.lstrip(_UNFINISHED)
 
 
-def get_model_url(args: Any, model_name: str | None = None, path: str = "/generate") -> str:
+def get_model_url(args: Args, model_name: str | None = None, path: str = "/generate") -> str:
     """Address of the router (or the only engine); of a named model's where ``--sglang-config`` serves several."""
-    routers = getattr(args, "sglang_model_routers", None) or {}
+    routers = args.sglang_model_routers or {}
     if model_name is not None and routers:
         if model_name not in routers:
             raise ValueError(f"no model {model_name!r} is served; there are {', '.join(sorted(routers))}")
@@ -137,45 +157,43 @@ def get_model_url(args: Any, model_name: str | None = None, path: str = "/genera
     return f"http://{host}:{port}/{path.lstrip('/')}"
 
 
-def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
+def routing_headers(state: GenerateState, sample: Sample) -> dict[str, str] | None:
     """The header by which the router keeps a session on one engine, for policies that read it."""
-    if sample.session_id and getattr(args, "router_policy", None) in _POLICIES_WITH_KEYS:
+    if sample.session_id and state.requests.has_routing_key:
         return {ROUTING_KEY_HEADER: sample.session_id}
     return None
 
 
-def request_seconds(args: Any) -> float:
-    """Time limit of one request, in seconds."""
-    return float(getattr(args, "sglang_router_request_timeout_secs", None) or _REQUEST_SECONDS)
-
-
-def remaining(args: Any, sample: Sample, params: dict[str, Any]) -> dict[str, Any] | None:
+def remaining(state: GenerateState, sample: Sample, params: dict[str, Any]) -> dict[str, Any] | None:
     """``params`` with the number of new tokens that is left to the response, or None when there is none."""
     left = int(params["max_new_tokens"]) - sample.response_length
-    context = GenerateState(args).context
-    if context is not None:
-        left = min(left, context - sample.num_tokens)
+    if state.context is not None:
+        left = min(left, state.context - sample.num_tokens)
     return {**params, "max_new_tokens": left} if left > 0 else None
 
 
-def without_room(args: Any, sample: Sample) -> Sample:
+def without_room(state: GenerateState, sample: Sample) -> Sample:
     """The sample at its end: TRUNCATED, and left out where not even an answer could begin."""
     if sample.response_length:
         sample.status = Sample.Status.TRUNCATED
     else:
-        mark_too_long(sample, GenerateState(args).context)
+        mark_too_long(sample, state.context)
     return sample
 
 
-async def ask_engine(args: Any, state: GenerateState, sample: Sample, body: dict[str, Any]) -> dict[str, Any] | None:
-    """The engine's answer to a body of :func:`request`; None when none could be reached until the rollout was over."""
+async def ask_engine(state: GenerateState, sample: Sample, body: dict[str, Any]) -> dict[str, Any] | None:
+    """POST a body of :func:`build_generate_body`.
+
+    Returns:
+        The engine's answer; None when no engine could be reached until the rollout was over.
+    """
     from slime.engines import http
 
-    limit, headers = request_seconds(args), routing_headers(args, sample)
+    limit, headers = state.requests.timeout, routing_headers(state, sample)
     try:
         async with asyncio.timeout(limit):
-            # the address is looked up in each try: a router that was lost may come back elsewhere
-            call = lambda: http.request("POST", get_model_url(args), body, limit, headers)  # noqa: E731
+            # The address is read from args in each try: a router that was lost may come back at another address.
+            call = lambda: http.request("POST", get_model_url(state.args), body, limit, headers)  # noqa: E731
             return dict(await http.retrying(call, give_up=lambda: state.aborted))
     except http.HttpError as error:
         if state.aborted and error.retryable:
@@ -183,6 +201,6 @@ async def ask_engine(args: Any, state: GenerateState, sample: Sample, body: dict
         raise
     except TimeoutError as error:
         raise TimeoutError(
-            f"sample {sample.index} (group {sample.group_index}): {get_model_url(args)} did not answer in {limit:g} s "
-            "(--sglang-router-request-timeout-secs)"
+            f"sample {sample.index} (group {sample.group_index}): {get_model_url(state.args)} did not answer in "
+            f"{limit:g} s (--sglang-router-request-timeout-secs)"
         ) from error

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.config.seeds import derive_seed
@@ -14,11 +14,14 @@ from slime.data.sample import Group, Sample, flatten
 from slime.observability.trace_utils import trace_span
 from slime.rollout.custom_generate import Generated, call_list, call_single, generate_function, takes_list
 from slime.rollout.generate import generate
-from slime.rollout.hooks import accepted, call
+from slime.rollout.hooks import call, supported_kwargs
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
-from slime.rollout.sampling_params import seeded
+from slime.rollout.settings import seeded
 from slime.rollout.state import GenerateState
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _MASKED_IN = "masked_in_rollout_id"
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
@@ -31,7 +34,7 @@ def is_finished(group: Group) -> bool:
 
 
 async def generate_and_rm(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Generated:
     """Generate one sample and score it. A finished sample comes back untouched.
 
@@ -42,7 +45,7 @@ async def generate_and_rm(
     """
     state = GenerateState(args)
     if sample.status in _FINISHED:
-        _mask_earlier_rollouts(args, state, sample)
+        _mask_earlier_rollouts(state, sample)
         _check_scored(args, sample)
         return sample
     with trace_span(sample, "generate_and_rm"):
@@ -50,7 +53,7 @@ async def generate_and_rm(
             if state.aborted and not evaluation:
                 sample.status = Sample.Status.ABORTED
                 return sample
-            _mask_earlier_rollouts(args, state, sample)
+            _mask_earlier_rollouts(state, sample)
             fn = generate_function(args, sample)
             if takes_list(fn):
                 result = (await call_list(fn, args, [sample], evaluation))[0]
@@ -61,21 +64,24 @@ async def generate_and_rm(
 
 
 async def generate_and_rm_group(
-    args: Any, group: Group, sampling_params: dict[str, Any], evaluation: bool = False, purpose: str = "sampling"
+    args: Args, group: Group, sampling_params: dict[str, Any], evaluation: bool = False, purpose: str = "sampling"
 ) -> Group:
     """Generate and score the samples of one prompt, each with a seed of its own.
 
     Args:
         purpose: names the seeds; evaluation passes its data set.
     """
-    _assign_sessions(args, group, purpose)
+    state = GenerateState(args)
+    _assign_sessions(state.sampling.seed, group, purpose)
     with trace_span(group, "generate_and_rm_group"):
         fn = _list_function(args, group)
         if fn is not None:
             result = await _whole_group(fn, args, group, evaluation)
         else:
             result = await _gather(
-                generate_and_rm(args, entry, seeded(args, sampling_params, entry, position, purpose), evaluation)
+                generate_and_rm(
+                    args, entry, seeded(state.sampling.seed, sampling_params, entry, position, purpose), evaluation
+                )
                 if isinstance(entry, Sample)
                 else _same(entry)
                 for position, entry in enumerate(group)
@@ -101,7 +107,7 @@ async def _same(entry: list[Sample]) -> list[Sample]:
     return entry
 
 
-def _list_function(args: Any, group: Group) -> Any:
+def _list_function(args: Args, group: Group) -> Any:
     """The list-form generate function of a group that is still to be generated as a whole, else None."""
     if not all(isinstance(entry, Sample) and entry.status not in _FINISHED for entry in group):
         return None
@@ -109,7 +115,7 @@ def _list_function(args: Any, group: Group) -> Any:
     return next(iter(functions)) if len(functions) == 1 and takes_list(next(iter(functions))) else None
 
 
-async def _whole_group(fn: Any, args: Any, group: list[Sample], evaluation: bool) -> Group:
+async def _whole_group(fn: Any, args: Args, group: list[Sample], evaluation: bool) -> Group:
     state = GenerateState(args)
     async with state.semaphore:
         if state.aborted and not evaluation:
@@ -122,35 +128,24 @@ async def _whole_group(fn: Any, args: Any, group: list[Sample], evaluation: bool
     return await _gather(_hooks_and_reward(args, result, evaluation) for result in results)
 
 
-def _assign_sessions(args: Any, group: Group, purpose: str) -> None:
+def _assign_sessions(seed: int, group: Group, purpose: str) -> None:
     """Session ids are stable over repetitions of a run, so that a routing policy by session is too."""
     for position, entry in enumerate(group):
         for sample in flatten(entry):
             if sample.session_id is None:
-                parts = [
-                    derive_seed(
-                        int(getattr(args, "rollout_seed", 42)),
-                        f"session {purpose} {word}",
-                        sample.group_index or 0,
-                        position,
-                    )
-                    for word in range(4)
-                ]
+                prompt = sample.group_index or 0
+                parts = [derive_seed(seed, f"session {purpose} {word}", prompt, position) for word in range(4)]
                 number = sum(part << (32 * i) for i, part in enumerate(parts))
                 sample.session_id = str(uuid.UUID(int=number, version=4))
 
 
-def _mask_earlier_rollouts(args: Any, state: GenerateState, sample: Sample) -> None:
+def _mask_earlier_rollouts(state: GenerateState, sample: Sample) -> None:
     """``--mask-offpolicy-in-partial-rollout``: what an earlier rollout generated is not trained on.
 
     What this rollout generated before an engine was lost stays, so each rollout masks a sample once: when it begins.
     """
     known = (sample.metadata.get("start_rollout_id", state.rollout_id), sample.metadata.get(_MASKED_IN))
-    if (
-        getattr(args, "mask_offpolicy_in_partial_rollout", False)
-        and sample.response_length
-        and state.rollout_id not in known
-    ):
+    if state.args.mask_offpolicy_in_partial_rollout and sample.response_length and state.rollout_id not in known:
         sample.loss_mask = [0] * sample.response_length
         sample.metadata[_MASKED_IN] = state.rollout_id
 
@@ -162,7 +157,7 @@ def _abort_custom(state: GenerateState, fn: Any, result: Generated, evaluation: 
             sample.status = Sample.Status.ABORTED
 
 
-async def _hooks_and_reward(args: Any, result: Generated, evaluation: bool) -> Generated:
+async def _hooks_and_reward(args: Args, result: Generated, evaluation: bool) -> Generated:
     for sample in flatten(result):
         cut_at_sampled_media(GenerateState(args), sample)
     if isinstance(result, list):
@@ -181,12 +176,12 @@ async def _hooks_and_reward(args: Any, result: Generated, evaluation: bool) -> G
     return result
 
 
-async def _sample_hooks(args: Any, sample: Sample, evaluation: bool) -> Sample:
-    for path in getattr(args, "rollout_sample_hook_path", None) or []:
+async def _sample_hooks(args: Args, sample: Sample, evaluation: bool) -> Sample:
+    for path in args.rollout_sample_hook_path:
         hook = load_function(path)
         state = GenerateState(args)
         rollout_id = state.eval_rollout_id if evaluation else state.rollout_id
-        keywords = accepted(hook, rollout_id=rollout_id, evaluation=evaluation)
+        keywords = supported_kwargs(hook, rollout_id=rollout_id, evaluation=evaluation)
         answer = await call(hook, args, sample, threads=state.threads, **keywords)
         if answer is not None and not isinstance(answer, Sample):
             raise TypeError(f"sample hook {path} returned {type(answer).__name__}; it must return None or a Sample")
@@ -194,7 +189,7 @@ async def _sample_hooks(args: Any, sample: Sample, evaluation: bool) -> Sample:
     return sample
 
 
-async def _score(args: Any, samples: Sequence[Sample], span: str) -> None:
+async def _score(args: Args, samples: Sequence[Sample], span: str) -> None:
     """One batched call for those that have no reward yet."""
     todo = [sample for sample in samples if sample.reward is None and not sample.reward_timed_out]
     if not todo:
@@ -206,14 +201,9 @@ async def _score(args: Any, samples: Sequence[Sample], span: str) -> None:
         _check_scored(args, sample, scored=True)
 
 
-def _check_scored(args: Any, sample: Sample, scored: bool = False) -> None:
+def _check_scored(args: Args, sample: Sample, scored: bool = False) -> None:
     if sample.reward is None and not sample.reward_timed_out and (scored or not scores_whole_groups(args)):
-        name = (
-            sample.custom_rm_path
-            or getattr(args, "custom_rm_path", None)
-            or sample.metadata.get("rm_type")
-            or args.rm_type
-        )
+        name = sample.custom_rm_path or args.custom_rm_path or sample.metadata.get("rm_type") or args.rm_type
         raise ValueError(
             f"sample {sample.index} (group {sample.group_index}) is {sample.status.value} but reward {name!r} gave None"
         )
@@ -228,10 +218,10 @@ def snapshot(group: Group) -> Group:
     return [snapshot(entry) for entry in group]
 
 
-def continuable(group: Group, pristine: Group, partial: bool) -> Group:
+def continuable(group: Group, original: Group, partial: bool) -> Group:
     """A group to generate further: as far as it came, or (no partial rollout, fan-out) as it was given."""
     if not partial or not all(isinstance(entry, Sample) for entry in group):
-        return pristine
+        return original
     for sample in flatten(group):
         log_probs = sample.array("rollout_log_probs")
         aligned = log_probs is not None and len(log_probs) == sample.response_length

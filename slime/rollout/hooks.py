@@ -19,8 +19,8 @@ def parameters(fn: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     return frozenset(found), anything
 
 
-def accepted(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
-    """Those of ``keywords`` that ``fn`` takes."""
+def supported_kwargs(fn: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+    """The entries of ``keywords`` that ``fn`` accepts by its signature."""
     names, anything = parameters(fn)
     return {name: value for name, value in keywords.items() if anything or name in names}
 

@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.data.sample import Group, Sample, flatten
@@ -20,57 +20,61 @@ from slime.observability import progress
 from slime.rollout.abort import abort_and_drain, rest_seconds
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.context import TOO_LONG, is_too_long
-from slime.rollout.counts import Counts
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.group import continuable, generate_and_rm_group, is_finished, snapshot
+from slime.rollout.metrics import Counts
 from slime.rollout.rm_hub.outcome import FAILURE_KEY
-from slime.rollout.schedule import SCHEDULE
+from slime.rollout.settings import LoopSettings
 from slime.rollout.state import GenerateState
+from slime.rollout.weight_timeline import TIMELINE
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 _MOST_REPLACED = 4  # times the rollout batch size: then the verifier is broken, not slow
-DEFAULT_PHASE_SECONDS = 3600.0
 
 
 @dataclass
-class _Ticket:
-    """One group under way. ``pristine`` is the group as the data source gave it."""
+class _InFlightGroup:
+    """One group that is being generated or waits to be judged. ``original`` is the group as the data source gave it."""
 
     order: int
-    pristine: Group
+    original: Group
     task: asyncio.Task[Group] | None = None  # None: it was finished when it came
     done: bool = False
 
     @property
     def group(self) -> Group:
-        return self.pristine if self.task is None else self.task.result()
+        return self.original if self.task is None else self.task.result()
 
 
 class RolloutLoop:
     """One rollout. ``--deterministic`` judges groups in the order of submission and aborts none."""
 
-    def __init__(self, args: Any, rollout_id: int, data_source: Any) -> None:
+    def __init__(self, args: Args, rollout_id: int, data_source: Any) -> None:
         self.args = args
         self.source = data_source
-        self.target: int = args.rollout_batch_size
+        self.settings = LoopSettings.from_args(args)
+        self.target = self.settings.groups
         self.state = GenerateState(args)
-        self.deterministic = bool(getattr(args, "deterministic", False))
-        path = getattr(args, "dynamic_sampling_filter_path", None)
+        self.deterministic = self.settings.deterministic
+        path = self.settings.dynamic_filter_path
         self.filter = load_function(path) if path else None
-        self.all_samples_path: str | None = getattr(args, "rollout_all_samples_process_path", None)
         # A pool holds thousands of groups, so nothing below looks at all of them for each one that ends.
-        self.tickets: OrderedDict[int, _Ticket] = OrderedDict()  # under way or finished, in order of submission
+        self.in_flight: OrderedDict[int, _InFlightGroup] = (
+            OrderedDict()
+        )  # under way or finished, in order of submission
         self._finished: deque[int] = deque()  # the finished ones, in order of completion
-        self._failed: _Ticket | None = None
+        self._failed: _InFlightGroup | None = None
         self._woken = asyncio.Event()
         self.unstarted: deque[Group] = deque()
-        self.seconds = float(getattr(args, "phase_timeout", None) or DEFAULT_PHASE_SECONDS)
         self.deadline = 0.0
         self._submitted = 0
-        self.begin(rollout_id)
+        self.reset_for(rollout_id)
 
-    def begin(self, rollout_id: int) -> None:
-        """Nothing collected yet."""
+    def reset_for(self, rollout_id: int) -> None:
+        """Clear what is collected per rollout."""
         self.rollout_id = self.state.rollout_id = rollout_id
         self.accepted: list[Group] = []
         self.judged: list[Group] = []  # what the all-samples hook sees: accepted, dropped and replaced ones
@@ -83,7 +87,7 @@ class RolloutLoop:
             TimeoutError: not done within ``--phase-timeout``.
             RuntimeError: the data source ran dry.
         """
-        self.deadline = time.monotonic() + self.seconds
+        self.deadline = time.monotonic() + self.settings.timeout
         self.state.reset()
         self.state.rollout_id = self.rollout_id
         try:
@@ -103,23 +107,23 @@ class RolloutLoop:
         while len(self.accepted) < self.target:
             self._top_up()
             await self._wait()
-            while len(self.accepted) < self.target and (ticket := self._next_finished()) is not None:
-                self._judge(ticket)
+            while len(self.accepted) < self.target and (item := self._next_finished()) is not None:
+                self._judge(item)
                 self._report()
 
     @property
     def _under_way(self) -> int:
-        return len(self.accepted) + len(self.tickets)
+        return len(self.accepted) + len(self.in_flight)
 
     def _top_up(self) -> None:
         """Have as many groups accepted or under way as the rollout needs; finished ones from the buffer first."""
         while self._under_way < self.target:
             if not self.unstarted:
-                self._take_in(self._fetch(self.target - self._under_way))
+                self._enqueue(self._fetch(self.target - self._under_way))
             if self._under_way < self.target:
                 self._start_all()
 
-    def _take_in(self, groups: list[Group]) -> None:
+    def _enqueue(self, groups: list[Group]) -> None:
         for group in groups:
             if is_finished(group):
                 self._add(group)
@@ -128,7 +132,7 @@ class RolloutLoop:
 
     def _fetch(self, missing: int) -> list[Group]:
         """``--over-sampling-batch-size`` groups where it is larger than the rollout, else as many as are missing."""
-        size = getattr(self.args, "over_sampling_batch_size", None) or self.target
+        size = self.settings.fetched_at_once
         return self._get(size if size > self.target else missing)
 
     def _get(self, count: int) -> list[Group]:
@@ -139,63 +143,63 @@ class RolloutLoop:
                 f"{len(self.accepted)} of {self.target}{self.counts.drop_report()}"
             )
         for group in groups:
-            self._tell("asked", group)
+            self._notify("asked", group)
         return groups
 
-    def _tell(self, event: str, group: Group, **facts: Any) -> None:
+    def _notify(self, event: str, group: Group, **facts: Any) -> None:
         if self.state.observer is not None:
             self.state.observer(event, group, facts)
 
     def _start_all(self) -> None:
         while self.unstarted:
             group = self.unstarted.popleft()
-            self._tell("started", group)
-            pristine = snapshot(group)
-            self._add(pristine, asyncio.ensure_future(self._generate(group, pristine)))
+            self._notify("started", group)
+            original = snapshot(group)
+            self._add(original, asyncio.ensure_future(self._generate(group, original)))
 
-    def _add(self, pristine: Group, task: asyncio.Task[Group] | None = None) -> None:
-        ticket = self.tickets[self._submitted] = _Ticket(self._submitted, pristine, task)
+    def _add(self, original: Group, task: asyncio.Task[Group] | None = None) -> None:
+        item = self.in_flight[self._submitted] = _InFlightGroup(self._submitted, original, task)
         self._submitted += 1
         if task is None:
-            self._ended(ticket)
+            self._ended(item)
         else:
-            task.add_done_callback(lambda _: self._ended(ticket))
+            task.add_done_callback(lambda _: self._ended(item))
 
-    def _ended(self, ticket: _Ticket) -> None:
-        if self.tickets.get(ticket.order) is not ticket:
+    def _ended(self, item: _InFlightGroup) -> None:
+        if self.in_flight.get(item.order) is not item:
             return  # cancelled and forgotten
-        ticket.done = True
-        if _error(ticket) is not None and self._failed is None:
-            self._failed = ticket
+        item.done = True
+        if _error(item) is not None and self._failed is None:
+            self._failed = item
         if not self.deterministic:
-            self._finished.append(ticket.order)
+            self._finished.append(item.order)
         if self._ready():
             self._woken.set()
 
-    async def _generate(self, group: Group, pristine: Group) -> Group:
+    async def _generate(self, group: Group, original: Group) -> Group:
         """The group, finished; or as far as it came when the rollout aborted it.
 
         Where an engine ends a request that nobody aborted (a restart, a weight update), it goes on at once from the
         tokens so far, whether or not it is its turn to be judged.
         """
-        SCHEDULE.set(self.state.schedule)
+        TIMELINE.set(self.state.schedule)
         retries = 0
         while True:
             before = _tokens(group)
             group = await generate_and_rm_group(self.args, group, self.state.sampling_params)
             if self.state.aborted or not any(s.status is Sample.Status.ABORTED for s in flatten(group)):
                 return _packed(group)
-            self._tell("continued", group)
-            group = continuable(group, snapshot(pristine), partial=True)
+            self._notify("continued", group)
+            group = continuable(group, snapshot(original), partial=True)
             retries = 0 if _tokens(group) > before else retries + 1
             await asyncio.sleep(rest_seconds(f"group {_index(group)}", retries))
 
     def _ready(self) -> bool:
         """Whether a group can be judged, or one failed, or there is nothing to wait for."""
         if self.deterministic:
-            head = next(iter(self.tickets.values()), None)
+            head = next(iter(self.in_flight.values()), None)
             return head is None or head.done or self._failed is not None
-        return bool(self._finished) or not self.tickets or self._failed is not None
+        return bool(self._finished) or not self.in_flight or self._failed is not None
 
     async def _wait(self) -> None:
         """Until a group is there to be judged; a task's own error propagates."""
@@ -209,44 +213,44 @@ class RolloutLoop:
         if self._failed is not None:
             self._raise(self._failed)
 
-    def _raise(self, ticket: _Ticket) -> None:
-        error = _error(ticket)
+    def _raise(self, item: _InFlightGroup) -> None:
+        error = _error(item)
         if error is not None:
-            error.add_note(f"rollout {self.rollout_id}, group of sample {_index(ticket.pristine)}")
+            error.add_note(f"rollout {self.rollout_id}, group of sample {_index(item.original)}")
             raise error
 
-    def _next_finished(self) -> _Ticket | None:
+    def _next_finished(self) -> _InFlightGroup | None:
         """The next group to judge: in deterministic mode only ever the oldest."""
         if self.deterministic:
-            head = next(iter(self.tickets.values()), None)
-            return self.tickets.pop(head.order) if head is not None and head.done else None
-        return self.tickets.pop(self._finished.popleft()) if self._finished else None
+            head = next(iter(self.in_flight.values()), None)
+            return self.in_flight.pop(head.order) if head is not None and head.done else None
+        return self.in_flight.pop(self._finished.popleft()) if self._finished else None
 
     # --- judging -----------------------------------------------------------------------------
 
-    def _judge(self, ticket: _Ticket) -> None:
-        group = ticket.group
+    def _judge(self, item: _InFlightGroup) -> None:
+        group = item.group
         leaves = flatten(group)
-        self._tell("generated", group)
-        if self.all_samples_path:
+        self._notify("generated", group)
+        if self.settings.all_samples_path:
             self.judged.append(group)
-        self.counts.add(self.args, leaves)
+        self.counts.add(leaves, self.settings.reward_key)
         if all(map(is_too_long, leaves)):
             self._drop_too_long(leaves)
-            self._tell("filtered", group, reason=TOO_LONG)
+            self._notify("filtered", group, reason=TOO_LONG)
             return
         valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
         if len(valid) < min(2, len(group)):
             self._replace(leaves)
-            self._tell("replaced", group)
+            self._notify("replaced", group)
             return
         reason = self._why_not(group if len(valid) == len(group) else valid)
         if reason is None:
             self.accepted.append(group)
-            self._tell("accepted", group, rollout_id=self.rollout_id)
+            self._notify("accepted", group, rollout_id=self.rollout_id)
         else:
             self.counts.dropped[reason] += 1
-            self._tell("filtered", group, reason=reason)
+            self._notify("filtered", group, reason=reason)
         _packed(group)  # the filter may have read lists
 
     def _drop_too_long(self, leaves: list[Sample]) -> None:
@@ -279,8 +283,8 @@ class RolloutLoop:
 
     async def _hand_back(self) -> None:
         """What is left goes to the data source, in the order it came from there."""
-        tickets = self.tickets.values()
-        tasks = [ticket.task for ticket in tickets if ticket.task is not None and not ticket.task.done()]
+        in_flight = self.in_flight.values()
+        tasks = [item.task for item in in_flight if item.task is not None and not item.task.done()]
         if tasks and self.deterministic:
             _, pending = await asyncio.wait(tasks, timeout=max(self.deadline - time.monotonic(), 0.0))
             if pending:
@@ -288,35 +292,35 @@ class RolloutLoop:
         elif tasks:
             await abort_and_drain(self.args, tasks, self.deadline)
         back = []
-        for ticket in tickets:
-            self._raise(ticket)
-            group = ticket.group
+        for item in in_flight:
+            self._raise(item)
+            group = item.group
             if is_finished(group):
                 self.counts.surplus += 1
-                if getattr(self.args, "mask_offpolicy_in_partial_rollout", False):
-                    group = ticket.pristine  # all of it would be masked later: generate it anew
+                if self.settings.masks_earlier_rollouts:
+                    group = item.original  # all of it would be masked later: generate it anew
             else:
                 self.counts.aborted += 1
-                group = continuable(group, ticket.pristine, bool(getattr(self.args, "partial_rollout", False)))
+                group = continuable(group, item.original, self.settings.partial_rollout)
             back.append(group)
         back += self.unstarted
-        self._forget()
+        self._clear()
         for sample in flatten(back):
             if sample.response_length:
                 sample.metadata.setdefault("start_rollout_id", self.rollout_id)
         if back:
-            self._give(back)
+            self._return_to_source(back)
 
-    def _forget(self) -> None:
-        self.tickets.clear()
+    def _clear(self) -> None:
+        self.in_flight.clear()
         self.unstarted.clear()
         self._finished.clear()
         self._failed = None
 
-    def _give(self, groups: list[Group]) -> None:
+    def _return_to_source(self, groups: list[Group]) -> None:
         self.source.add_samples(groups)
         for group in groups:
-            self._tell("given_back", group)
+            self._notify("given_back", group)
         if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # the one without a buffer
             self.counts.lost = len(groups)
             logger.warning(
@@ -327,18 +331,18 @@ class RolloutLoop:
             )
 
     async def _cancel_all(self) -> None:
-        tasks = [ticket.task for ticket in self.tickets.values() if ticket.task is not None]
+        tasks = [item.task for item in self.in_flight.values() if item.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _call_hooks(self) -> None:
-        path = getattr(self.args, "rollout_sample_filter_path", None)
+        path = self.settings.sample_filter_path
         if path:
             load_function(path)(self.args, self.accepted)
-        if self.all_samples_path:
+        if self.settings.all_samples_path:
             self.judged.sort(key=_index)
-            load_function(self.all_samples_path)(self.args, self.judged, self.source)
+            load_function(self.settings.all_samples_path)(self.args, self.judged, self.source)
 
     # --- reports -----------------------------------------------------------------------------
 
@@ -346,16 +350,17 @@ class RolloutLoop:
         progress.report("generate", len(self.accepted), self.target, **self.counts.numbers())
 
     def _deadline_report(self) -> str:
-        waiting = [_index(ticket.pristine) for ticket in self.tickets.values() if not ticket.done]
+        waiting = [_index(item.original) for item in self.in_flight.values() if not item.done]
         return (
-            f"rollout {self.rollout_id} was not done in {self.seconds:g} s (--phase-timeout): {len(self.accepted)} of "
-            f"{self.target} groups{self.counts.drop_report()}; waiting for {len(waiting)} groups, "
+            f"rollout {self.rollout_id} was not done in {self.settings.timeout:g} s (--phase-timeout): "
+            f"{len(self.accepted)} of {self.target} groups{self.counts.drop_report()}; "
+            f"waiting for {len(waiting)} groups, "
             f"their first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
         )
 
 
-def _error(ticket: _Ticket) -> BaseException | None:
-    task = ticket.task
+def _error(item: _InFlightGroup) -> BaseException | None:
+    task = item.task
     return None if task is None or not task.done() or task.cancelled() else task.exception()
 
 

@@ -9,10 +9,15 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample, flatten
+from slime.rollout.rm_hub.outcome import FAILURE_KEY
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 __all__ = ["eval_metrics", "flatten", "pass_at_k", "pass_rates", "prompt_rewards", "rollout_metrics", "sample_metrics"]
 
@@ -22,28 +27,32 @@ _REPETITION_CHARACTERS = 10_000
 _REPETITION_RATIO = 10.0
 
 
-def rollout_metrics(args: Any, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:
+def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:
     """``rollout/…``, and where they are asked for ``multi_turn/…`` and ``passrate/…``; ``perf/…`` with ``seconds``.
 
     Args:
         samples: of the rollout, flat.
         seconds: that the rollout took.
     """
-    metrics = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
-    rewards = [(sample.group_index, value) for sample in samples if (value := known_reward(args, sample)) is not None]
+    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, args.log_reward_category).items()}
+    rewards = [
+        (sample.group_index, value)
+        for sample in samples
+        if (value := known_reward(sample, args.reward_key)) is not None
+    ]
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
         metrics.update({f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()})
-    if getattr(args, "log_multi_turn", False):
+    if args.log_multi_turn:
         metrics.update(_multi_turn(samples))
-    if getattr(args, "log_passrate", False):
+    if args.log_passrate:
         metrics.update({f"passrate/pass@{k}": rate for k, rate in pass_rates(rewards).items()})
     if seconds:
-        metrics.update(_speed(args, samples, seconds))
+        metrics.update(_speed(samples, seconds, args.rollout_num_gpus))
     return metrics
 
 
-def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
+def eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
     """``eval/<data set>…`` for each data set of an evaluation.
 
     ``eval/<ds>`` is the mean reward over samples. From as many samples per prompt as the data set has (n > 1):
@@ -62,10 +71,12 @@ def eval_metrics(args: Any, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
             metrics[f"eval/{name}-truncated_ratio"] = fmean(float(value) for value in part["truncated"])
         samples = part.get("samples")
         if samples:
-            metrics.update({f"eval/{name}/{k}": v for k, v in sample_metrics(args, flatten(samples)).items()})
+            metrics.update(
+                {f"eval/{name}/{k}": v for k, v in sample_metrics(flatten(samples), args.log_reward_category).items()}
+            )
         groups = prompt_rewards(part)
         rates = pass_rates([(key, reward) for key, rewards in groups.items() for reward in rewards])
-        if len(rates) > 1 or getattr(args, "log_passrate", False):
+        if len(rates) > 1 or args.log_passrate:
             metrics[f"eval/{name}-mean@{max(rates)}"] = fmean(fmean(group) for group in groups.values() if group)
             metrics.update({f"eval/{name}-pass@{k}": rate for k, rate in rates.items()})
     return metrics
@@ -81,7 +92,7 @@ def prompt_rewards(part: Mapping[str, Any]) -> dict[Hashable, list[float]]:
     return groups
 
 
-def sample_metrics(args: Any, samples: Sequence[Sample]) -> Metrics:
+def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Metrics:
     """Lengths, truncation, repetition, cache, speculation and the like, without a prefix."""
     if not samples:
         return {}
@@ -103,7 +114,6 @@ def sample_metrics(args: Any, samples: Sequence[Sample]) -> Metrics:
     if nuclei:
         kept = sum(int(sample.rollout_top_p_token_offsets[-1]) for sample in nuclei)  # type: ignore[index, misc]
         metrics["top_p_kept_vocab_per_token"] = kept / sum(sample.response_length for sample in nuclei)
-    category = getattr(args, "log_reward_category", None)
     if category:
         found = Counter(str(s.reward[category]) for s in samples if isinstance(s.reward, dict) and category in s.reward)
         metrics.update({f"error_cat/{name}": count / len(samples) for name, count in sorted(found.items())})
@@ -152,13 +162,13 @@ def _prompts(part: Mapping[str, Any]) -> list[Hashable]:
     return [i // n for i in range(len(rewards))]
 
 
-def known_reward(args: Any, sample: Sample) -> float | None:
+def known_reward(sample: Sample, key: str | None) -> float | None:
     """The number that a sample was rewarded with; None where it has none, or its verifier gave no answer."""
     if sample.reward is None or sample.reward_timed_out:
         return None
     reward: Any = sample.reward
     if isinstance(reward, Mapping):
-        reward = reward.get(getattr(args, "reward_key", None) or "score")
+        reward = reward.get(key or "score")
     return float(reward) if isinstance(reward, int | float) else None
 
 
@@ -183,8 +193,7 @@ def _multi_turn(samples: Sequence[Sample]) -> Metrics:
     return metrics
 
 
-def _speed(args: Any, samples: Sequence[Sample], seconds: float) -> Metrics:
-    gpus = getattr(args, "rollout_num_gpus", None) or 1
+def _speed(samples: Sequence[Sample], seconds: float, gpus: int) -> Metrics:
     tokens = [sample.response_length for sample in samples]
     trained = [sample.effective_response_length for sample in samples]
     waits = [sample.non_generation_time for sample in samples]
@@ -210,3 +219,53 @@ def _spread(name: str, values: Sequence[float]) -> Metrics:
         f"{name}/max": float(max(values)),
         f"{name}/min": float(min(values)),
     }
+
+
+@dataclass
+class Counts:
+    """``dropped`` is by the filter's reason; ``replaced``, ``surplus``, ``aborted`` and ``lost`` are groups,
+    ``timed_out`` and ``failed`` samples without a reward."""
+
+    dropped: Counter[str] = field(default_factory=Counter)
+    replaced: int = 0
+    timed_out: int = 0
+    failed: int = 0
+    surplus: int = 0
+    aborted: int = 0
+    lost: int = 0
+    tokens: int = 0
+    rewards: int = 0
+    reward_sum: float = 0.0
+
+    def add(self, samples: list[Sample], reward_key: str | None) -> None:
+        """Count the samples of a finished group."""
+        for sample in samples:
+            self.tokens += sample.response_length
+            if sample.reward_timed_out:
+                timeout = str(sample.metadata.get(FAILURE_KEY, "timeout")).startswith("timeout")
+                self.timed_out += timeout
+                self.failed += not timeout
+            elif (value := known_reward(sample, reward_key)) is not None:
+                self.rewards += 1
+                self.reward_sum += value
+
+    def numbers(self) -> dict[str, float]:
+        """For the live line."""
+        return {"tokens": self.tokens, **({"reward": self.reward_sum / self.rewards} if self.rewards else {})}
+
+    def metrics(self) -> dict[str, float]:
+        metrics = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in sorted(self.dropped.items())}
+        metrics["rollout/reward_timeout_count"] = float(self.timed_out)
+        metrics["rollout/reward_error_count"] = float(self.failed)
+        metrics["rollout/replaced_group_count"] = float(self.replaced)
+        metrics["rollout/surplus_group_count"] = float(self.surplus)
+        metrics["rollout/aborted_group_count"] = float(self.aborted)
+        metrics["rollout/lost_group_count"] = float(self.lost)
+        return metrics
+
+    def drop_report(self) -> str:
+        """Why groups did not train, in brackets; empty where all did."""
+        parts = [f"{n} dropped as {reason}" for reason, n in self.dropped.most_common()]
+        if self.replaced:
+            parts.append(f"{self.replaced} replaced, their verifiers gave no answer")
+        return f" ({'; '.join(parts)})" if parts else ""

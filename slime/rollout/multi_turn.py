@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.seeds import derive_seed
 from slime.data.json_text import parse_json
@@ -21,6 +21,9 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import generate, remaining, without_room
 from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 TURNS = "model_turns"  # key of sample.metadata: where each turn of the model lies, so that an aborted sample can go on
 _MARGIN = 4  # tokens: a tokenizer may write the first of a text otherwise
@@ -53,7 +56,7 @@ class Conversation:
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         sample: Sample,
         sampling_params: Mapping[str, Any],
         evaluation: bool = False,
@@ -61,7 +64,7 @@ class Conversation:
     ) -> None:
         self.args, self.sample, self.evaluation = args, sample, evaluation
         self.params = dict(sampling_params)
-        self.max_turns = max_turns or getattr(args, "max_turns", None)
+        self.max_turns = max_turns or args.max_turns
         self.state = GenerateState(args)
         self._calls = 0
         if not sample.tokens:
@@ -85,7 +88,7 @@ class Conversation:
     @property
     def left(self) -> int:
         """Tokens that the response may still grow by."""
-        params = remaining(self.args, self.sample, self.params)
+        params = remaining(self.state, self.sample, self.params)
         return params["max_new_tokens"] if params else 0
 
     async def turn(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> str | None:
@@ -109,7 +112,7 @@ class Conversation:
             return None
         if last is None or last["end"] is not None:
             if self.left <= 0 and not sample.response_length:
-                without_room(self.args, sample)
+                without_room(self.state, sample)
                 return None
             if self.left <= 0 or (self.max_turns and len(turns) >= self.max_turns):
                 sample.status = Sample.Status.TRUNCATED
@@ -117,7 +120,7 @@ class Conversation:
             last = {"start": sample.response_length, "end": None, "text": "", "finish": None, "answered": False}
             turns.append(last)
             sample.metadata["round_number"] = len(turns)
-        return await self._say(last, self._parameters(stop, max_tokens, last))
+        return await self._generate_turn(last, self._parameters(stop, max_tokens, last))
 
     def observe(self, text: str, limit: int | None = None) -> bool:
         """Append text that the model did not write: mask 0, log-prob 0.
@@ -187,8 +190,8 @@ class Conversation:
             params["sampling_seed"] = derive_seed(params["sampling_seed"], "turn", self._calls)
         return params
 
-    async def _say(self, turn: dict[str, Any], params: dict[str, Any]) -> str | None:
-        """Generate (the rest of) ``turn``."""
+    async def _generate_turn(self, turn: dict[str, Any], params: dict[str, Any]) -> str | None:
+        """Generate ``turn``, or the rest of a turn that an abort interrupted."""
         sample, before = self.sample, self.sample.response_length
         written = len(sample.response)
         sample.status = Sample.Status.PENDING

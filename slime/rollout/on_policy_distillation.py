@@ -11,13 +11,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
-from slime.rollout.generate import request_seconds
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
-async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
+def request_seconds(args: Args) -> float:
+    """Seconds that the teacher may take: it does a whole pass of a model, so ``--reward-timeout`` does not hold."""
+    return float(args.sglang_router_request_timeout_secs)
+
+
+async def reward_func(args: Args, sample: Sample, **kwargs: Any) -> float:
     """Set ``sample.teacher_log_probs`` ([response_length]) from the teacher at ``--rm-url``, unless the trainer
     has one; the reward itself is 0.
 
@@ -42,7 +49,7 @@ async def reward_func(args: Any, sample: Sample, **kwargs: Any) -> float:
     return 0.0
 
 
-reward_func.deadline = request_seconds  # type: ignore[attr-defined]  # of a whole pass of a model, not of a verifier
+reward_func.deadline = request_seconds  # type: ignore[attr-defined]
 
 
 def teacher_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
@@ -60,7 +67,7 @@ def teacher_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
     return [float(item[0]) for item in tail]
 
 
-def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
+def post_process_rewards(args: Args, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
     """(raw rewards, trained rewards): zeros, since the advantage comes from the teacher's log-probs alone.
 
     Raises:

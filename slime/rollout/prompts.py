@@ -52,7 +52,7 @@ def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
     return text_ids(state, sample, prompt_text(state, sample))
 
 
-def conversation_ids(state: GenerateState, sample: Sample) -> list[int]:
+def encode_conversation(state: GenerateState, sample: Sample) -> list[int]:
     """Ids of a whole conversation (a prompt that ends with its answer), as :func:`prompt_ids`."""
     return text_ids(state, sample, render(_renderer(state, sample), sample, sample.prompt, generation_prompt=False))  # type: ignore[arg-type]
 

@@ -6,22 +6,25 @@ Use with ``--rollout-function-path slime.rollout.sft_rollout.generate_rollout --
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
 from slime.observability import progress
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.prompts import conversation_ids
+from slime.rollout.prompts import encode_conversation
 from slime.rollout.state import GenerateState
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+
+def generate_rollout(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """``--rollout-batch-size`` groups of conversations with their loss masks (``--loss-mask-type``).
 
     Raises:
         ValueError: evaluation, or a conversation with no assistant turn to train on.
     """
-    from slime.utils.mask_utils import MultiTurnLossMaskGenerator
+    from slime.data.masks import MultiTurnLossMaskGenerator
 
     if evaluation:
         raise ValueError("SFT has no evaluation of its own: set --eval-function-path, or leave --eval-interval out")
@@ -44,7 +47,7 @@ def _fill(sample: Sample, state: GenerateState, masks: Any) -> None:
     tools = sample.metadata.get("tools")
     try:
         if sample.multimodal_inputs:
-            ids = conversation_ids(state, sample)
+            ids = encode_conversation(state, sample)
             tokens, mask = masks.get_loss_mask_with_multimodal_alignment(sample.prompt, ids, tools)
         else:
             tokens, mask = masks.get_loss_mask(sample.prompt, tools=tools)

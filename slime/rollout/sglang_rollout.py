@@ -5,7 +5,7 @@ The pieces that users' functions import from here live in small files next to th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -14,6 +14,9 @@ from slime.rollout.generate import generate, get_model_url
 from slime.rollout.group import generate_and_rm, generate_and_rm_group
 from slime.rollout.loop import RolloutLoop
 from slime.rollout.state import GenerateState
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 __all__ = [
     "GenerateState",
@@ -29,7 +32,7 @@ __all__ = [
 
 
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout (``--rollout-batch-size`` groups) or one evaluation. Blocks; works on the shared event loop."""
     from slime.engines.background import run
@@ -39,6 +42,6 @@ def generate_rollout(
     return run(generate_rollout_async(args, rollout_id, data_source))
 
 
-async def generate_rollout_async(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+async def generate_rollout_async(args: Args, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
     """:func:`generate_rollout` for training, for callers with an event loop of their own."""
     return await RolloutLoop(args, rollout_id, data_source).run()

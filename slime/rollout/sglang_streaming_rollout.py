@@ -20,10 +20,10 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.context import says_too_long
 from slime.rollout.generate import (
     append_output,
+    build_generate_body,
+    compare_read,
     get_model_url,
     remaining,
-    request,
-    request_seconds,
     routing_headers,
     without_room,
 )
@@ -33,10 +33,12 @@ from slime.rollout.state import GenerateState
 if TYPE_CHECKING:
     import aiohttp
 
-_LOOK_SECONDS = 0.5  # how often the abort flag is looked at while no token comes
+    from slime.config.args import Args
+
+_POLL_SECONDS = 0.5  # how often the abort flag is looked at while no token comes
 
 
-async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate_streaming(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Like the default generate function, over server-sent events.
 
     When the engine is lost on the way, the tokens that came are kept, and the rollout loop goes on from there.
@@ -49,20 +51,21 @@ async def generate_streaming(args: Any, sample: Sample, sampling_params: dict[st
     if not sample.num_tokens:
         sample.tokens = prompt_ids(state, sample)
         sample.pack()
-    params = remaining(args, sample, sampling_params)
+    params = remaining(state, sample, sampling_params)
     if params is None:
-        return without_room(args, sample)
-    body = {**request(args, state, sample, params), "stream": True}
+        return without_room(state, sample)
+    body = {**build_generate_body(state, sample, params), "stream": True}
     answer = StreamedAnswer()
     with trace_span(sample, "sglang_generate_stream"):
-        async with asyncio.timeout(request_seconds(args)):
+        async with asyncio.timeout(state.requests.timeout):
             try:
-                await retrying(lambda: read_stream(args, sample, body, answer, state), give_up=lambda: state.aborted)
+                await retrying(lambda: read_stream(state, sample, body, answer), give_up=lambda: state.aborted)
             except HttpError as error:
                 if error.status != 400 or not says_too_long(error):
                     raise
-                return without_room(args, sample)
+                return without_room(state, sample)
     if answer.meta is not None:
+        compare_read(state, sample, body, answer.meta)
         append_output(args, sample, answer.output(aborted=not answer.ended))
     else:
         sample.status = Sample.Status.ABORTED
@@ -149,9 +152,7 @@ class Lines:
         return done
 
 
-async def read_stream(
-    args: Any, sample: Sample, body: dict[str, Any], answer: StreamedAnswer, state: GenerateState
-) -> None:
+async def read_stream(state: GenerateState, sample: Sample, body: dict[str, Any], answer: StreamedAnswer) -> None:
     """One try of a streaming request; ``answer`` takes what comes, until the end, an abort or a lost engine.
 
     Raises:
@@ -159,8 +160,8 @@ async def read_stream(
     """
     import aiohttp
 
-    headers = {"Content-Type": "application/json", **(routing_headers(args, sample) or {})}
-    url = get_model_url(args)
+    headers = {"Content-Type": "application/json", **(routing_headers(state, sample) or {})}
+    url = get_model_url(state.args)
     try:
         async with session().post(url, data=orjson.dumps(body), headers=headers) as response:
             if response.status != 200:
@@ -190,7 +191,7 @@ async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> Asy
     try:
         while not state.aborted:
             part = part or asyncio.ensure_future(response.content.readany())
-            done, _ = await asyncio.wait([part], timeout=_LOOK_SECONDS)
+            done, _ = await asyncio.wait([part], timeout=_POLL_SECONDS)
             if not done:
                 continue
             data, part = part.result(), None

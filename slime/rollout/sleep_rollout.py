@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slime.observability import progress
-from slime.rollout.loop import DEFAULT_PHASE_SECONDS
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 
 
-def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+def sleep(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
     """Sleep until the run is stopped, at most ``--phase-timeout`` seconds; then raises TimeoutError."""
-    seconds = float(getattr(args, "phase_timeout", None) or DEFAULT_PHASE_SECONDS)
+    seconds = args.phase_timeout
     logger.info("engines are up at %s:%s; sleeping", args.sglang_router_ip, args.sglang_router_port)
     start = time.monotonic()
     while (waited := time.monotonic() - start) < seconds:

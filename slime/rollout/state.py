@@ -9,14 +9,17 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slime.config.context import context_limit
+from slime.config.context import context_limit, served_context
 from slime.config.hf_config import media_token_ids
 from slime.config.machine import connection_limit
 from slime.data.sample import Group
-from slime.rollout.sampling_params import sampling_params
-from slime.rollout.schedule import Schedule
+from slime.rollout.settings import RequestSettings, SamplingSettings
+from slime.rollout.weight_timeline import WeightTimeline
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 Observer = Callable[[str, Group, dict[str, Any]], None]
 """Called on the event loop with an event, the group, and facts of the event:
@@ -37,8 +40,11 @@ class GenerateState:
     It lives as long as ``args`` does, so nothing leaks from one run into the next in the same process.
 
     Attributes:
-        sampling_params: defaults of training requests; copy before changing.
+        sampling: how training responses are sampled.
+        sampling_params: ``sampling`` as a request has it; copy before changing.
+        requests: how a request is sent.
         context: tokens that prompt and response may have together; None where nothing says so.
+        served: tokens of the longest sequence that the engines take, see :func:`~slime.config.context.served_context`.
         media_token_ids: stand for images and the like in the model's input; none for a text model.
         aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
         rollout_id: the rollout under way.
@@ -47,12 +53,15 @@ class GenerateState:
         encoded: the text that was tokenised last, and its ids.
         pool: the standing pool of a fully asynchronous run.
         observer: told what becomes of each group: ``observer(event, group, facts)``; see :data:`Observer`.
-        schedule: of an asynchronous run, see :mod:`slime.rollout.schedule`.
+        schedule: of an asynchronous run, see :mod:`slime.rollout.weight_timeline`.
+        warned_of_media: an engine read a sample with media as other tokens, and a warning said so.
     """
 
-    args: Any
+    sampling: SamplingSettings
+    requests: RequestSettings
     sampling_params: dict[str, Any]
     context: int | None
+    served: int | None
     media_token_ids: frozenset[int]
     aborted: bool
     rollout_id: int | None
@@ -61,26 +70,32 @@ class GenerateState:
     encoded: tuple[str, list[int]]
     pool: Any
     observer: Observer | None
-    schedule: Schedule | None
+    schedule: WeightTimeline | None
+    warned_of_media: bool
 
-    def __new__(cls, args: Any) -> GenerateState:
+    def __new__(cls, args: Args) -> GenerateState:
         with _lock:
             held = _states.get(id(args))
             if held is not None and _target(held[0]) is args:
                 return held[1]
             state = super().__new__(cls)
-            state._start(args)
+            try:
+                state._start(args)
+            except AttributeError as error:
+                error.add_note("functions of slime.rollout need the `args` that hooks get, or all attributes of it")
+                raise
             _states[id(args)] = (_reference(args), state)
             strong = [key for key, (reference, _) in _states.items() if not isinstance(reference, weakref.ref)]
             for key in strong[:-_KEPT_WITHOUT_WEAKREF]:
                 del _states[key]
             return state
 
-    def _start(self, args: Any) -> None:
+    def _start(self, args: Args) -> None:
         self._args = _reference(args)
-        self.context = context_limit(args)
-        self.media_token_ids = frozenset(media_token_ids(getattr(args, "hf_checkpoint", None)))
-        self.sampling_params = sampling_params(args)
+        self.context, self.served = context_limit(args), served_context(args)
+        self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
+        self.sampling, self.requests = SamplingSettings.from_args(args), RequestSettings.from_args(args)
+        self.sampling_params = self.sampling.request_params()
         if self.media_token_ids:  # the model must not write them: see prompts.cut_at_sampled_media
             given = self.sampling_params["stop_token_ids"] or []
             self.sampling_params["stop_token_ids"] = sorted({*given, *self.media_token_ids})
@@ -89,33 +104,39 @@ class GenerateState:
         self.pool = None
         self.observer = None
         self.schedule = None
+        self.warned_of_media = False
         self.eval_rollout_id = None
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
         self.reset()
 
+    @property
+    def args(self) -> Args:
+        """What users' functions get."""
+        return _target(self._args)
+
     def reset(self) -> None:
-        """Ready for another rollout."""
+        """Prepare for another rollout."""
         self.aborted = False
         self.rollout_id = None
 
     @functools.cached_property
     def tokenizer(self) -> Any:
         """Tokenizer of ``--hf-checkpoint``, loaded when first asked for."""
-        from slime.utils.processing_utils import load_tokenizer
+        from slime.data.tokenizers import load_tokenizer
 
-        return load_tokenizer(_target(self._args).hf_checkpoint, **self._trust())
+        return load_tokenizer(self.args.hf_checkpoint, **self._trust())
 
     @functools.cached_property
     def processor(self) -> Any:
         """Processor of ``--hf-checkpoint`` for multimodal inputs; None for text-only models."""
-        from slime.utils.processing_utils import load_processor
+        from slime.data.tokenizers import load_processor
 
-        return load_processor(_target(self._args).hf_checkpoint, **self._trust())
+        return load_processor(self.args.hf_checkpoint, **self._trust())
 
     def _trust(self) -> dict[str, bool]:
-        return {"trust_remote_code": True} if getattr(_target(self._args), "trust_remote_code", False) else {}
+        return {"trust_remote_code": True} if self.args.trust_remote_code else {}
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
@@ -135,30 +156,28 @@ class GenerateState:
 
     @functools.cached_property
     def _in_flight(self) -> int:
-        return min(concurrency(_target(self._args)), connection_limit())
+        return min(concurrency(self.args), connection_limit(self.args.sglang_router_ip))
 
 
-def concurrency(args: Any) -> int:
+def concurrency(args: Args) -> int:
     """Requests in flight over all engines that answer for the trained model."""
-    return max(1, (getattr(args, "sglang_server_concurrency", None) or 512) * engine_count(args))
+    return max(1, args.sglang_server_concurrency * engine_count(args))
 
 
-def engine_count(args: Any) -> int:
+def engine_count(args: Args) -> int:
     """Engines behind the first router that decode."""
     from slime.engines.plan import plan_engines
 
-    external = getattr(args, "rollout_external_engine_addrs", None)
-    if external:
-        return len(external)
-    if getattr(args, "sglang_config", None):
+    if args.rollout_external_engine_addrs:
+        return len(args.rollout_external_engine_addrs)
+    if args.sglang_config:
         specs = plan_engines(args)
         return sum(spec.model == specs[0].model and spec.worker_type != "prefill" for spec in specs)
-    gpus = getattr(args, "rollout_num_gpus", None) or 1
-    per_engine = getattr(args, "rollout_num_gpus_per_engine", None) or 1
-    return max(1, gpus // per_engine - (getattr(args, "prefill_num_servers", None) or 0))
+    engines = args.rollout_num_gpus // args.rollout_num_gpus_per_engine
+    return max(1, engines - (args.prefill_num_servers or 0))
 
 
-def _reference(args: Any) -> Any:
+def _reference(args: Args) -> Any:
     try:
         return weakref.ref(args, functools.partial(_forget, id(args)))
     except TypeError:  # SimpleNamespace
@@ -169,7 +188,7 @@ def _target(reference: Any) -> Any:
     return reference() if isinstance(reference, weakref.ref) else reference
 
 
-def _forget(key: int, reference: Any) -> None:
-    held = _states.get(key)
+def _forget(key: int, reference: Any, states: OrderedDict[int, tuple[Any, GenerateState]] = _states) -> None:
+    held = states.get(key)  # an argument, since the module's names may be gone when the interpreter ends
     if held is not None and held[0] is reference:
-        _states.pop(key, None)
+        states.pop(key, None)

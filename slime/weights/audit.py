@@ -14,12 +14,14 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from slime.config.seeds import derive_seed
-from slime.engines.handle import EngineHandle, EngineInfo
+from slime.engines.fan_out import on_each
+from slime.engines.handle import EngineHandle
+from slime.engines.sglang_api import EngineInfo
 from slime.weights.changes import Fingerprint, Held, wrong_changes
-from slime.weights.fleet import on_each
+from slime.weights.settings import WeightSyncSettings
 
 PROBE_LENGTH = 64
 THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
@@ -81,27 +83,29 @@ class Calibration:
             self.largest = max(*finite, self.largest or 0.0)
 
 
-def threshold(args: Any, infos: Iterable[EngineInfo]) -> float:
-    """``--audit-threshold``, or what the coarsest dtype of trainer and engines allows."""
-    if args.audit_threshold is not None:
-        return float(args.audit_threshold)
+def threshold(asked: float | None, train_dtype: str | None, infos: Iterable[EngineInfo]) -> float:
+    """``--audit-threshold`` where given, else what the coarsest dtype of trainer and engines allows."""
+    if asked is not None:
+        return asked
     dtypes = [info.dtype.removeprefix("torch.") for info in infos]
-    if args.train_dtype:
-        dtypes.append(args.train_dtype)
+    if train_dtype:
+        dtypes.append(train_dtype)
     return max((THRESHOLDS.get(dtype, THRESHOLDS["bfloat16"]) for dtype in dtypes), default=THRESHOLDS["bfloat16"])
 
 
-def gap_alarm(args: Any, metrics: Mapping[str, float]) -> str | None:
+def gap_alarm(metrics: Mapping[str, float], limit: float | None, dtypes: Sequence[str | None]) -> str | None:
     """A warning when trainer and engine disagree on a step's samples by more than ``--logprob-gap-threshold``
-    in the mean, or when there is no number; None when all is well or no engine gave log-probs."""
+    in the mean, or when there is no number; None when all is well or no engine gave log-probs.
+
+    Args:
+        limit: the flag; None for what the coarsest of ``dtypes`` allows.
+        dtypes: of the trainer and the engines, where known.
+    """
     mean = metrics.get("train/train_rollout_logprob_abs_diff")
     if mean is None:
         return None
-    limit = args.logprob_gap_threshold
     if limit is None:
-        limit = max(
-            GAP_THRESHOLDS.get(d, GAP_THRESHOLDS["bfloat16"]) for d in (args.train_dtype, args.rollout_dtype) if d
-        )
+        limit = max(GAP_THRESHOLDS.get(dtype, GAP_THRESHOLDS["bfloat16"]) for dtype in dtypes if dtype)
     if mean <= limit:  # not for NaN
         return None
     worst = metrics.get("train/train_rollout_logprob_abs_diff_max", math.nan)
@@ -116,12 +120,10 @@ async def audit_engines(
     engines: Sequence[EngineHandle],
     infos: Mapping[str, EngineInfo],
     sent: Mapping[str, Mapping[str, str]],
-    probe: Probe | None,
-    limit: float,
     deadline: float,
     asked_always: Sequence[str] = (),
 ) -> dict[str, dict[str, str]]:
-    """Checks (a), (b) and (d), as far as there is something to compare with; returns checksums by engine URL.
+    """Checks (b) and (d), as far as there is something to compare with; returns checksums by engine URL.
 
     Args:
         sent: engine URL to digests of what was sent, under the names and by the function of that engine.
@@ -130,8 +132,6 @@ async def audit_engines(
     Raises:
         WeightAuditError: names the engine and the tensors.
     """
-    if probe is not None:
-        await check_probe(engines, probe, limit, deadline)
     asked = engines if len(engines) > 1 else [e for e in engines if sent.get(e.url) or e.url in asked_always]
     sums, failed = await on_each(asked, lambda engine: engine.checksum(), "compute its checksums", deadline)
     for error in failed.values():
@@ -192,25 +192,28 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
 
 
 async def probe_engines(
-    args: Any, engines: Sequence[EngineHandle], probe: Probe, calibration: Calibration | None = None
+    settings: WeightSyncSettings,
+    engines: Sequence[EngineHandle],
+    probe: Probe,
+    calibration: Calibration | None = None,
 ) -> float:
     """(a) and (b), for engines that could not generate during the sync; returns the largest difference of (a).
 
     A server that only prefills or only decodes answers no request alone: it is held to (b) and (d). NaN when all do.
     """
-    deadline = float(args.phase_timeout)
+    deadline = settings.phase_seconds
     infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", deadline)
     for error in failed.values():
         raise error
     whole = [e for e in engines if infos[e.url].extra.get("disaggregation_mode") in (None, "null")]
-    limit = threshold(args, infos.values())
-    if calibration is not None and args.audit_threshold is None:
+    limit = threshold(settings.audit_threshold, settings.train_dtype, infos.values())
+    if calibration is not None and settings.audit_threshold is None:
         limit = calibration.limit(limit)
     gaps = await check_probe(whole, probe, limit, deadline)
     if calibration is not None:
         calibration.passed(gaps.values())
     others = [engine for engine in engines if not engine.capabilities.named_checksums]  # these passed (d) already
-    await audit_engines(others, infos, {}, None, 0.0, deadline)
+    await audit_engines(others, infos, {}, deadline)
     return max(gaps.values(), default=math.nan)
 
 

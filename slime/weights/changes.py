@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-    from slime.weights.update import NamedTensor
+    from slime.engines.flat import NamedTensor
 
 _BLOCK = 1 << 23  # elements at a time; they are widened to eight bytes
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -48,6 +48,13 @@ class Fingerprint(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     divided: bool = False
+
+    def is_comparable(self, before: Fingerprint) -> bool:
+        """Whether both are of equally many parts, and not for engines of different numbers of ranks."""
+        return len(self.rows) == len(before.rows) and len(self.columns) == len(before.columns)
+
+    def changed(self, before: Fingerprint) -> bool:
+        return (self.rows, self.columns) != (before.rows, before.columns)
 
     def changed_everywhere(self, before: Fingerprint) -> bool:
         """In all parts along the rows, and for a matrix along the columns."""
@@ -97,7 +104,8 @@ def _of_one_shape(named: Sequence[NamedTensor], parts: int) -> dict[str, Fingerp
     columns = first.numel() // max(rows, 1)
     integer: torch.dtype = getattr(torch, _INTEGERS[first.element_size()])
     flat = [x.detach().contiguous().view(-1).view(integer).view(rows, columns) for _, x in named]
-    by_row, by_column = _multipliers(rows, first.device), _multipliers(columns, first.device)
+    # Other numbers for columns than for rows: with the same ones, opposite changes at [i, j] and [j, i] would cancel.
+    by_row, by_column = _multipliers(rows, first.device), _multipliers(columns, first.device, skip=2**40)
     row_part, column_part = _part_of(rows, parts, first.device), _part_of(columns, parts, first.device)
     row_sums = torch.zeros(count, min(rows, parts), dtype=torch.int64, device=first.device)
     column_sums = torch.zeros(count, min(columns, parts), dtype=torch.int64, device=first.device)
@@ -124,11 +132,11 @@ def _divided(vector: torch.Tensor, ranks: int) -> bool:
     return not all(torch.equal(first, other) for other in others)
 
 
-def _multipliers(count: int, device: torch.device) -> torch.Tensor:
-    """Fixed odd numbers, the same in every call: a multiplicative hash of the position."""
+def _multipliers(count: int, device: torch.device, skip: int = 0) -> torch.Tensor:
+    """Fixed odd numbers, the same in every call: a multiplicative hash of the position after ``skip``."""
     import torch
 
-    position = torch.arange(1, count + 1, dtype=torch.int64, device=device)
+    position = torch.arange(skip + 1, skip + count + 1, dtype=torch.int64, device=device)
     mixed = position * 0x9E3779B97F4A7C1 ^ (position * 0x5851F42D4C957F2D >> 29)
     return (mixed * 0x2545F4914F6CDD1D ^ (mixed >> 31)) | 1
 
@@ -151,14 +159,16 @@ def wrong_changes(checksums: Mapping[str, str], sent: Mapping[str, Fingerprint],
         before: what was found on the engine after an earlier update.
     """
     now, then = _by_rank(checksums), _by_rank(before.checksums)
-    changed = {name for name, is_ in sent.items() if name in before.sent and is_ != before.sent[name]}
+    known = {name for name, is_ in sent.items() if name in before.sent and is_.is_comparable(before.sent[name])}
+    changed = {name for name in known if sent[name].changed(before.sent[name])}
     everywhere = {name for name in changed if sent[name].changed_everywhere(before.sent[name])}
     everywhere = {name for name in everywhere if not name.endswith(_VOCABULARY)}
-    hidden = any(_place(name, now) is None for name in changed)  # into which tensor these went is not known
+    # Into which tensors these went is not known.
+    hidden = any(_place(name, now) is None for name in sent if name in changed or name not in known)
     wrong: dict[str, list[str]] = defaultdict(list)
     for tensor, parts in _sources(sent, now).items():
-        if now[tensor].keys() != then.get(tensor, {}).keys() or any(name not in before.sent for name in parts):
-            continue  # the engine shows another set of tensors, or they were not sent before
+        if now[tensor].keys() != then.get(tensor, {}).keys() or not known.issuperset(parts):
+            continue  # the engine shows another set of tensors, or there is nothing to compare them with
         ranks = now[tensor]
         same = [rank for rank in ranks if ranks[rank] == then[tensor][rank]]
         if changed.issuperset(parts) and everywhere.issuperset(parts) and same:

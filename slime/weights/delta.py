@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.engines.flat import Entry, flatten, layout
-from slime.weights.update import Bucket, NamedTensor
+from slime.engines.flat import Bucket, Entry, NamedTensor, flatten, layout
 
 if TYPE_CHECKING:
     import torch

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 from slime.weights.delta import Changes, HostBucket, HostCopy, digests, unpack
 from slime.weights.node_copy import Announcement, Node, open_buckets, shared_buckets, take_turns, touched_names
+from slime.weights.pinning import pin
 from slime.weights.published import Manifest, PublishedBucket, Request, Status, read_request
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ def _load_shared(model: Any, request: Request, device: torch.device) -> Status |
     copy.version = None
     if not first and said.buffers is not None:
         copy.buckets = open_buckets(manifest.buckets, said.buffers)
+    if said.buffers is not None:
+        for bucket in copy.buckets:
+            pin(bucket, device)
     for held, sent in zip(copy.buckets, manifest.buckets, strict=True):
         held.digests = {entry.name: sent.digests[entry.name] for entry in sent.entries}
     tensors = _write(model, copy, {index: set(names) for index, names in said.touched.items()}, device)
@@ -187,4 +191,8 @@ def _write(model: Any, copy: HostCopy, touched: _Touched, device: torch.device) 
         tensors = [(name, tensor) for name, tensor in moved if name in names]
         model.load_weights(tensors)
         count += len(tensors)
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(device).synchronize()  # the next version is written into what is copied from here
     return count

@@ -13,14 +13,14 @@ import importlib.util
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config.hf_config import read_config
 
 if TYPE_CHECKING:
     import torch
 
-    from slime.engines.handle import EngineInfo
+    from slime.engines.sglang_api import EngineInfo
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -32,7 +32,7 @@ _VOCABULARY_MULTIPLE = 64  # SGLang pads these to it
 _CPU_MULTIPLE = 32  # on the CPU it pads the width of an MLP to it
 
 
-def comparable(args: Any, info: EngineInfo) -> bool:
+def has_predictable_checksums(model: str, info: EngineInfo) -> bool:
     """Whether this engine's checksums can be predicted: a known family, unquantised, tensor parallelism at most, and on
     CUDA the same SGLang in this process, whose hash it is."""
     import torch
@@ -41,7 +41,7 @@ def comparable(args: Any, info: EngineInfo) -> bool:
         return False
     if any(int(info.extra.get(name) or 1) != 1 for name in ("pp_size", "dp_size", "ep_size")):
         return False
-    config = read_config(str(args.hf_checkpoint)) or {}
+    config = read_config(model) or {}
     if "text_config" in config or not set(config.get("architectures") or ()) & set(FAMILIES):
         return False
     ranks = info.tensor_parallel_size
@@ -118,9 +118,9 @@ def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tenso
     return tensor.chunk(ranks)[rank] if name.endswith(_VOCABULARY) else tensor
 
 
-def groups_of(args: Any) -> int:
-    """Key-value heads of the model."""
-    config = read_config(str(args.hf_checkpoint)) or {}
+def key_value_heads(model: str) -> int:
+    """Key-value heads of the model in a folder or of a hub id."""
+    config = read_config(model) or {}
     return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
 
 

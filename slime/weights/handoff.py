@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-from slime.weights.update import Bucket
+from slime.engines.flat import Bucket
 
 
 class Handoff:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slime.config.hf_config import MTP_COUNTS
 from slime.models.quantized import without_quantization
 from slime.models.shards import INDEX
 from slime.models.stored import COPIED_FILES, StoredWeights, resolve_folder
 
-__all__ = ["HfFolder", "copy_companions", "copy_config", "resolve_folder", "without_mtp_layers", "write_tensors"]
+__all__ = [
+    "HfFolder",
+    "copy_companions",
+    "copy_config",
+    "resolve_folder",
+    "without_mtp_layers",
+    "write_tensors",
+    "zero_mtp_counts",
+]
 
 SHARD_BYTES = 4 * 1024**3
 
@@ -74,20 +83,36 @@ def copy_companions(source: str | Path, path: Path) -> None:
             shutil.copy2(file, path / file.name)
 
 
-def without_mtp_layers(source: str | Path) -> tuple[dict[str, int], str | None]:
+def without_mtp_layers(source: str | Path) -> tuple[dict[str, Any], str | None]:
     """What config.json must say of a folder without layers for multi-token prediction, and a notice for the user.
 
     Returns:
         Changes for :func:`copy_config`, and the notice; nothing and None where ``source`` has no such layers.
     """
-    name = "num_nextn_predict_layers"
-    count = json.loads((Path(source) / "config.json").read_text()).get(name)
+    changes, count = zero_mtp_counts(json.loads((Path(source) / "config.json").read_text()))
     if not count:
         return {}, None
-    return {name: 0}, (
+    return changes, (
         f"the {count} layer(s) for multi-token prediction of {source} are not trained and not written: config.json "
-        f"says {name} 0, and an engine cannot use them as a draft model"
+        "counts none, and an engine cannot use them as a draft model"
     )
+
+
+def zero_mtp_counts(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Set the counts of layers for multi-token prediction to 0, also those in ``text_config``.
+
+    Returns:
+        The keys of ``config`` that change with their new values, and the sum of the counts.
+    """
+    changes: dict[str, Any] = {name: 0 for name in MTP_COUNTS if config.get(name)}
+    count = sum(int(config[name]) for name in changes)
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        in_text, more = zero_mtp_counts(text)
+        if more:
+            changes["text_config"] = {**text, **in_text}
+        count += more
+    return changes, count
 
 
 def copy_config(source: str | Path, path: Path, **changes: Any) -> None:

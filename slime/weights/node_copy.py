@@ -15,14 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slime.weights.delta import HostBucket
 from slime.weights.published import PublishedBucket
 from slime.weights.transports.shared_memory import SHARED_MEMORY, FileList, allocate, is_buffer_of_ours
-
-if TYPE_CHECKING:
-    pass
 
 POLL_SECONDS = 0.005
 _files: list[FileList] = []

@@ -89,7 +89,8 @@ class Status:
     seconds: float = 0.0
 
     def write(self, prefix: str) -> None:
-        path = Path(f"{prefix}.{os.getpid()}.json")
+        """Into a new file. Ranks on different nodes may have the same process id, so its name is random."""
+        path = Path(f"{prefix}.{secrets.token_hex(8)}.json")
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)))
         os.replace(temporary, path)

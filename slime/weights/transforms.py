@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from slime.weights.update import NamedTensor, Transform
+from slime.engines.flat import NamedTensor
+from slime.weights.update import Transform
 
 if TYPE_CHECKING:
     import torch

@@ -6,16 +6,17 @@ transformers). The same buckets go through every transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from slime.engines.flat import Bucket, NamedTensor
 
 if TYPE_CHECKING:
     import torch
 
     from slime.weights.transports.peers import PeerLink
 
-NamedTensor = tuple[str, "torch.Tensor"]
 Transform = Callable[[str, "torch.Tensor"], Iterable[NamedTensor]]
 """One step on the way out: cast, quantise or rename. May turn one tensor into several."""
 
@@ -23,35 +24,21 @@ DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
 
 
 @dataclass
-class Bucket:
-    """Some tensors that travel together. The sender keeps them alive until the engine has answered.
-
-    ``flat`` is set when all tensors are views into one uint8 buffer: it can be handed over as a whole.
-    """
-
-    index: int
-    tensors: list[NamedTensor]
-    last: bool = False
-    flat: torch.Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors)
-
-
-@dataclass
 class WeightUpdate:
     """One version of the weights.
 
-    ``version`` is ``attempt.step`` (decisions 15). The buckets always hold all tensors; ``kind`` says
-    whether a transport that can compare them with the version before may send only what changed.
+    Attributes:
+        version: ``attempt.step``, see :mod:`slime.weights.versions`.
+        buckets: always hold all tensors.
+        allow_delta: a transport that can compare the buckets with the previous version may send only the changes.
+        peers: where an engine spans the GPUs of several training ranks: this rank's link to the others, which offer
+            their own copies of the buckets.
     """
 
     version: str
     buckets: Iterable[Bucket]
-    kind: Literal["full", "delta"] = "full"
+    allow_delta: bool = False
     peers: PeerLink | None = None
-    """Where engines span the GPUs of several training ranks: how these offer their copies of the buckets."""
 
 
 @dataclass
@@ -67,6 +54,30 @@ class UpdateReport:
     density: float = 1.0  # changed bytes over all bytes
     audit_seconds: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
+
+
+class WeightSyncError(RuntimeError):
+    """A weight sync did not reach every engine.
+
+    Attributes:
+        failed: engines that are to blame, by URL: dead, hung or refusing. Their weights are undefined.
+        torn: engines that live but hold a mix of old and new tensors (another engine's failure ended
+            their broadcast). They stay paused; the next complete sync heals them.
+        synced: engines that hold ``version`` and generate again.
+    """
+
+    def __init__(
+        self, version: str, failed: Mapping[str, Exception], torn: Sequence[str], synced: Sequence[str]
+    ) -> None:
+        self.version, self.failed, self.torn, self.synced = version, dict(failed), list(torn), list(synced)
+        reasons = "; ".join(f"engine {url}: {type(error).__name__}: {error}" for url, error in failed.items())
+        rest = [
+            f"{', '.join(urls)} {what}" for urls, what in ((torn, "must be synced again"), (synced, "updated")) if urls
+        ]
+        super().__init__(f"weights {version} did not reach every engine: {'; '.join([reasons or 'no engine', *rest])}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.version, self.failed, self.torn, self.synced)
 
 
 def iter_buckets(

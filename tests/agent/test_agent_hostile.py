@@ -120,6 +120,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": True}]}, "tool_calls must be a list"),
     ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}, "cannot be read"),
     ("chat/completions", {"tool_choice": 5}, "tool_choice must be"),
+    ("chat/completions", {"response_format": {"format": "json"}}, "response_format.type must be"),
     ("chat/completions", {"max_tokens": 1.5}, "max_tokens must be a whole number"),
     ("chat/completions", {"max_tokens": True}, "max_tokens must be a whole number"),
     ("chat/completions", {"stream": "yes"}, "stream must be true or false"),
@@ -151,7 +152,7 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "x", "name":
 CALLED = {"id": "1", "type": "function", "function": {"name": "a", "arguments": '{"x": '}}
 SERVED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"max_tokens": 10.0, "logprobs": True, "stop": ["", "END"]}, "<|user|> hi"),
-    ("chat/completions", {"response_format": {"format": "json"}, "text": {"format": "x"}, "thinking": ["x"]}, "hi"),
+    ("chat/completions", {"text": {"format": "x"}, "thinking": ["x"]}, "hi"),
     ("chat/completions", {"messages": [{"role": "user", "content": [
         {"type": "text", "text": "see "}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]},
      "<|user|> see [image omitted]<|end|>"),

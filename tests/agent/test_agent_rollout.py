@@ -92,7 +92,7 @@ async def test_a_command_that_hangs_is_killed_with_its_children(
     samples = await run_group(args)
     assert all(sample.reward_timed_out and sample.status is Sample.Status.FAILED for sample in samples)
     assert all(sample.metadata["reward_failure"].startswith("timeout") for sample in samples)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (left := [p.pid for p in psutil.process_iter() if _environment(p).get("SLIME_TEST_AGENT") == mark]) and (
         time.monotonic() < until
     ):
@@ -141,7 +141,7 @@ async def test_clients_that_disappear_are_replaced_in_a_rollout(
     endpoint: AgentServer, tiny_model: Path, engine: Any
 ) -> None:
     args = run_arguments(
-        tiny_model, engine, "hangs_on_odd", agent_timeout=2.0, rollout_batch_size=3, n_samples_per_prompt=2
+        tiny_model, engine, "hangs_on_odd", agent_timeout=5.0, rollout_batch_size=3, n_samples_per_prompt=2
     )
     output = await generate_rollout_async(args, 0, RolloutDataSourceWithBuffer(args, Numbered()))  # type: ignore[arg-type]
     assert [int(flatten(entry)[0].label) % 2 for entry in output.samples] == [0, 0, 0]
@@ -177,8 +177,8 @@ async def test_zero_drift_over_random_conversations(
     seen: list[tuple[list[int], list[int], list[float]]] = []
     ask_engine = session_module.ask_engine
 
-    async def recorded(args: Any, state: Any, sample: Sample, body: dict[str, Any]) -> Any:
-        output = await ask_engine(args, state, sample, body)
+    async def recorded(state: Any, sample: Sample, body: dict[str, Any]) -> Any:
+        output = await ask_engine(state, sample, body)
         assert output is not None
         scored = output["meta_info"]["output_token_logprobs"]
         seen.append((list(body["input_ids"]), [item[1] for item in scored], [item[0] for item in scored]))

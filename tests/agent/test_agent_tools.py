@@ -176,7 +176,7 @@ async def test_a_retry_of_the_client_library_is_one_turn(endpoint: AgentServer, 
     """The first try gets no answer in time; the library leaves and asks again."""
     async with ScriptedEngine(make_tokenizer(), [None, *["Hello."] * 5]) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
-        patient = talk.openai.with_options(timeout=1.0, max_retries=5)
+        patient = talk.openai.with_options(timeout=3.0, max_retries=5)
         answer = await patient.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
     assert answer.choices[0].message.content == "Hello."
     counts = talk.session.counts

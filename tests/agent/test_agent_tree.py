@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_args import make_args
 
 from slime.agent.messages import Ask, key_of
 from slime.agent.trajectory import Tree, Turn
@@ -60,7 +60,7 @@ def test_every_request_goes_on_from_the_longest_conversation_and_every_token_is_
         told.append((turn.conversation(), turn.ids()))
         assert turn.ids()[: len(seen)] == seen or parent is None or parent.ids() != seen
         assert [*map(key_of, turn.conversation())] == [key_of(m) for m in [*messages, answer]]
-    samples = tree.samples(SimpleNamespace(), Sample(index=5), Letters())
+    samples = tree.samples(make_args(), Sample(index=5), Letters())
     leaves = tree.leaves()
     assert [s.tokens for s in samples] == [leaf.ids() for leaf in leaves]
     trained = []
@@ -113,5 +113,5 @@ def test_a_turn_that_was_cut_or_had_no_room_to_go_on_makes_its_sample_truncated(
         turn = Turn(None, [user("q")], [], {"role": "assistant", "content": "x"}, [1], [output(2, 1, finish)], id="1")
         turn.overflowed = overflowed
         tree.add(turn)
-        (sample,) = tree.samples(SimpleNamespace(), Sample(), Letters())
+        (sample,) = tree.samples(make_args(), Sample(), Letters())
         assert sample.status is status

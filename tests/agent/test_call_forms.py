@@ -24,7 +24,8 @@ from slime.agent import server as server_module
 from slime.agent.reasoning import THINK, StreamSplit, parse_answer, reasoning_tags, split_reasoning
 from slime.agent.server import AgentServer
 from slime.agent.tool_formats import FORMATS, Hermes
-from slime.agent.tool_parsers import Shown, choose_parser, tool_parser
+from slime.agent.tool_parsers import Shown, tool_parser
+from slime.config.agent import choose_parser
 from slime.config.hooks import HookError
 
 THINKING = CHAT.replace(

@@ -27,7 +27,7 @@ def make(isolation, limits=None, **more):
     if isolation == "process" and os.geteuid() == 0 and Path(SYSTEM_PYTHON).exists():
         python = SYSTEM_PYTHON  # a nobody may not be able to read root's own
     try:
-        return Sandbox(limits or Limits(seconds=10), isolation=isolation, python=python, **more)
+        return Sandbox(limits or Limits(seconds=30), isolation=isolation, python=python, **more)
     except SandboxUnavailable as error:
         pytest.skip(str(error))
 
@@ -61,7 +61,7 @@ def alive(name: str) -> list[psutil.Process]:
     return found
 
 
-def gone(name: str, within: float = 10) -> bool:
+def gone(name: str, within: float = 60) -> bool:
     until = time.monotonic() + within
     while alive(name) and time.monotonic() < until:
         time.sleep(0.05)

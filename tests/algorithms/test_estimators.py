@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import threading
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,27 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.algorithms.advantages import compute_advantages
+from slime.algorithms.algorithm import EstimatorSettings
 from slime.algorithms.baselines import centred, standardized
 from slime.algorithms.dapo import overlong_penalty
 from slime.algorithms.gae import get_advantages_and_returns_batch
 from slime.algorithms.reduce import Identity
-from slime.algorithms.registry import ALGORITHMS, get_algorithm
+from slime.algorithms.registry import ALGORITHMS
 from slime.algorithms.reinforce_plus_plus import get_reinforce_plus_plus_returns
 from slime.algorithms.rloo import leave_one_out
 from slime.algorithms.sequences import scan_from_end
 from slime.algorithms.whitening import normalize_advantages
+from slime.backends import advantages
+from slime.backends.advantages import AdvantageSettings
+from slime.config.args import Args
+from slime.config.estimator import algorithm_class
+from tests.make_args import make_args
 
 quick = settings(deadline=None, max_examples=40)
 
 
-def make_args(**changes: Any) -> SimpleNamespace:
-    defaults: dict[str, Any] = dict(
-        advantage_estimator="grpo", compute_advantages_and_returns=True, custom_advantage_function_path=None,
-        kl_coef=0.0, kl_loss_type="k1", gamma=1.0, lambd=1.0, use_opd=False, opd_kl_coef=1.0,
-        normalize_advantages=False, use_rollout_logprobs=False, use_tis=False, tis_clip=2.0,
-    )  # fmt: skip
-    return SimpleNamespace(**(defaults | changes))
+def compute_advantages(args: Args, batch: dict[str, Any], reduce: Any) -> None:
+    advantages.compute_advantages(AdvantageSettings.from_args(args), batch, reduce)
 
 
 def make_batch(lengths: list[int], seed: int = 0, **changes: Any) -> dict[str, Any]:
@@ -49,11 +48,11 @@ def make_batch(lengths: list[int], seed: int = 0, **changes: Any) -> dict[str, A
         "total_lengths": [n + 2 for n in lengths],
         "loss_masks": [torch.ones(n, dtype=torch.int32) for n in lengths],
         "rewards": [float(x) for x in torch.rand(len(lengths), generator=generator)],
-        "log_probs": draw(),
+        "old_log_probs": draw(),
         "ref_log_probs": draw(),
         "rollout_log_probs": draw(),
         "teacher_log_probs": draw(),
-        "values": draw(),
+        "old_values": draw(),
     } | changes
 
 
@@ -85,7 +84,7 @@ def test_scan_equals_the_serial_recurrence(length: int, batch: int, factor: floa
 )
 def test_gae(lengths: list[int], gamma: float, lambd: float) -> None:
     batch = make_batch(lengths, seed=len(lengths))
-    values, rewards = batch["values"], batch["log_probs"]
+    values, rewards = batch["old_values"], batch["old_log_probs"]
     for chunked in (True, False):
         advantages, returns = get_advantages_and_returns_batch(
             batch["total_lengths"], lengths, values, rewards, gamma, lambd, chunked
@@ -115,9 +114,9 @@ def test_reinforce_plus_plus(lengths: list[int], gamma: float, seed: int) -> Non
     batch = make_batch(lengths, seed)
     masks = [(torch.rand(n, generator=torch.Generator().manual_seed(seed + n)) < 0.6).int() for n in lengths]
     returns = get_reinforce_plus_plus_returns(
-        batch["rewards"], batch["log_probs"], masks, lengths, batch["total_lengths"], 0.3, gamma
+        batch["rewards"], batch["old_log_probs"], masks, lengths, batch["total_lengths"], 0.3, gamma
     )
-    for reward, kl, mask, actual in zip(batch["rewards"], batch["log_probs"], masks, returns, strict=True):
+    for reward, kl, mask, actual in zip(batch["rewards"], batch["old_log_probs"], masks, returns, strict=True):
         unmasked = [t for t in range(len(mask)) if mask[t]]
         running = 0.0
         for t in reversed(unmasked):
@@ -137,26 +136,22 @@ def test_group_estimators_spread_the_reward_and_ignore_kl_in_the_reward(name: st
         assert a.tolist() == r.tolist() == pytest.approx([reward] * len(a))
 
 
-def test_the_checks_of_the_flags_know_which_estimators_have_a_baseline_and_a_kl_in_the_reward() -> None:
-    from slime.config.validate_algorithm import GROUP_BASELINE, KL_IN_REWARD
-    from slime.data.rewards import BASELINES
-
-    changed = set()
-    for name in ALGORITHMS:
-        batches = [make_batch([3, 1]), make_batch([3, 1])]
-        for batch, coefficient in zip(batches, (0.0, 0.5), strict=True):
-            compute_advantages(make_args(advantage_estimator=name, kl_coef=coefficient), batch, Identity())
-        if not torch.equal(batches[0]["advantages"][0], batches[1]["advantages"][0]):
-            changed.add(name)
-    assert changed == set(KL_IN_REWARD)
-    assert set(BASELINES) == set(GROUP_BASELINE)
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_class_says_whether_the_kl_in_the_reward_and_the_size_of_the_group_matter(name: str) -> None:
+    batches = [make_batch([3, 1]), make_batch([3, 1])]
+    for batch, coefficient in zip(batches, (0.0, 0.5), strict=True):
+        compute_advantages(make_args(advantage_estimator=name, kl_coef=coefficient), batch, Identity())
+    changed = not torch.equal(batches[0]["advantages"][0], batches[1]["advantages"][0])
+    assert changed is ALGORITHMS[name].uses_kl_in_reward
+    trains_alone = ALGORITHMS[name](EstimatorSettings(std_normalization=False)).group_baseline([2.0])[0] != 0
+    assert trains_alone is not ALGORITHMS[name].needs_group
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_absent_log_probs_are_no_error_without_kl(name: str) -> None:
     """The default single-step run reuses the current log-probs, so the batch has none (trap 3)."""
     batch = make_batch([4, 2])
-    for key in ("log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"):
+    for key in ("old_log_probs", "ref_log_probs", "rollout_log_probs", "teacher_log_probs"):
         del batch[key]
     compute_advantages(make_args(advantage_estimator=name), batch, Identity())
     assert [k.tolist() for k in batch["kl"]] == [[0.0] * 4, [0.0] * 2]
@@ -166,11 +161,11 @@ def test_absent_log_probs_are_no_error_without_kl(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        (dict(kl_coef=0.1), "log_probs"),
+        (dict(kl_coef=0.1), "old_log_probs"),
         (dict(kl_coef=0.1), "ref_log_probs"),
         (dict(use_opd=True), "teacher_log_probs"),
-        (dict(use_opd=True), "log_probs"),
-        (dict(advantage_estimator="ppo"), "values"),
+        (dict(use_opd=True), "old_log_probs"),
+        (dict(advantage_estimator="ppo"), "old_values"),
     ],
 )
 def test_an_entry_that_is_needed_and_absent_is_named(changes: dict[str, Any], missing: str) -> None:
@@ -181,10 +176,11 @@ def test_an_entry_that_is_needed_and_absent_is_named(changes: dict[str, Any], mi
 
 
 def test_kl_in_the_reward_takes_the_log_probs_that_training_will_use() -> None:
-    args = make_args(advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.5)
-    for use_rollout, key in ((False, "log_probs"), (True, "rollout_log_probs")):
+    for use_rollout, key in ((False, "old_log_probs"), (True, "rollout_log_probs")):
         batch = make_batch([3])
-        args.use_rollout_logprobs = use_rollout
+        args = make_args(
+            advantage_estimator="reinforce_plus_plus_baseline", kl_coef=0.5, use_rollout_logprobs=use_rollout
+        )
         compute_advantages(args, batch, Identity())
         expected = batch["rewards"][0] - 0.5 * (batch[key][0] - batch["ref_log_probs"][0])
         torch.testing.assert_close(batch["advantages"][0], expected)
@@ -196,7 +192,7 @@ def test_ppo_runs_over_trained_tokens_only(garbage: float) -> None:
     deltas 0.5·0.4 − 0.2 = 0, 0.5·0.6 − 0.4 = −0.1, 1 − 0.6 = 0.4; from the end 0.4, −0.1 + 0.25·0.4 = 0, 0."""
     batch = make_batch([6], loss_masks=[torch.tensor([1, 1, 0, 0, 1, 0], dtype=torch.int32)])
     batch["rewards"] = [1.0]
-    batch["values"] = [torch.tensor([0.2, 0.4, garbage, garbage, 0.6, garbage])]
+    batch["old_values"] = [torch.tensor([0.2, 0.4, garbage, garbage, 0.6, garbage])]
     compute_advantages(make_args(advantage_estimator="ppo", gamma=0.5, lambd=0.5), batch, Identity())
     assert batch["advantages"][0].tolist() == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.4, 0.0], abs=1e-7)
     assert batch["returns"][0].tolist() == pytest.approx([0.2, 0.4, 0.0, 0.0, 1.0, 0.0])
@@ -210,7 +206,8 @@ def test_masked_tokens_change_nothing_for_trained_ones(data: st.DataObject, name
     args = make_args(advantage_estimator=name, gamma=0.9, lambd=0.8, kl_coef=0.1)
     whole = make_batch([len(mask)], seed=int(mask.sum()), loss_masks=[mask])
     keep = mask.bool()
-    short = {key: [x[keep] for x in whole[key]] for key in ("values", "log_probs", "ref_log_probs", "loss_masks")}
+    names = ("old_values", "old_log_probs", "ref_log_probs", "loss_masks")
+    short = {name: [x[keep] for x in whole[name]] for name in names}
     count = int(mask.sum())
     short |= dict(rewards=whole["rewards"], response_lengths=[count], total_lengths=[2 + count])
     for batch in (whole, short):
@@ -223,10 +220,10 @@ def test_masked_tokens_change_nothing_for_trained_ones(data: st.DataObject, name
 def test_ppo_without_a_masked_tail_is_plain_gae_with_kl() -> None:
     batch = make_batch([4, 2])
     args = make_args(advantage_estimator="ppo", gamma=0.9, lambd=0.8, kl_coef=0.1)
-    rewards = [-0.1 * (p - q) for p, q in zip(batch["log_probs"], batch["ref_log_probs"], strict=True)]
+    rewards = [-0.1 * (p - q) for p, q in zip(batch["old_log_probs"], batch["ref_log_probs"], strict=True)]
     for r, reward in zip(rewards, batch["rewards"], strict=True):
         r[-1] += reward
-    expected, _ = get_advantages_and_returns_batch([6, 4], [4, 2], batch["values"], rewards, 0.9, 0.8)
+    expected, _ = get_advantages_and_returns_batch([6, 4], [4, 2], batch["old_values"], rewards, 0.9, 0.8)
     compute_advantages(args, batch, Identity())
     for a, e in zip(batch["advantages"], expected, strict=True):
         torch.testing.assert_close(a, e)
@@ -241,35 +238,36 @@ def test_a_sample_with_nothing_unmasked_has_no_advantage_under_ppo() -> None:
 def test_distillation_lowers_the_advantage_where_the_student_is_surer_than_the_teacher() -> None:
     batch = make_batch([3])
     batch["loss_masks"] = [torch.tensor([1, 0, 1])]
-    batch["log_probs"][0][1] = float("nan")
+    batch["old_log_probs"][0][1] = float("nan")
     compute_advantages(make_args(use_opd=True, opd_kl_coef=2.0), batch, Identity())
-    kl = [float(batch["log_probs"][0][t] - batch["teacher_log_probs"][0][t]) if t != 1 else 0.0 for t in range(3)]
+    kl = [float(batch["old_log_probs"][0][t] - batch["teacher_log_probs"][0][t]) if t != 1 else 0.0 for t in range(3)]
     assert batch["opd_reverse_kl"][0].tolist() == pytest.approx(kl)
     assert batch["advantages"][0].tolist() == pytest.approx([batch["rewards"][0] - 2 * x for x in kl])
 
 
 def test_custom_function_then_distillation_and_whitening() -> None:
-    def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
-        rollout_data["advantages"] = [2 * v for v in rollout_data["values"]]
+    def doubled(args: Any, rollout_data: dict[str, Any]) -> None:
+        rollout_data["advantages"] = [2 * v for v in rollout_data["old_values"]]
         rollout_data["returns"] = [k + 1 for k in rollout_data["kl"]]
 
     def forgets(args: Any, rollout_data: dict[str, Any]) -> None:
-        rollout_data["advantages"] = rollout_data["values"]
+        rollout_data["advantages"] = rollout_data["old_values"]
 
     def shortens(args: Any, rollout_data: dict[str, Any]) -> None:
-        rollout_data["advantages"] = rollout_data["returns"] = [v[:1] for v in rollout_data["values"]]
+        rollout_data["advantages"] = rollout_data["returns"] = [v[:1] for v in rollout_data["old_values"]]
 
     batch = make_batch([3, 2])
-    args = make_args(custom_advantage_function_path="mine.py:f", use_opd=True, normalize_advantages=True)
-    compute_advantages(args, batch, Identity(), advantages)
-    raw = torch.cat([2 * v - k for v, k in zip(batch["values"], batch["opd_reverse_kl"], strict=True)])
+    args = make_args(use_opd=True, normalize_advantages=True).with_values(custom_advantage_function_path="mine.py:f")
+    settings = replace(AdvantageSettings.from_args(make_args(use_opd=True, normalize_advantages=True)), args=args)
+    advantages.compute_advantages(replace(settings, custom=doubled), batch, Identity())
+    raw = torch.cat([2 * v - k for v, k in zip(batch["old_values"], batch["opd_reverse_kl"], strict=True)])
     expected = (raw - raw.mean()) / (raw.var() + 1e-8).sqrt()
     torch.testing.assert_close(torch.cat(batch["advantages"]), expected)
     assert batch["returns"][0].tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match=r"mine.py:f needs returns"):
-        compute_advantages(args, make_batch([3]), Identity(), forgets)
+        advantages.compute_advantages(replace(settings, custom=forgets), make_batch([3]), Identity())
     with pytest.raises(ValueError, match=r"mine.py:f set advantages with lengths \[1\]"):
-        compute_advantages(args, make_batch([3]), Identity(), shortens)
+        advantages.compute_advantages(replace(settings, custom=shortens), make_batch([3]), Identity())
 
 
 def test_disabled_advantages_leave_the_batch_alone() -> None:
@@ -280,7 +278,7 @@ def test_disabled_advantages_leave_the_batch_alone() -> None:
 
 def test_unknown_estimator_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"grppo.*grpo"):
-        get_algorithm("grppo")
+        algorithm_class("grppo")
 
 
 # --- whitening ---------------------------------------------------------------------------------
@@ -290,7 +288,7 @@ class ThreadReduce:
     """A real sum over ranks that run as threads of this process."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks, self.barrier, self.shared = ranks, threading.Barrier(ranks, timeout=20), [None] * ranks
+        self.ranks, self.barrier, self.shared = ranks, threading.Barrier(ranks, timeout=120), [None] * ranks
         self.rank = threading.local()
 
     def over_data(self, x: Tensor) -> Tensor:
@@ -375,9 +373,3 @@ def test_baselines(rewards: list[int]) -> None:
 def test_overlong_rewards_fall_over_the_buffer_and_no_further() -> None:
     penalties = [overlong_penalty(n, max_length=20, buffer=4, factor=2.0) for n in (0, 16, 17, 18, 20, 25)]
     assert penalties == [0.0, 0.0, -0.5, -1.0, -2.0, -2.0]
-
-
-def test_the_names_used_here_are_flags_of_the_run() -> None:
-    from slime.config.args import Args
-
-    assert set(vars(make_args())) <= {f.name for f in dataclasses.fields(Args)}

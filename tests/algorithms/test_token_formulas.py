@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.algorithms.cispo import cispo_loss, compute_cispo_loss
+from slime.algorithms.algorithm import EstimatorSettings
+from slime.algorithms.cispo import Cispo, compute_cispo_loss
 from slime.algorithms.gspo import compute_gspo_kl, sequence_kl
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.opsm import compute_opsm_mask
@@ -199,8 +200,8 @@ def test_absurd_ratios_keep_loss_and_gradient_finite(shift: float, advantage: fl
 def test_the_runs_cispo_counts_no_clip_where_there_is_no_advantage() -> None:
     """Samples without any advantage may be left out of the step, which must not change the metric."""
     kl, p = torch.tensor([-2.0, -2.0, 0.0]), torch.zeros(3)
-    args = SimpleNamespace(eps_clip=0.2, eps_clip_high=None)
-    assert cispo_loss(args, kl, p, torch.tensor([1.0, 0.0, 1.0]))[1].tolist() == [1.0, 0.0, 0.0]
+    estimator = Cispo(EstimatorSettings(eps_clip=0.2, eps_clip_high=0.2))
+    assert estimator.policy_loss(kl, p, torch.tensor([1.0, 0.0, 1.0]))[1].tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import (
 
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.config.args import Args
+from slime.data.fields import RankBatch
 
 VOCAB = 61
 
@@ -96,7 +97,7 @@ def make_args(checkpoint: Path | str, **changes: Any) -> Args:
         threads_per_process=1,
     )
     for name, value in (settings | changes).items():
-        setattr(args, name, value)
+        args.declare(name, value)
     args.use_critic = args.advantage_estimator == "ppo"
     return args
 
@@ -119,12 +120,12 @@ def make_samples(groups: int = 4, size: int = 4, seed: int = 0, zero_groups: int
 
 def make_batch(
     samples: list[dict[str, Any]], micro_batches: list[list[list[int]]], everyone: list[dict[str, Any]]
-) -> dict[str, Any]:
+) -> RankBatch:
     """A rank's batch. ``micro_batches[step]`` are lists of positions in ``samples``."""
     rng = np.random.default_rng(7)
     noise = {id(s): rng.normal(size=len(s["mask"])).astype(np.float32) * 0.1 for s in everyone}
     steps = len(micro_batches)
-    return dict(
+    entries = dict(
         rollout_id=0,
         tokens=[torch.tensor(s["tokens"]) for s in samples],
         total_lengths=[len(s["tokens"]) for s in samples],
@@ -143,9 +144,10 @@ def make_batch(
         global_batch_sizes=[len(everyone) // steps] * steps,
         global_token_counts=[sum(max(sum(s["mask"]), 1) for s in everyone) / steps] * steps,
     )
+    return RankBatch(entries)
 
 
-def whole_batch(samples: list[dict[str, Any]], micro_batch_size: int = 4, steps: int = 1) -> dict[str, Any]:
+def whole_batch(samples: list[dict[str, Any]], micro_batch_size: int = 4, steps: int = 1) -> RankBatch:
     """One rank that holds everything."""
     order = list(range(len(samples)))
     per_step = len(samples) // steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fsdp_helpers import make_args, make_batch, make_samples, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slime.backends.bank import keeps_copies_on_device
 from slime.backends.create import create_backend
 from slime.backends.fsdp import backend as fsdp_backend
 from slime.backends.fsdp.backend import FsdpBackend
@@ -53,6 +55,14 @@ def two_steps(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
     return result | dict(log_probs=log_probs)
 
 
+def place_of_copies(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Whether copies of the weights stay on an accelerator that has room on all ranks, and one that has on rank 0."""
+    backend = make("llama")
+    args = make_args(paths["llama"], use_kl_loss=True, offload_train=False, colocate=False)
+    place = partial(keeps_copies_on_device, args, backend.named_parameters)
+    return dict(everywhere=place(10**9), on_one_rank=place(10**9 if backend.rank == 0 else 0))
+
+
 def checkpointed(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     backend = make("llama", gradient_checkpointing=True, entropy_coef=0.01)
     return dict(
@@ -73,6 +83,24 @@ def context_parallel(make: Callable[..., FsdpBackend], paths: dict[str, Path], w
     log_probs = backend.log_probs(rank_batch(make_samples(), *mine))["log_probs"]
     metrics = [train(backend, make_samples()), train(backend, make_samples(seed=3, zero_groups=2))]
     return dict(metrics=metrics, weights=weights_of(backend), log_probs=log_probs)
+
+
+def forward_packs(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """Six groups, so that of four ranks two have twice as many samples as the others. By context-parallel size: the
+    rank's groups, its log-probs in packs of at most 30 tokens (one rank: in training's), and how many it ran."""
+    result: Result = {}
+    for context in {1, min(world_size, 2)}:
+        budget = 30 // context if world_size > 1 else None
+        size = {"context_parallel_size": context}
+        backend = make("qwen3", megatron=size, log_probs_max_tokens_per_gpu=budget)
+        samples, runs = make_samples(groups=6), []
+        backend.scorer.register_forward_pre_hook(lambda *_, seen=runs: seen.append(1))
+        batch = rank_batch(samples, backend.data_parallel_rank, backend.data_parallel_size)
+        log_probs = backend.log_probs(batch)["log_probs"]
+        counts = dict(runs=len(runs), training=len(batch["micro_batch_indices"]))
+        counts["own"] = len(backend.forward_packs(batch))
+        result[f"context {context}"] = dict(groups=batch["group_indices"], log_probs=log_probs, **counts)
+    return result
 
 
 def critic(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
@@ -124,6 +152,26 @@ def hf_export(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
 def names(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
     """Of every tensor that would go to the engines."""
     return {model: [name for name, _ in make(model).named_weights()] for model in ("qwen3_moe", "qwen2_5_vl")}
+
+
+def collectives(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
+    """How many a weight sync takes, of how many tensors."""
+    backend = make("qwen3_moe")
+    with CountCollectives() as counter:
+        tensors = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    parameters = {name: p.full_tensor() for name, p in backend.scorer.hf.named_parameters()}
+    return {"calls": counter.calls, "parameters": len(parameters), "weights": tensors}
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            self.calls.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 def reference_in_shards(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_size: int) -> Result:
@@ -180,11 +228,14 @@ def nan_on_the_last_rank(make: Callable[..., FsdpBackend], paths: dict[str, Path
 PLAN: list[tuple[int, Callable[..., Result]]] = [
     (4, two_steps),
     (4, context_parallel),
+    (4, forward_packs),
     (4, hf_export),
     (4, nan_on_the_last_rank),
     (2, two_steps),
     (2, context_parallel),
+    (2, forward_packs),
     (2, checkpointed),
+    (2, place_of_copies),
     (2, qwen3),
     (2, critic),
     (2, bfloat16),
@@ -193,6 +244,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (2, resume),
     (1, two_steps),
     (1, context_parallel),
+    (1, forward_packs),
     (1, checkpointed),
     (1, qwen3),
     (1, critic),
@@ -200,6 +252,7 @@ PLAN: list[tuple[int, Callable[..., Result]]] = [
     (1, bfloat16),
     (1, load_of_two_ranks),
     (1, hf_export),
+    (2, collectives),
 ]
 
 

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.algorithms.advantages import compute_advantages
 from slime.algorithms.reduce import Identity
 from slime.algorithms.registry import ALGORITHMS
+from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.loss import TokenBatch, compute_loss, is_max_metric
+from slime.backends.loss import LossSettings, compute_loss, is_max_metric
+from slime.backends.token_batch import TokenBatch
 from slime.config.args import Args
 
 LENGTHS = [5, 1, 4, 6, 2, 3]
@@ -48,7 +49,7 @@ def run_args(changes: dict[str, Any]) -> Args:
     args = Args()
     defaults = {"eps_clip_high": 0.28, "rollout_max_response_len": 8, "kl_loss_type": "k1"}
     for name, value in (defaults | changes).items():
-        setattr(args, name, value)
+        args.declare(name, value)
     return args
 
 
@@ -94,12 +95,12 @@ def loss_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
     for name, changes in LOSS_CASES.items():
         changes = dict(changes)
         values = changes.pop("values", False)
-        args = run_args(changes)
+        settings = LossSettings.from_args(run_args(changes))
         whole = token_batch(data, all_tokens, every, values)
-        expected, metrics = compute_loss(args, whole, **counts)
+        expected, metrics = compute_loss(settings, whole, **counts)
         expected.backward()
         part = token_batch(data, share, mine, values)
-        loss, shares = compute_loss(args, part, **counts, reduce=groups)
+        loss, shares = compute_loss(settings, part, **counts, reduce=groups)
         loss.backward()
         assert whole.log_probs is not None and whole.log_probs.grad is not None
         assert part.log_probs is not None and part.log_probs.grad is not None
@@ -115,11 +116,12 @@ def loss_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
 def advantage_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
     """Whole responses, each data-parallel rank its own."""
     data = everything()
-    lists = {name: list(data[name].split(LENGTHS)) for name in ("log_probs", "ref_log_probs", "rollout_log_probs")}
+    lists = {name: list(data[name].split(LENGTHS)) for name in ("ref_log_probs", "rollout_log_probs")}
     batch = {
         **lists,
+        "old_log_probs": list(data["log_probs"].split(LENGTHS)),
         "teacher_log_probs": lists["ref_log_probs"],
-        "values": list(data["old_values"].split(LENGTHS)),
+        "old_values": list(data["old_values"].split(LENGTHS)),
         "loss_masks": list(data["loss_mask"].split(LENGTHS)),
         "rewards": [1.0, -0.5, 0.25, 0.0, 2.0, -1.0],
         "response_lengths": LENGTHS,
@@ -128,10 +130,10 @@ def advantage_errors(rank: int, groups: DataParallelReduce) -> dict[str, float]:
     mine = [i for i in range(len(LENGTHS)) if i % 2 == rank // 2]
     errors = {}
     for name, changes in ADVANTAGE_CASES.items():
-        args = run_args(changes)
+        settings = AdvantageSettings.from_args(run_args(changes))
         whole, part = dict(batch), {key: [entry[i] for i in mine] for key, entry in batch.items()}
-        compute_advantages(args, whole, Identity())
-        compute_advantages(args, part, groups)
+        compute_advantages(settings, whole, Identity())
+        compute_advantages(settings, part, groups)
         pairs = [(part[key][j], whole[key][i]) for key in ("advantages", "returns") for j, i in enumerate(mine)]
         worst = max(float((x - y).abs().max()) for x, y in pairs)
         errors[name] = max(worst, abs(part.get("mis_weight_mean", 0.0) - whole.get("mis_weight_mean", 0.0)))

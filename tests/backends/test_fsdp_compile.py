@@ -26,6 +26,8 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     # CUDA's varlen attention is an operator of its own, which compiled code calls; the CPU's is Python.
     attention = torch._dynamo.disable(packed_attention.packed_attention_cpu)
     monkeypatch.setattr(packed_attention, "packed_attention_cpu", attention)
+    # Layers are compiled on CUDA only. inductor cannot lower the CPU's oneDNN product with a symbolic number of rows.
+    monkeypatch.setattr(cpu_linear, "onednn_available", lambda: False)
     token_log_probs._compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from fsdp_helpers import make_args, make_backend, make_samples, save_tiny_llama, weights_of, whole_batch
 
+from slime.backends import token_budget
 from slime.backends.bank import WeightBank
 from slime.backends.collectives import local
 from slime.backends.create import create_backend
@@ -109,6 +110,29 @@ def test_snapshot_is_exact(llama: Path, tmp_path: Path) -> None:
     assert run(first, 1)["train/loss"] == pytest.approx(run(second, 1)["train/loss"], rel=1e-3)
 
 
+def test_asynchronous_saves_copy_into_pinned_memory(tmp_path: Path) -> None:
+    """``pytest -s`` prints for how long they block."""
+    big = save_tiny_llama(tmp_path / "model", hidden_size=1024, intermediate_size=4096, vocab_size=64000)
+    backend = on_cuda(big, train_dtype="bfloat16", async_save=True)
+    run(backend)
+    for name in ("first", "second", "third"):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        backend.save(tmp_path / name)
+        blocked = time.perf_counter() - start
+        weights = weights_of(backend)
+        run(backend, 1)  # while the files are written
+        assert backend.saving is not None
+        files = backend.saving.finish(300)
+        copies = backend.save_memory._tensors
+        assert all(tensor.is_pinned() for tensor in copies)
+        gib = sum(tensor.nbytes for tensor in copies) / 2**30
+        print(f"{name} --async-save of {gib:.2f} GiB: blocked {blocked / gib:.3f} s per GiB, {len(files)} files")
+    other = on_cuda(big, train_dtype="bfloat16")
+    other.load(tmp_path / "third")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in weights_of(other).items())
+
+
 @pytest.mark.parametrize("flag", [{"ref_update_interval": 1, "use_kl_loss": True}, {"keep_old_actor": True}])
 def test_moved_copies_come_back_in_a_resumed_run(llama: Path, tmp_path: Path, flag: dict[str, Any]) -> None:
     flags = dict(train_dtype="bfloat16", offload_train=True, **flag)  # copies in pinned memory
@@ -175,3 +199,39 @@ def test_swapping_a_copy_costs_a_fraction_of_what_pageable_memory_costs() -> Non
     print("swap in and out, seconds per GiB:", {name: round(seconds, 4) for name, seconds in figures.items()})
     assert figures["pinned"] < 0.5 * figures["pageable"]
     assert figures["on_device"] < 0.1 * figures["pageable"]
+
+
+class MeterOfOnce(token_budget.CudaMeter):
+    """Keeps what was available, which another process on the GPU may change."""
+
+    found = 0
+
+    def available(self) -> int:
+        self.found = super().available()
+        return self.found
+
+
+def test_the_measured_budget_predicts_the_memory_of_a_training_step(tmp_path: Path) -> None:
+    """A real step over packs four times as large as the smaller of the measured ones takes no more memory than
+    predicted, and not much less. On an H200 it took 0.81 (FSDP) and 0.87 (Megatron) of it: in a model of four layers
+    with 152,000 words, the logits outweigh what grows with the tokens. Measuring changes no weight."""
+    shape = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16)
+    shape |= dict(num_key_value_heads=4, vocab_size=151_936, max_position_embeddings=4096, initializer_range=0.02)
+    backend = on_cuda(save_tiny_llama(tmp_path / "model", **shape), train_dtype="bfloat16", micro_batch_size=16)
+    before = {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
+    meter = MeterOfOnce()
+    found = token_budget.measure(backend, 0.85, meter)
+    for name, tensor in backend.named_weights():
+        assert torch.equal(tensor.cpu(), before[name]), name
+    assert all(p.grad is None for _, p in backend.named_parameters)
+    assert found.tokens > 16_384, found
+    usable = 0.85 * meter.found
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        dict(tokens=torch.randint(1000, (1024,), generator=generator).tolist(), mask=[1] * 1023, reward=i % 2, group=i)
+        for i in range(32)
+    ]
+    meter.start()
+    train_on_rollout(backend, backend.args, whole_batch(samples, micro_batch_size=16))
+    predicted = usable - (found.tokens - 16 * 1024) * found.bytes_per_token
+    assert 0.75 * predicted < meter.peak() < 1.02 * predicted, (meter.peak() / 2**30, predicted / 2**30, found)

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from fsdp_helpers import save_tiny_llama, save_tiny_qwen2_5_vl, save_tiny_qwen3, save_tiny_qwen3_moe
 from fsdp_ranks import worker
+from rank_processes import results_of_ranks, save_models
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.engines.process import free_port
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 DEADLINE_SECONDS = 240.0
 Results = dict[tuple[str, int], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("ranks")
-    (root / "output").mkdir()
-    return {
-        "llama": save_tiny_llama(root / "llama"),
-        "reference": save_tiny_llama(root / "reference", seed=5),
-        "qwen3": save_tiny_qwen3(root / "qwen3"),
-        "qwen3_moe": save_tiny_qwen3_moe(root / "qwen3_moe"),
-        "qwen2_5_vl": save_tiny_qwen2_5_vl(root / "qwen2_5_vl"),
-        "output": root / "output",
-    }
+    return save_models(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
 def ranks(paths: dict[str, Path]) -> list[Results]:
     """The results of every rank; started once, and ended also when one of them hangs."""
     ports = {world_size: free_port() for world_size in (4, 2, 1)}
-    context = mp.spawn(worker, args=(paths, ports), nprocs=4, join=False)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    try:
-        while not context.join(timeout=max(deadline - time.monotonic(), 0.1)):
-            assert time.monotonic() < deadline, f"ranks did not finish in {DEADLINE_SECONDS:.0f} s"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-                process.join(10)
-    return [torch.load(paths["output"] / f"rank{rank}.pt", weights_only=False) for rank in range(4)]
+    return results_of_ranks(worker, (paths, ports), paths["output"], DEADLINE_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +75,32 @@ def test_ranks_agree_with_one(results: Results, scenario: str, world_size: int) 
     assert_close(many["weights"], one["weights"], rtol=1e-4)
 
 
+def test_all_ranks_keep_copies_of_the_weights_in_one_place(ranks: list[Results]) -> None:
+    """A snapshot of copies is a collective that depends on the place."""
+    for rank in range(2):
+        assert ranks[rank]["place_of_copies", 2] == {"everywhere": True, "on_one_rank": False}
+
+
 def test_context_parallel_scores_are_those_of_one_rank(ranks: list[Results]) -> None:
     """Both ranks of a pair have all of each sample's log-probs."""
     expected = ranks[0]["context_parallel", 1]["log_probs"]
     for rank in range(2):
         for got, want in zip(ranks[rank]["context_parallel", 2]["log_probs"], expected, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("world_size", "context"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_ranks_run_as_many_packs_of_their_own_size(ranks: list[Results], world_size: int, context: int) -> None:
+    """As many on each rank although some have twice the samples, and each sample gets its own log-probs."""
+    one = ranks[0]["forward_packs", 1]["context 1"]
+    mine = [ranks[rank]["forward_packs", world_size][f"context {context}"] for rank in range(world_size)]
+    assert len({found["runs"] for found in mine}) == 1, [found["runs"] for found in mine]
+    assert mine[0]["runs"] > max(found["training"] for found in mine), "training has one micro-batch a group"
+    for found in mine:
+        assert found["own"] == min(found["runs"], len(found["groups"])), "none runs an empty one that has samples"
+        wanted = [i for i, group in enumerate(one["groups"]) if group in found["groups"]]
+        for i, got in zip(wanted, found["log_probs"], strict=True):
+            torch.testing.assert_close(got, one["log_probs"][i], atol=1e-5, rtol=0)
 
 
 def test_every_rank_reports_the_same(ranks: list[Results]) -> None:
@@ -188,6 +187,14 @@ def test_every_rank_names_its_weights_as_the_checkpoint_does(
     on_disk = sorted(load_file(paths[model] / "model.safetensors"))
     for rank in range(2):
         assert sorted(ranks[rank]["names", 2][model]) == on_disk, f"rank {rank}"
+
+
+def test_a_weight_sync_takes_one_collective_for_many_tensors(ranks: list[Results], paths: dict[str, Path]) -> None:
+    on_disk = load_file(paths["qwen3_moe"] / "model.safetensors")
+    for rank in range(2):
+        found = ranks[rank]["collectives", 2]
+        assert found["parameters"] > 20 and len(found["calls"]) == 1, found["calls"]
+        assert_equal(found["weights"], on_disk)
 
 
 def test_the_reference_is_never_whole_on_other_ranks_than_the_one_that_reads_it(ranks: list[Results]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import Future
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from slime.backends.create import create_backend
+from slime.backends.saving import BackgroundSave
 from slime.backends.train_loop import train_on_rollout
 from slime.checkpoint import snapshot
 from slime.checkpoint.files import FileEntry
@@ -79,6 +81,18 @@ def test_resume_is_exact_to_the_bit(llama: Path, tmp_path: Path, async_save: boo
     assert [train(second, seed) for seed in (2, 3)] == straight
     a, b = weights_of(first), weights_of(second)
     assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_an_asynchronous_save_waits_for_the_one_before(llama: Path, tmp_path: Path) -> None:
+    """Its copies lie in the same memory, which is free once the files are written."""
+    backend = make_backend(make_args(llama, async_save=True, phase_timeout=0.01))
+    written: Future[list[FileEntry]] = Future()
+    backend.saving = BackgroundSave(written)
+    with pytest.raises(TimeoutError, match="was not written"):
+        backend.save(tmp_path / "state")
+    written.set_result([])
+    backend.save(tmp_path / "state")
+    assert backend.saving.finish(60)
 
 
 def test_snapshot_without_optimizer_and_for_the_wrong_role(llama: Path, tmp_path: Path) -> None:

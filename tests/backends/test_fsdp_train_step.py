@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from slime.algorithms.reduce import Identity
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.loss import TokenBatch, compute_loss
+from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.steps import NonFiniteError
+from slime.backends.token_batch import TokenBatch
 from slime.backends.train_loop import train_on_rollout
 
 
@@ -64,7 +65,7 @@ def oracle(
     order = list(range(len(batch["tokens"])))
     tokens_ = TokenBatch.from_rank_batch(batch, order, log_probs=torch.cat(log_probs), entropy=torch.cat(entropies))
     loss, _ = compute_loss(
-        args,
+        LossSettings.from_args(args),
         tokens_,
         num_rollouts=batch["global_batch_sizes"][0],
         num_tokens=batch["global_token_counts"][0],
@@ -275,7 +276,7 @@ def test_critic_learns_the_returns(llama: Path) -> None:
         batch = whole_batch(make_samples())
         metrics, timings = train_on_rollout(critic, args, batch)
         losses.append(metrics["train/critic-value_loss"])
-        assert [len(v) for v in batch["values"]] == batch["response_lengths"]
+        assert [len(v) for v in batch["old_values"]] == batch["response_lengths"]
         assert metrics["train/critic-lr-pg_0"] == 1e-2
     assert set(timings) == {"values", "data_preprocess", "critic_train"}
     assert losses[-1] < 0.3 * losses[0], losses
@@ -287,7 +288,7 @@ def test_ppo_actor_uses_the_critics_values(llama: Path) -> None:
     batch = whole_batch(make_samples())
     with pytest.raises(ValueError, match="critic's values"):
         train_on_rollout(actor, args, whole_batch(make_samples()))
-    batch["values"] = critic.values(batch)
+    batch["old_values"] = critic.values(batch)
     metrics, _ = train_on_rollout(actor, args, batch)
     assert metrics["rollout/values"] != 0.0
     assert metrics["rollout/returns"] == pytest.approx(metrics["rollout/rewards"], rel=0.2)
@@ -328,7 +329,7 @@ def test_the_padding_tokens_embedding_is_trained_as_any_other(tmp_path: Path, at
         assert any(5 in tokens for tokens in batch["tokens"])
         if role == "critic":
             batch["returns"] = [torch.ones(n) for n in batch["response_lengths"]]
-            batch["values"] = [torch.zeros(n) for n in batch["response_lengths"]]
+            batch["old_values"] = [torch.zeros(n) for n in batch["response_lengths"]]
         backend.train_step(advantages_set(batch), 0)
         gradients.append({name: p.grad for name, p in backend.named_parameters})
     (embedding,) = (gradient for name, gradient in gradients[1].items() if name.endswith("embed_tokens.weight"))

@@ -3,17 +3,13 @@ against one rank that holds everything: value, gradient and metrics."""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
-import torch
-import torch.multiprocessing as mp
 from loss_ranks import ADVANTAGE_CASES, LOSS_CASES, worker
+from rank_processes import results_of_ranks
 
 from slime.engines.process import free_port
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.slow]
 DEADLINE_SECONDS = 120.0
 Errors = tuple[dict[str, float], dict[str, float]]
 
@@ -22,17 +18,7 @@ Errors = tuple[dict[str, float], dict[str, float]]
 def errors(tmp_path_factory: pytest.TempPathFactory) -> list[Errors]:
     """Of every rank; one launch, ended also when one of them hangs."""
     output = tmp_path_factory.mktemp("ranks")
-    context = mp.spawn(worker, args=(free_port(), str(output)), nprocs=4, join=False)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    try:
-        while not context.join(timeout=max(deadline - time.monotonic(), 0.1)):
-            assert time.monotonic() < deadline, f"ranks did not finish in {DEADLINE_SECONDS:.0f} s"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-                process.join(10)
-    return [torch.load(Path(output) / f"rank{rank}.pt") for rank in range(4)]
+    return results_of_ranks(worker, (free_port(), str(output)), output, DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("case", LOSS_CASES)

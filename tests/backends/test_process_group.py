@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,24 +32,75 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.real
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_of_a_private_cluster_listen_on_the_loopback_interface_only(world_size: int) -> None:
+def run_ranks(script: str, world_size: int) -> list[Any]:
+    """What each rank of a script prints."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
-    command = [sys.executable, "-c", RANK]
+    command = [sys.executable, "-c", script]
     ranks = [
         subprocess.Popen([*command, str(rank), str(world_size), port], stdout=subprocess.PIPE, text=True)
         for rank in range(world_size)
     ]
     try:
-        said = [json.loads(rank.communicate(timeout=200)[0]) for rank in ranks]
+        return [json.loads(rank.communicate(timeout=200)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_of_a_private_cluster_listen_on_the_loopback_interface_only(world_size: int) -> None:
+    said = run_ranks(RANK, world_size)
     addresses = {address for _, listening in said for address in listening}
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert {total for total, _ in said} == {1.0 if world_size == 1 else 6.0}
+
+
+CONNECTIONS = """
+import json, sys
+from types import SimpleNamespace
+import psutil, torch
+import torch.distributed as dist
+from slime.backends.create import _init_process_group
+
+rank, world_size, port = map(int, sys.argv[1:])
+
+args = SimpleNamespace(distributed_timeout_minutes=2)
+_init_process_group(args, rank, world_size, "127.0.0.1", port, torch.device("cpu"))
+store = dist.distributed_c10d._get_default_store()
+
+def count():
+    # open connections to other ranks, while all ranks are here
+    found.append(None)
+    for place in ("arrived", "counted"):
+        store.set(f"{place} {len(found)} {rank}", "")
+        store.wait([f"{place} {len(found)} {other}" for other in range(world_size)])
+        if place == "arrived":
+            open_ = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED]
+            found[-1] = sum(port not in (c.laddr.port, c.raddr.port) for c in open_)  # not those to the store
+
+found = []
+second = dist.new_group(backend="gloo")
+count()
+dist.all_reduce(torch.ones(1))
+count()
+everyones = [None] * world_size
+dist.all_gather_object(everyones, rank, group=second)
+assert everyones == list(range(world_size))
+count()
+print(json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_ranks_are_connected_when_they_have_something_to_say_to_each_other() -> None:
+    """A connection between all ranks, for each group, is more than a thousand ranks can open."""
+    neighbours = 2  # in a ring
+    for counts in run_ranks(CONNECTIONS, world_size=5):
+        assert counts == [0, neighbours, 2 * neighbours]
 
 
 UNDER_TORCHRUN = """

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.backends.tensor_shards import StoredTensors, TensorShard, boxes, copied, share, write_shards
+from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, boxes, share, write_shards
 from slime.checkpoint.files import file_digest
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
@@ -63,7 +63,7 @@ def test_another_division_reads_it_and_the_digests_are_those_of_the_files(tmp_pa
     }
     shards = [shard for name, x in tensors.items() for shard in flat_shards(name, x, [x.numel() // 3])]
     (tmp_path / "actor").mkdir()
-    entries = write_shards(copied(shards), tmp_path / "actor" / "dcp", tmp_path)
+    entries = write_shards(ShardMemory().copied(shards), tmp_path / "actor" / "dcp", tmp_path)
     assert sorted(entry["path"] for entry in entries) == ["actor/dcp/.metadata", "actor/dcp/__0_0.distcp"]
     for entry in entries:
         path = tmp_path / entry["path"]
@@ -91,3 +91,39 @@ def test_parts_that_overlap_or_miss_something_are_refused(tmp_path: Path) -> Non
     whole = flat_shards("a", torch.zeros(4, 3), [])
     with pytest.raises(RuntimeError, match=r"rank 0: .*a has overlapping chunks"):
         write_shards([*whole, whole[0]._replace(offsets=(1, 0), data=torch.zeros(1, 3))], tmp_path / "dcp", tmp_path)
+
+
+def test_copies_are_made_in_the_same_memory_each_time() -> None:
+    memory = ShardMemory()
+    tensors = [torch.randn(3, 5), torch.randn(7).to(torch.bfloat16), torch.tensor(2.0)]
+
+    def shards() -> list[TensorShard]:
+        return [TensorShard(str(i), x, (0,) * x.dim(), tuple(x.shape)) for i, x in enumerate(tensors)]
+
+    first = memory.copied(shards())
+    before = [tensor.clone() for tensor in tensors]
+    places = [shard.data.data_ptr() for shard in first]
+    for tensor in tensors:
+        tensor.add_(1)
+    assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(first, before, strict=True))
+    second = memory.copied(shards())
+    assert [shard.data.data_ptr() for shard in second] == places
+    assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(second, tensors, strict=True))
+    tensors.append(torch.randn(4))  # the moments of an optimizer after its first step
+    third = memory.copied(iter(shards()))
+    assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(third, tensors, strict=True))
+    assert [shard.name for shard in third] == ["0", "1", "2", "3"]
+
+
+def test_memory_that_was_taken_before_is_used() -> None:
+    memory, tensors = ShardMemory(), [torch.randn(64, 5), torch.randn(7)]
+    shards = [TensorShard(str(i), x, (0,) * x.dim(), tuple(x.shape)) for i, x in enumerate(tensors)]
+    assert not memory.is_taken
+    memory.take(shards)
+    assert memory.is_taken and memory._taking is not None
+    memory._taking.join()
+    places = [tensor.data_ptr() for tensor in memory._tensors]
+    copies = memory.copied(shards)
+    assert [shard.data.data_ptr() for shard in copies] == places
+    assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(copies, tensors, strict=True))
+    assert memory.is_taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_overlap_is_the_share_of_training_in_which_engines_generate(bench: Modul
         {"ph": "M", "name": "x"},
     ]
     for number, events in enumerate((first, second)):
-        (tmp_path / f"rollout_{number}.json").write_text(json.dumps({"traceEvents": events}))
+        with gzip.open(tmp_path / f"rollout_{number}.json.gz", "wt") as file:
+            json.dump({"traceEvents": events}, file)
     generating, training = bench.intervals(tmp_path)
     assert training == [(10, 20), (30, 40)], "a phase that two files have counts once"
     assert generating == [(5, 15), (38, 50)]
@@ -74,7 +76,9 @@ def test_a_version_weighs_as_much_as_the_answers_it_ended(bench: ModuleType) -> 
 
 def test_rewards_belong_to_the_weights_that_made_them(bench: ModuleType, tmp_path: Path) -> None:
     made = [[("0.0", 0.0), ("0.0", 1.0)], [("0.0", 1.0), ("0.1", 1.0)], [("0.1", 0.0)]]
+    folder = tmp_path / "samples"
+    folder.mkdir()
     for number, samples in enumerate(made):
         lines = [json.dumps({"weight_versions": ["0.0", version], "reward": reward}) for version, reward in samples]
-        (tmp_path / f"rollout_{number:06d}.jsonl").write_text("\n".join(lines))
+        (folder / f"rollout_{number:06d}.jsonl").write_text("\n".join(lines) + "\n")
     assert bench.reward_by_version(tmp_path) == {0: (0.667, 3), 1: (0.5, 2)}

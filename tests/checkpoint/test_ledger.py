@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from slime.checkpoint.manifest import ResumeError, check_same_prompts
 from slime.checkpoint.numbers import Numbers
 from slime.cli.main import main
 from slime.data.sample import Sample
+from slime.observability.best_effort import take_warnings
 
 
 def group(number: int, version: str | None = "0.0") -> list[Sample]:
@@ -280,6 +284,56 @@ def test_a_long_run_is_small_in_memory(tmp_path: Path) -> None:
         ledger.trained(step)
     assert not ledger.open and not ledger.rollouts and len(ledger.cuts) == 1
     assert ledger.given.intervals == [[0, 800]]
+
+
+def steps(ledger: Ledger, first: int, last: int) -> None:
+    for step in range(first, last):
+        ledger("asked", group(step), {})
+        ledger("accepted", group(step), {})
+        ledger.complete(step, [group(step)], [], step + 1)
+        ledger.trained(step)
+
+
+def test_rows_wait_for_room_on_a_full_disk(tmp_path: Path, small_disk: Callable[[int], None]) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger, room = Ledger(path), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    steps(ledger, 0, 2)
+    full = path.stat().st_size + 7  # a part of the next row
+    small_disk(full)
+    steps(ledger, 2, 9)
+    saved = ledger.cut(8, 8)
+    assert path.stat().st_size == full < saved["position"]
+    small_disk(room)
+    steps(ledger, 9, 10)
+    ledger.cut(9, 9)
+    ledger.close()
+    report = read_ledger(path)
+    assert report.closes and report.counts["trained"] == 10, report.problems
+
+    resumed = Ledger(path)
+    resumed.restore(saved, attempt=1)
+    steps(resumed, 9, 11)
+    resumed.cut(10, 10)
+    report = read_ledger(path)
+    assert report.closes and report.counts["trained"] == 11, report.problems
+
+
+def test_a_file_that_lacks_rows_of_the_snapshot_is_moved_aside(tmp_path: Path) -> None:
+    """Killed while rows waited for room, or the machine lost power; the account goes on all the same."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    steps(ledger, 0, 5)
+    saved = ledger.cut(4, 4)
+    os.truncate(path, path.stat().st_size - 3)
+    take_warnings()
+    resumed = Ledger(path)
+    resumed.restore(saved, attempt=1)
+    (told,) = take_warnings()
+    assert "fewer rows than the snapshot speaks of" in told and (tmp_path / "ledger.lost.jsonl").is_file()
+    steps(resumed, 5, 7)
+    resumed.cut(6, 6)
+    report = read_ledger(path)
+    assert report.closes and report.counts["trained"] == 7, report.problems
 
 
 def test_numbers_behave_like_a_set() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import pytest
 from slime.cli.check_hooks import check_hooks
 from slime.cli.errors import CommandError
 from slime.cli.hook_bench import Bench
+from slime.cli.hook_guard import HOOK_THREAD
 from slime.cli.main import main
+from slime.config.hooks import load_function
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -126,7 +129,7 @@ WRONG = {
     "text": (RM, "async def f(args, sample, **kw): return 'good'", "it returned 'good' (str), which is no number", 1),
     "nan": (RM, "async def f(args, sample, **kw): return float('nan')", "a reward is a finite number", 1),
     "dict without key": (RM, "async def f(args, sample, **kw): return {'acc': 1}", "a dict with the keys acc: say which one trains with --reward-key", 1),
-    "hangs": (RM, "import time\ndef f(args, sample):\n    time.sleep(1000)", "it did not return within 2 s", 3),
+    "hangs": (RM, "import threading\nstop = threading.Event()\ndef f(args, sample):\n    stop.wait(1000)", "it did not return within 2 s", 4),
     "list for one": (RM, "async def f(args, samples, **kw): return [1.0] * len(samples)", "without --group-rm it gets one sample", 1),
     "import": (RM, "import no_such_module_of_mine\nasync def f(args, sample): return 1.0", "importing it raised ModuleNotFoundError", 1),
     "syntax": (RM, "async def f(args, sample)\n    return 1.0", "importing it raised SyntaxError", 1),
@@ -155,6 +158,11 @@ def test_hooks_that_are_wrong(check: Callable[..., tuple[int, str]], name: str) 
     assert said in "\n".join(rest), report
     assert line is None or any(f"hooks.py:{line}" in text for text in rest), report
     assert "0 of 1 hooks fit their contract" in report
+    if name == "hangs":  # its thread would keep pytest from ending
+        load_function("hooks.py:stop").set()
+        for thread in threading.enumerate():
+            if thread.name == HOOK_THREAD:
+                thread.join(60)
 
 
 def test_surprises_are_notes(check: Callable[..., tuple[int, str]]) -> None:
@@ -238,6 +246,58 @@ async def floats(args, sample, sampling_params):
     return sample
 async def wrong_address(args, sample, sampling_params):
     return await post(f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generates", {}, max_retries=0)
+async def turns(args, sample, sampling_params, mask=True, look=True, scores=True, status=True):
+    # a conversation by hand, without Sample.append_response_tokens
+    tokenizer = load_tokenizer(args.hf_checkpoint)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt = tokenizer(sample.prompt)["input_ids"]
+    response, trained, log_probs = [], [], []
+    for turn in range(3):
+        out = await post(url, {"input_ids": prompt + response, "sampling_params": sampling_params, "return_logprob": True})
+        scored = out["meta_info"]["output_token_logprobs"]
+        response += [t[1] for t in scored]
+        trained += [1] * len(scored)
+        log_probs += [t[0] for t in scored]
+        reason = out["meta_info"]["finish_reason"]["type"]
+        if look and reason == "abort":
+            break
+        if "<search>" in out["text"] or (not look and reason == "abort"):
+            result = tokenizer("<result>4</result>")["input_ids"]
+            response += result
+            trained += [int(not mask)] * len(result)
+            log_probs += [0.0 if mask else -1.0] * len(result)
+        else:
+            break
+    sample.tokens, sample.response_length, sample.response = prompt + response, len(response), ""
+    sample.loss_mask, sample.rollout_log_probs = trained, log_probs if scores else log_probs[::-1]
+    if status:
+        sample.status = {"abort": sample.Status.ABORTED, "length": sample.Status.TRUNCATED}.get(reason, sample.Status.COMPLETED)
+    return sample
+async def trains_results(args, sample, sampling_params):
+    return await turns(args, sample, sampling_params, mask=False)
+async def turns_scores(args, sample, sampling_params):
+    return await turns(args, sample, sampling_params, scores=False)
+async def no_status(args, sample, sampling_params):
+    return await turns(args, sample, sampling_params, status=False)
+async def ignores_abort(args, sample, sampling_params):
+    from slime.rollout.sglang_rollout import GenerateState
+    while True:
+        await turns(args, sample, sampling_params, look=False)
+        if sample.status != sample.Status.ABORTED:
+            return sample
+async def raises(args, sample, sampling_params):
+    out = await turns(args, sample, sampling_params)
+    assert out.status != sample.Status.ABORTED, "no abort was foreseen"
+    return out
+async def doubles(args, sample, sampling_params):
+    aborted = sample.status == sample.Status.ABORTED or sample.response_length
+    before = list(sample.rollout_log_probs or [])
+    sample = await turns(args, sample, sampling_params)
+    if aborted:
+        sample.rollout_log_probs = before + sample.rollout_log_probs
+    return sample
+async def asks_search(args, sample, sampling_params):
+    return await turns(args, sample, sampling_params)
 def generate_rollout(args, rollout_id, data_source, evaluation=False):
     from slime.rollout.sglang_rollout import generate_rollout as default
     return default(args, rollout_id, data_source, evaluation)
@@ -287,6 +347,38 @@ def test_generation(check, engine, monkeypatch, option: str, name: str, status: 
     assert got == status and said in report, report
 
 
+PARTIAL = ("--partial-rollout",)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("name", "flags", "status", "said"),
+    [
+        ("turns", PARTIAL, 0, "; a tool turn of 2 answers, an abort"),
+        ("good", (), 0, "; no tool turn in the forms that were tried, an abort"),
+        ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
+        ("turns_scores", (), 1, "are not those that the engine gave for them"),
+        ("no_status", PARTIAL, 1, "it leaves a sample completed whose last answer an abort has cut"),
+        ("no_status", (), 0, "With these flags aborted samples are not kept"),
+        ("ignores_abort", (), 1, "it goes on asking after an abort"),
+        ("raises", (), 1, "no abort was foreseen"),
+        ("doubles", PARTIAL, 1, "entries in rollout_log_probs, but response_length is"),
+        ("turns", ("--check-tool-answer", "I <search>for</search>"), 0, "a tool turn of 2 answers"),
+        ("turns", ("--check-tool-answer", "<tool>x</tool>"), 1, "(--check-tool-answer) it asked for no other"),
+    ],
+)
+def test_tool_turns_and_aborts_are_forced(
+    check, engine, monkeypatch, name: str, flags: tuple[str, ...], status: int, said: str
+) -> None:
+    def shared(bench: Bench) -> None:
+        bench.args.sglang_router_ip, bench.args.sglang_router_port = engine
+        bench.args.rollout_backend = "embedded"
+
+    monkeypatch.setattr(Bench, "start_engine", shared)
+    got, report = check(GENERATE, "--custom-generate-function-path", f"hooks.py:{name}", *flags)
+    assert got == status and said in report, report
+
+
 @pytest.mark.real
 def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
     (tmp_path / "hooks.py").write_text(GENERATE + "\nasync def rm(args, sample, **kw): return 1.0\n")
@@ -297,6 +389,16 @@ def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ok    --custom-rm-path hooks:rm" in done.stdout and "made-up prompt" in done.stdout
+
+
+def test_the_command_ends_though_a_function_never_returns(smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("import time\ndef rm(args, sample):\n    time.sleep(1000)\n")
+    flags = ["--hf-checkpoint", str(smollm2), "--custom-rm-path", "hooks.py:rm", "--check-timeout", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "slime.cli.main", "check-hooks", *flags], cwd=tmp_path, capture_output=True, text=True,
+        timeout=180, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )  # fmt: skip
+    assert done.returncode == 1 and "it did not return within 2 s" in done.stdout, done.stdout + done.stderr
 
 
 def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make_args import make_args
 
 from slime.cli.errors import CommandError
 from slime.cli.fetch_model import CHECK_NATS, SOURCES, _check_weights, fetch_model
@@ -109,7 +109,7 @@ def test_broken_weights_do_not_pass_the_check(smollm2: Path, tmp_path: Path) -> 
 
 
 def test_summary_prints_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = SimpleNamespace(output_dir=str(tmp_path), run_name="r", seed=5)
+    args = make_args(output_dir=str(tmp_path), run_name="r", seed=5)
     run = RunDir.create(args)
     log = MetricsLogger(args, run)
     log.log({"eval/products": 0.2}, 0, "eval/step")

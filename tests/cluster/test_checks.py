@@ -10,13 +10,12 @@ import pytest
 from slime.checkpoint import snapshot
 from slime.cluster.checks import (
     _check_checkpoints,
-    _check_estimator,
     _check_save_folder,
     _check_snapshots,
     _snapshot_bytes,
     check_schedules,
 )
-from slime.config.args import FLAGS, Args
+from slime.config.args import Args
 from slime.config.defaults import default_args
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
@@ -135,17 +134,6 @@ def test_a_save_folder_that_cannot_be_written_or_has_no_room_is_told(model: Path
     args.save = str(tmp_path / "file" / "save")
     (problem,) = _check_save_folder(args)
     assert problem.startswith(f"--save {args.save} cannot be written on")
-
-
-def test_an_estimator_that_is_not_registered_everywhere_is_named_before_the_start() -> None:
-    """Else it would train on raw rewards."""
-    args = Args()
-    for name in FLAGS["advantage_estimator"].choices or ():
-        args.advantage_estimator = name
-        assert _check_estimator(args) == []
-    args.advantage_estimator = "maxrl"
-    (problem,) = _check_estimator(args)
-    assert "--advantage-estimator maxrl: no group baseline is registered" in problem
 
 
 def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_length_is_known() -> None:

@@ -34,7 +34,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def actor(tmp_path: Path, warms: bool) -> module.EngineActor:
     args: Any = SimpleNamespace(start_timeout=50.0)
-    return module.EngineActor(args, EngineSpec(0, "/m"), str(tmp_path), warms_sampler=warms)
+    return module.EngineActor(args, EngineSpec(0, "/m"), str(tmp_path), warms_up_sampler=warms)
 
 
 @pytest.mark.parametrize("warms", [False, True])
@@ -68,18 +68,18 @@ def args(**changes: Any) -> Any:
     ],
 )
 def test_what_cuts_off_tokens(changes: dict[str, Any], expected: bool) -> None:
-    assert module.draws_from_a_part(args(**changes), EngineSpec(0, "/m")) is expected
+    assert module.needs_sampler_warmup(args(**changes), EngineSpec(0, "/m")) is expected
 
 
 @pytest.mark.parametrize("other", [{"updates": False}, {"worker_type": "prefill"}, {"worker_type": "decode"}])
 def test_of_the_model_that_learns_whole_servers_are_asked(other: dict[str, Any]) -> None:
-    assert not module.draws_from_a_part(args(rollout_top_p=0.9), EngineSpec(0, "/m", **other))
+    assert not module.needs_sampler_warmup(args(rollout_top_p=0.9), EngineSpec(0, "/m", **other))
 
 
 def test_a_data_set_may_have_its_own_top_p(tmp_path: Path) -> None:
     config = tmp_path / "eval.yaml"
     config.write_text("eval: {datasets: [{name: a, path: /x}, {name: b, path: /y, top_p: 0.8}]}")
-    assert module.draws_from_a_part(args(eval_config=str(config)), EngineSpec(0, "/m"))
+    assert module.needs_sampler_warmup(args(eval_config=str(config)), EngineSpec(0, "/m"))
 
 
 @pytest.mark.parametrize(("top_p", "expected"), [(0.9, [True, False]), (1.0, [False, False])])
@@ -94,4 +94,4 @@ def test_of_a_server_that_spans_nodes_the_one_that_answers_draws(
     )
     specs = [EngineSpec(0, "/m", num_gpus=2)]
     module.launcher(args(rollout_top_p=top_p, start_timeout=50.0), specs, placement, tmp_path, {})(0)
-    assert [actor.warms_sampler for actor in started] == expected
+    assert [actor.warms_up_sampler for actor in started] == expected

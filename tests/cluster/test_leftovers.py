@@ -54,3 +54,22 @@ def test_folders_of_dead_shared_memory_managers_are_removed(folders: Path) -> No
     assert sorted(leftovers.sweep_leftovers()) == sorted([str(dead), str(empty)])
     assert live.exists() and full.exists()
     sockets[1].close()
+
+
+def test_a_folder_that_vanishes_meanwhile_is_no_error(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run on this machine sweeps at the same time."""
+    gone = folders / "torch-shm-dir-gone00"
+    monkeypatch.setattr(leftovers, "_own", lambda folder, name, kind: [gone] if name is leftovers._MANAGERS else [])
+    assert leftovers.sweep_leftovers() == []
+
+
+def test_a_manager_that_does_not_accept_is_not_waited_for(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, and others wait to be accepted already."""
+    monkeypatch.setattr(leftovers, "CONNECT_SECONDS", 0.05)
+    folder = folders / "torch-shm-dir-stop00"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
+        listener.bind(str(folder / "manager.sock"))
+        listener.listen(0)
+        other.connect(str(folder / "manager.sock"))
+        assert leftovers.sweep_leftovers() == [] and folder.exists()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.cluster.prefetch import Prefetcher
+from slime.cluster.manager_client import RolloutBatch
+from slime.cluster.prefetch import Prefetcher, PrefetchSettings
 
 
 class Manager:
@@ -26,12 +27,12 @@ class Manager:
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *given: lambda: getattr(type(self), f"_{name}")(self, *given))
 
-    def _generate(self, rollout_id: int) -> dict[str, Any]:
+    def _generate(self, rollout_id: int) -> RolloutBatch:
         self.asked.append(rollout_id)
         assert self.go.setdefault(rollout_id, threading.Event()).wait(10)
         if rollout_id == self.fails:
             raise RuntimeError("the verifier is broken")
-        return {"id": rollout_id, "metrics": {}, "texts": []}
+        return RolloutBatch([], {"id": float(rollout_id)})
 
     def _open_pool(self, first: int, last: int, held: int) -> bool:
         return self.in_flight
@@ -50,30 +51,36 @@ class Manager:
 
 
 class Run:
-    """The parts of a run that the prefetcher uses, and what happened in which order."""
+    """The parts that the prefetcher gets, and what happened in which order."""
 
-    def __init__(self, manager: Manager, **args: Any) -> None:
-        values = {"async_buffer_size": 1, "update_weights_interval": 1, "max_weight_staleness": None}
-        values |= {"num_steps_per_rollout": 1, "phase_timeout": 10.0, "replay_schedule": None}
-        values |= {"update_weight_pause_mode": None}
-        self.args = SimpleNamespace(**(values | args))
-        self.manager, self.first_rollout, self.num_rollout, self.held_step = manager, 0, 8, 0
+    def __init__(self, manager: Manager, **settings: Any) -> None:
+        self.actor_manager = manager
+        values = dict(
+            async_buffer_size=1, update_weights_interval=1, max_weight_staleness=None, steps_per_rollout=1,
+            phase_timeout=10.0, drains=False, replays=False,
+        )  # fmt: skip
+        self.settings = PrefetchSettings(**(values | settings))
+        self.held_step = 0
         self.pending: dict[str, float] = {}
         self.events: list[Any] = []
         self.notes: list[str] = []
-        self.display = SimpleNamespace(note=self.notes.append)
-        self.stop = SimpleNamespace(check=lambda: None)
-        self.faults = SimpleNamespace(tend=lambda keep_version=False: self.events.append(("tend", keep_version)))
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        yield
+    def prefetch(self) -> Prefetcher:
+        parts: Any = dict(
+            manager=SimpleNamespace(handle=self.actor_manager, wait=lambda ref, what, *_, **__: ref()),
+            pool=self,
+            evaluations=SimpleNamespace(run=self.evaluate, start=self.start_evaluation, finish=self.end_evaluation),
+            snapshots=SimpleNamespace(save=lambda rollout_id: self.events.append(("save", rollout_id))),
+            log=SimpleNamespace(
+                note=self.notes.append, pending=self.pending, add_rollout=lambda batch: None,
+                phase=lambda name: contextlib.nullcontext(),
+            ),
+            stop=SimpleNamespace(check=lambda: None),
+        )  # fmt: skip
+        return Prefetcher(self.settings, range(0, 8), **parts)
 
-    def manager_call(self, refs: list[Callable[[], Any]], what: str, *_: Any, **__: Any) -> Any:
-        return refs[0]()
-
-    def take_rollout(self, batch: dict[str, Any]) -> None:
-        pass
+    def sync_recovered_engines(self, keep_version: bool = False) -> None:
+        self.events.append(("recover", keep_version))
 
     def update_weights(self) -> None:
         self.events.append("update")
@@ -98,8 +105,8 @@ def answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settled(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true within seconds; then a moment more, in which too much may happen."""
-    until = time.monotonic() + 5
+    """Whether it comes true within a minute; then a moment more, in which too much may happen."""
+    until = time.monotonic() + 60
     while not condition() and time.monotonic() < until:
         time.sleep(0.005)
     time.sleep(0.03)
@@ -107,7 +114,7 @@ def settled(condition: Callable[[], bool]) -> bool:
 
 
 def events_of(run: Run) -> list[Any]:
-    return [event for event in run.events if event[0] != "tend"]
+    return [event for event in run.events if event[0] != "recover"]
 
 
 def test_one_step_off_policy_generates_the_next_rollout_while_one_trains() -> None:
@@ -115,10 +122,10 @@ def test_one_step_off_policy_generates_the_next_rollout_while_one_trains() -> No
     run = Run(manager)
     for rollout_id in range(8):
         manager.let_go(rollout_id)
-    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+    with run.prefetch() as rollouts:
         assert run.notes == ["samples train at most 1 step(s) after the weights that made them"]
         for step in range(4):
-            assert rollouts.next()["id"] == step
+            assert rollouts.next().metrics["id"] == step
             assert settled(lambda: manager.asked == list(range(step + 2))), manager.asked  # noqa: B023
             rollouts.update_weights()
     assert run.events.count("update") == 4 and not manager.told
@@ -128,7 +135,7 @@ def test_an_update_waits_for_the_rollout_under_way_and_none_starts_meanwhile() -
     manager = Manager(in_flight=False)
     run = Run(manager, async_buffer_size=2)
     manager.let_go(0)
-    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+    with run.prefetch() as rollouts:
         rollouts.next()
         assert settled(lambda: manager.asked == [0, 1])
         updating = threading.Thread(target=rollouts.update_weights)
@@ -145,7 +152,7 @@ def test_a_pool_is_told_of_each_step_and_updates_go_through_it() -> None:
     manager = Manager(in_flight=True)
     run = Run(manager)
     manager.let_go(0)
-    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+    with run.prefetch() as rollouts:
         rollouts.next()
         assert settled(lambda: manager.asked == [0, 1])  # and rollout 1 stays under way
         rollouts.update_weights()
@@ -159,7 +166,7 @@ def test_an_evaluation_goes_on_beside_the_pool_and_ends_before_the_weights_chang
     run = Run(manager)
     for rollout_id in range(8):
         manager.let_go(rollout_id)
-    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+    with run.prefetch() as rollouts:
         rollouts.next()
         rollouts.update_weights()
         rollouts.evaluate(1)
@@ -174,14 +181,14 @@ def test_lost_engines_get_no_newer_weights_while_an_evaluation_goes_on() -> None
     manager = Manager(in_flight=True)
     run = Run(manager)
     manager.let_go(0)
-    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+    with run.prefetch() as rollouts:
         rollouts.next()
         rollouts.update_weights()
         rollouts.evaluate(1)
         run.events.clear()
         threading.Timer(0.1, lambda: manager.let_go(1)).start()
         rollouts.next()
-        assert ("tend", True) in run.events and ("tend", False) not in run.events
+        assert ("recover", True) in run.events and ("recover", False) not in run.events
 
 
 def test_the_bound_holds_back_and_the_wait_for_it_is_counted() -> None:
@@ -190,15 +197,15 @@ def test_the_bound_holds_back_and_the_wait_for_it_is_counted() -> None:
     run = Run(manager, async_buffer_size=4, max_weight_staleness=0)
     for rollout_id in range(8):
         manager.let_go(rollout_id)
-    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+    with run.prefetch() as rollouts:
         for step in range(3):
             rollouts.next()
             assert settled(lambda: manager.asked == list(range(step + 1)))  # noqa: B023
             assert run.pending["perf/staleness_wait_time"] > 0
             rollouts.update_weights()
     free = Run(Manager(in_flight=False))
-    free.manager.let_go(0)
-    with Prefetcher(free) as rollouts:  # type: ignore[arg-type]
+    free.actor_manager.let_go(0)
+    with free.prefetch() as rollouts:
         rollouts.next()
         assert free.pending["perf/staleness_wait_time"] == 0.0
 
@@ -207,18 +214,40 @@ def test_an_error_of_the_generation_reaches_the_loop() -> None:
     manager = Manager(in_flight=False)
     manager.fails = 1
     manager.let_go(0), manager.let_go(1)
-    with Prefetcher(Run(manager)) as rollouts, pytest.raises(RuntimeError, match="the verifier is broken"):  # type: ignore[arg-type]
+    with Run(manager).prefetch() as rollouts, pytest.raises(RuntimeError, match="the verifier is broken"):
         rollouts.next()
         rollouts.next()
 
 
 def test_in_drain_mode_an_update_waits_for_the_groups_of_the_pool() -> None:
     manager = Manager(in_flight=True)
-    run = Run(manager, update_weight_pause_mode="drain")
+    run = Run(manager, drains=True)
     manager.drained = lambda: run.events.append("drained")
     manager.let_go(0)
-    with Prefetcher(run) as rollouts:  # type: ignore[arg-type]
+    with run.prefetch() as rollouts:
         rollouts.next()
         rollouts.update_weights()
         assert events_of(run) == ["drained", "update"]
         manager.let_go(1)
+
+
+@pytest.mark.parametrize(("in_flight", "replays", "waits"), [(False, False, True), (True, False, False)])
+def test_no_rollout_starts_between_a_snapshot_and_the_update_after_it(
+    in_flight: bool, replays: bool, waits: bool
+) -> None:
+    """A resume with that snapshot makes them after the update, too. A standing pool is saved with its groups."""
+    manager = Manager(in_flight)
+    run = Run(manager, async_buffer_size=2, replays=replays)
+    manager.let_go(0), manager.let_go(1)
+    with run.prefetch() as rollouts:
+        rollouts.next()
+        assert settled(lambda: 1 in manager.asked)
+        rollouts.next()
+        assert settled(lambda: manager.asked[:3] == [0, 1, 2])
+        manager.let_go(2)
+        rollouts.save(1)
+        assert rollouts.holding == waits
+        rollouts.update_weights()
+        assert events_of(run) == [("save", 1), "update"] and not rollouts.holding
+        for rollout_id in range(3, 8):
+            manager.let_go(rollout_id)

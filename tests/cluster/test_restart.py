@@ -1,37 +1,45 @@
-"""The command line with which a run goes on after its manager or a rank has died."""
+"""The settings with which a run goes on after its manager or a rank has died."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.cluster.restart import _lost
-from slime.cluster.supervisor import command_line
-from slime.cluster.wait import WaitExpired
-from slime.cluster.waiting import NoStatus
+from slime.cluster.parts import Parts
+from slime.cluster.polling import WaitExpired
+from slime.cluster.ray_wait import NoStatus
+from slime.cluster.restart import lost_parts
+from slime.cluster.supervisor import restart_settings
+from slime.config.parser import read_settings
 
 VALUES = {"max_restarts": 3, "save": "outputs/run/checkpoints", "run_name": "run", "output_dir": "outputs"}
-ENDING = ["--max-restarts", "2", "--run-name", "run", "--output-dir", "outputs"]
+ENDING = {"max_restarts": 2, "run_name": "run", "output_dir": "outputs"}
 
 
-@pytest.mark.parametrize(
-    ("words", "kept"),
-    [
-        (["train.py", "--lr", "1e-3"], ["train.py", "--lr", "1e-3"]),
-        (["train.py", "--load", "hf", "--ckpt-step", "3", "--lr", "1"], ["train.py", "--load", "hf", "--lr", "1"]),
-        (["train.py", "--ckpt-step=3", "--finetune", "--lr", "1"], ["train.py", "--lr", "1"]),
-        (["-u", "train.py", "--start-rollout-id", "0"], ["-u", "train.py"]),
-    ],
-)
-def test_it_goes_on_from_its_own_snapshot(words: list[str], kept: list[str]) -> None:
-    assert command_line(words, VALUES, saved=True) == [*kept, *ENDING, "--load", VALUES["save"]]
+def resumed(words: list[str], saved: bool) -> dict[str, Any]:
+    """What matters of the arguments with which a run goes on."""
+    args, problems = read_settings(words, settings=restart_settings(VALUES, saved))
+    assert not problems
+    names = ("load", "ckpt_step", "start_rollout_id", "finetune", "lr", *ENDING)
+    return {name: getattr(args, name) for name in names}
 
 
-def test_without_a_snapshot_it_begins_where_it_began() -> None:
-    words = ["train.py", "--load", "other", "--ckpt-step", "3"]
-    assert command_line(words, VALUES, saved=False) == [*words, *ENDING]
+FIRST = "lr: 1.0\nload: other\nckpt_step: 3\nstart_rollout_id: 0\nfinetune: true\nmax_restarts: 3\nrun_name: first\n"
+OPTIONS = "--lr 1 --load other --ckpt-step=3 --start-rollout-id 0 --finetune --max-restarts 3 --run-name first"
+
+
+@pytest.mark.parametrize("given_by", ["words", "--override", "--custom-config-path"])
+def test_it_goes_on_from_its_own_snapshot(tmp_path: Path, given_by: str) -> None:
+    """Wherever the first start's settings stood: files take precedence over words, so restarts would have no end."""
+    (tmp_path / "first.yaml").write_text(FIRST)
+    words = OPTIONS.split() if given_by == "words" else [given_by, str(tmp_path / "first.yaml")]
+    none = {"ckpt_step": None, "start_rollout_id": None, "finetune": False}
+    assert resumed(words, saved=True) == {"load": VALUES["save"], "lr": 1.0, **none, **ENDING}
+    first = {"ckpt_step": 3, "start_rollout_id": 0, "finetune": True}
+    assert resumed(words, saved=False) == {"load": "other", "lr": 1.0, **first, **ENDING}
 
 
 class Status:
@@ -56,9 +64,12 @@ def lost(patch: pytest.MonkeyPatch, error: Exception, manager: str, *ranks: str)
 
     patch.setattr(ray, "wait", wait)
     patch.setattr(ray, "get", get)
-    group = SimpleNamespace(role="actor", ranks=[Status(rank) for rank in ranks])
-    run: Any = SimpleNamespace(manager=Status(manager), groups=[group])
-    return _lost(run, error)
+    patch.setattr(ray, "is_initialized", lambda: True)
+    parts: Any = SimpleNamespace(
+        manager=SimpleNamespace(handle=Status(manager)),
+        groups=[SimpleNamespace(role="actor", ranks=[Status(rank) for rank in ranks])],
+    )
+    return lost_parts(Parts.actors(parts), error)
 
 
 def test_what_died_or_fell_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +83,18 @@ def test_what_died_or_fell_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_wait_that_is_merely_too_slow_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost(monkeypatch, WaitExpired("slow"), "well", "well", "well") == []
+
+
+def test_where_ray_itself_cannot_be_asked_it_is_what_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def wait(*_: Any, **__: Any) -> Any:
+        raise ray.exceptions.RaySystemError("the head is gone")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "wait", wait)
+    actors: Any = {"the rollout manager": Status("well")}
+    assert lost_parts(actors, WaitExpired("slow")) == ["the Ray cluster (WaitExpired)"]
+    assert lost_parts(actors, ValueError("code")) == []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert lost_parts(actors, WaitExpired("slow")) == [], "nothing was started yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,17 +19,17 @@ from slime.cluster import supervisor
 pytestmark = pytest.mark.real
 
 DRIVER = """
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 
-from slime.cluster.supervisor import LOST_CODE, PIPE_VARIABLE, REPORTS
-from slime.cluster.waiting import StopRequested, StopSignals
+from slime.cluster.supervisor import LOST_CODE, PIPE_VARIABLE, REPORTS, SETTINGS_VARIABLE
+from slime.cluster.stop_signals import StopRequested, StopSignals
 
-how, restarts = sys.argv[1], int(sys.argv[-sys.argv[::-1].index("--max-restarts")])
-here = Path(__file__).parent
-assert REPORTS.attach() and PIPE_VARIABLE not in os.environ
+how, here = sys.argv[1], Path(__file__).parent
+assert REPORTS.attach() and PIPE_VARIABLE not in os.environ and SETTINGS_VARIABLE not in os.environ
+restarts = REPORTS.settings.get("max_restarts", int(sys.argv[2]))
 with (here / "starts").open("a") as file:
-    print(*sys.argv[1:], file=file)
+    print(*sys.argv[1:], json.dumps(REPORTS.settings), file=file)
 if how == "before":
     os._exit(3)
 REPORTS.began({"max_restarts": restarts, "save": "ckpt", "run_name": "r", "output_dir": "o"})
@@ -77,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         root = str(Path(supervisor.__file__).resolve().parents[2])
         started.append(
             subprocess.Popen(
-                [*command, "--max-restarts", str(restarts)],
+                [*command, str(restarts)],
                 env={**os.environ, "PYTHONPATH": root}, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )
         )  # fmt: skip
@@ -104,12 +105,13 @@ def test_a_lost_driver_is_run_again_and_leaves_nothing_behind(start: Callable, t
     run = start(how, restarts=3)
     _, words = run.communicate(timeout=40)
     assert run.returncode == 7
-    again = "--run-name r --output-dir o"
-    assert (tmp_path / "starts").read_text().splitlines() == [
-        f"{how} --max-restarts 3",
-        f"{how} --max-restarts 3 --max-restarts 2 {again}",
-        f"{how} --max-restarts 3 --max-restarts 2 {again} --max-restarts 1 {again} --load ckpt",
-    ]
+    again = {"run_name": "r", "output_dir": "o"}
+    first = {"load": "ckpt", "ckpt_step": None, "start_rollout_id": None, "finetune": None}
+    starts = [line.partition("{") for line in (tmp_path / "starts").read_text().splitlines()]
+    assert [begin for begin, _, _ in starts] == [f"{how} 3 "] * 3
+    assert [json.loads("{" + rest) for _, _, rest in starts] == [
+        {}, {"max_restarts": 2, **again}, {"max_restarts": 1, **again, **first}
+    ]  # fmt: skip
     assert words.count("lost the driver") == (0 if how == "asks" else 2)
     orphans = {int(file.name[-1]): int(file.read_text()) for file in tmp_path.glob("orphan*")}
     assert psutil.pid_exists(orphans[1]), "of a run that ended in order, so it was left on purpose"
@@ -119,14 +121,14 @@ def test_a_lost_driver_is_run_again_and_leaves_nothing_behind(start: Callable, t
 
 def test_the_number_of_restarts_is_bounded(start: Callable, tmp_path: Path) -> None:
     run = start("vanish always", restarts=2)
-    assert run.wait(40) == 1
+    assert run.wait(120) == 1
     assert len((tmp_path / "starts").read_text().splitlines()) == 3
 
 
 @pytest.mark.parametrize(("how", "code"), [("before", 3), ("fails", 5)])
 def test_an_error_is_passed_on(start: Callable, tmp_path: Path, how: str, code: int) -> None:
     """Before a run has begun, and where code is to blame."""
-    assert start(how).wait(40) == code
+    assert start(how).wait(120) == code
     assert len((tmp_path / "starts").read_text().splitlines()) == 1
 
 
@@ -139,7 +141,7 @@ def test_one_signal_is_one_wish(
     run = start("waits")
     wait_until((tmp_path / "pid").exists)
     (os.killpg if whole_group else os.kill)(run.pid, number)
-    assert run.wait(40) == code
+    assert run.wait(120) == code
     assert len((tmp_path / "starts").read_text().splitlines()) == 1
 
 
@@ -152,7 +154,7 @@ def test_the_second_signal_ends_at_once(start: Callable, tmp_path: Path) -> None
     time.sleep(0.1)
     os.kill(run.pid, signal.SIGINT)  # another number, or the two would be one while it is stopped
     driver.resume()
-    assert run.wait(40) in (130, 143)
+    assert run.wait(120) in (130, 143)
 
 
 def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: Path) -> None:
@@ -160,3 +162,38 @@ def test_a_killed_supervisor_takes_the_driver_along(start: Callable, tmp_path: P
     wait_until((tmp_path / "pid").exists)
     run.kill()
     wait_until(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())))
+
+
+def test_a_signal_between_two_drivers_ends_the_run(start: Callable, tmp_path: Path) -> None:
+    """When it comes while the next driver is being started, there is nobody yet to pass it on to."""
+    script = tmp_path / "between.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from slime.cluster import supervisor\n"
+        "make = supervisor.Driver\n"
+        "def struck(child, pipe):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return make(child, pipe)\n"
+        "supervisor.Driver = struck\n"
+        "sys.exit(supervisor.Supervisor(sys.argv[1:]).run())\n"
+    )
+    run = subprocess.Popen([sys.executable, str(script), "-c", "import time; time.sleep(60)"])
+    try:
+        assert run.wait(120) == 143
+    finally:
+        run.kill()
+
+
+def test_a_process_that_cannot_be_killed_is_left_behind_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Held:
+        pid = 4321
+
+        def kill(self) -> None:
+            raise psutil.AccessDenied(self.pid)
+
+    monkeypatch.setattr(supervisor, "KILLED_SECONDS", 0.2)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: [Held()])
+    supervisor.end_descendants(0.0)
+    assert "processes 4321 cannot be killed" in capsys.readouterr().err

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from make_args import make_args
 
 from slime.cluster.train_group import TrainActor
+from slime.weights.settings import WeightSyncSettings
 
 
 class Made:
@@ -25,7 +27,8 @@ def test_the_transport_follows_engines_that_come_back_elsewhere(
 ) -> None:
     monkeypatch.setattr("slime.weights.transports.create_transport", Made)
     actor: Any = TrainActor.__new__(TrainActor)
-    actor.args, actor.transport, actor.same_host = SimpleNamespace(update_weight_transport=kind), None, True
+    actor.weight_sync = WeightSyncSettings.from_args(make_args(update_weight_transport=kind))
+    actor.transport, actor.same_host = None, True
     actor._choose_transport(True)
     first = actor.transport
     actor._choose_transport(True)
@@ -55,8 +58,9 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     monkeypatch.setattr("ray.get", lambda ref: ref)
     actor: Any = TrainActor.__new__(TrainActor)
     flags = {name: name in offload for name in ("offload_train", "offload_rollout")}
-    others = dict(save_debug_train_data=None, audit_weights=False, colocate=True, update_weight_transport="ipc")
-    actor.args, actor.role, actor.rank, actor.world_size = SimpleNamespace(**flags, **others), "actor", 0, 1
+    args = make_args(**flags, colocate=True, audit_weights=False)
+    actor.args, actor.role, actor.rank, actor.world_size = args, "actor", 0, 1
+    actor.weight_sync = WeightSyncSettings.from_args(args)
     actor.backend = SimpleNamespace(clear_memory=lambda: cleared.append(True), named_weights=lambda: iter(()))
     actor.profiler, actor.transport = SimpleNamespace(rollout=lambda _: contextlib.nullcontext()), None
     actor.train(0, [{}])
@@ -64,3 +68,22 @@ def test_the_allocators_cache_goes_back_whenever_engines_on_the_same_accelerator
     actor.audit_memory = None
     actor.update_weights([], "0.0", True, {}, "token")
     assert len(cleared) == after_training + after_an_update
+
+
+def test_a_rank_that_has_no_engines_any_more_leaves_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine joins the group of another sender; in the old one it would wait, and groups are limited in number."""
+    sent: list[bool] = []
+    monkeypatch.setattr("slime.weights.transports.create_transport", Made)
+    monkeypatch.setattr("slime.weights.transports._on_cuda", lambda: False)
+    monkeypatch.setattr("slime.weights.sync.sync_weights", lambda *_, is_sender, **__: sent.append(is_sender))
+    actor: Any = TrainActor.__new__(TrainActor)
+    actor.args = make_args(update_weight_senders=2, audit_weights=False, phase_timeout=1.0)
+    actor.weight_sync = WeightSyncSettings.from_args(actor.args)
+    actor.rank, actor.world_size, actor.transport, actor.audit_memory, actor.same_host = 2, 4, None, None, True
+    actor.backend = SimpleNamespace(named_weights=lambda: iter(()))
+    slots = {"http://127.0.0.1:1": range(0, 1), "http://127.0.0.1:2": range(1, 2)}
+    actor.update_weights(list(slots), "0.0", False, slots, "token")
+    transport = actor.transport
+    assert sent == [True] and not transport.closed
+    actor.update_weights(["http://127.0.0.1:1"], "0.1", False, slots, "token")
+    assert sent == [True, False] and transport.closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,23 @@ def test_the_seeds_quick_start_has_all_it_needs(workplace) -> None:
     assert (args.train_dtype, args.rollout_dtype, args.embedded_device) == ("float32", "float32", "cpu")
     assert args.use_tensorboard and args.num_rollout == 3000
     assert any("--rm-type math" in notice for notice in args.notices)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 2), (3, 2), (8, 4), (192, 96)])
+def test_verifiers_take_half_of_the_cores_of_the_machine_that_judges(
+    monkeypatch: pytest.MonkeyPatch, cores: int, workers: int
+) -> None:
+    """That need not be the driver's, so the flag stays without a value."""
+    from slime.rollout.verifier import pool
+
+    monkeypatch.setattr(pool.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    started: list[int] = []
+    monkeypatch.setattr(pool, "VerifierPool", lambda count, memory: started.append(count) or SimpleNamespace(close=int))
+    monkeypatch.setattr(pool, "_shared", {})
+    args = default_args(hf_checkpoint=None)
+    resolve_defaults(args)
+    pool.shared_pool(args.reward_workers)
+    assert started == [workers]
 
 
 def test_conversations_are_trained_once_unless_copies_are_asked_for() -> None:
@@ -170,6 +188,9 @@ def test_default_args_are_resolved_and_reject_unknown_names() -> None:
     assert (args.global_batch_size, args.over_sampling_batch_size) == (8, 4)
     with pytest.raises(TypeError, match="rollout_batchsize"):
         default_args(rollout_batchsize=4)
+    with pytest.raises(TypeError, match="sglang_mem_fraction_static"):
+        default_args(sglang_mem_fraction_static=0.8)
+    assert default_args(sglang={"mem_fraction_static": 0.7}).sglang_mem_fraction_static == 0.7
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +245,12 @@ def test_micro_batches_hold_tokens_unless_the_user_counts_samples() -> None:
     assert default_args(micro_batch_size=1, use_dynamic_batch_size=True).use_dynamic_batch_size
     assert not default_args(attn_implementation="sdpa").use_dynamic_batch_size, "padding is not counted"
     assert not default_args(balance_data=False).balance_data
+
+
+def test_passes_without_a_backward_have_the_budget_of_training_unless_one_is_given() -> None:
+    assert default_args(max_tokens_per_gpu=512).log_probs_max_tokens_per_gpu == 512
+    assert default_args(max_tokens_per_gpu=512, log_probs_max_tokens_per_gpu=2048).log_probs_max_tokens_per_gpu == 2048
+    assert default_args(micro_batch_size=1).log_probs_max_tokens_per_gpu is None, "training's micro-batches"
 
 
 def test_the_token_budget_follows_from_the_longest_sample() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from slime.config.args import FLAGS
-from slime.config.hook_calls import CALLS, call_problem
+from slime.config.files import PATH_FLAGS
+from slime.config.hooks import CALLS, call_problem
 from slime.config.machine import Machine
-from slime.config.paths import PATH_FLAGS
 
 GPUS = Machine(gpus=8, cores=32, in_cluster=False)
 

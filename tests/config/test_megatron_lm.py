@@ -87,6 +87,7 @@ print("training", training and training.origin)
 """
 
 
+@pytest.mark.megatron
 @pytest.mark.parametrize("place", ["first", "last"])
 @pytest.mark.parametrize("is_regular", [False, True])
 def test_the_installed_core_is_imported_beside_a_checkout(tmp_path: Path, is_regular: bool, place: str) -> None:
@@ -99,6 +100,7 @@ def test_the_installed_core_is_imported_beside_a_checkout(tmp_path: Path, is_reg
     assert said[3] == ("training None" if is_regular else f"training {checkout}/megatron/training/__init__.py")
 
 
+@pytest.mark.megatron
 def test_no_notice_without_a_checkout(tmp_path: Path) -> None:
     assert run_beside(tmp_path, WHICH).startswith("None\n[] []\n")
 
@@ -113,6 +115,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.megatron
 def test_a_core_that_was_imported_before_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("psutil")
     said = run_beside(fake_checkout(tmp_path, False), IMPORTED)

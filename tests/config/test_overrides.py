@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import FLAGS, Args
-from slime.config.args_dump import to_dict
-from slime.config.overrides import set_value
+from slime.config.overrides import set_value, to_dict
 from slime.config.parser import load_args, read_command_line
 
 
@@ -54,7 +53,7 @@ def test_pass_through_flags_can_be_set_and_unset(workplace) -> None:
         "o.yaml", "num_layers: null\nsglang_mem_fraction_static: '0.5'\nrouter_policy: manual\nswiglu: true\n"
     )
     args = workplace.load(f"--num-layers 2 --override {override}")
-    assert args.num_layers == 0 and "num_layers" not in args.megatron
+    assert args.num_layers == 36 and "num_layers" not in args.megatron
     assert (args.sglang_mem_fraction_static, args.router_policy, args.swiglu) == (0.5, "manual", True)
 
 
@@ -75,8 +74,8 @@ def test_negative_flags_by_either_name() -> None:
 
 def test_dump_holds_everything_and_no_secret(workplace) -> None:
     args = workplace.load("--wandb-key s3cret --tensor-model-parallel-size 1 --sglang-log-level debug --lr 1e-5")
-    args.from_a_hook = {"depth": [1, 2]}
-    args.not_plain = object()
+    args.declare("from_a_hook", {"depth": [1, 2]})
+    args.declare("not_plain", object())
     text = yaml.safe_dump(to_dict(args))
     assert "s3cret" not in text
     loaded = yaml.safe_load(text)
@@ -109,3 +108,14 @@ def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
 def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason() -> None:
     assert set_value(Args(), "use_http2", True) == "use_http2 is gone: HTTP/1.1 with a connection pool is used"
     assert str(set_value(Args(), "lora_rank", 8)).startswith("lora_rank does not exist: LoRA is not supported yet")
+
+
+def test_the_home_folder_is_found_in_every_form(workplace, monkeypatch) -> None:
+    """A shell replaces ``~`` only at the beginning of a word. With a literal ``~`` a resume would start afresh."""
+    monkeypatch.setenv("HOME", str(workplace.root / "home"))
+    (workplace.root / "home" / "checkpoints").mkdir(parents=True)
+    override = workplace.write("o.yaml", "save: ~/checkpoints\nsave_hf: ~/hf/{rollout_id}\n")
+    args = workplace.load(f"--load=~/checkpoints --output-dir=~/outputs --override {override}")
+    home = str(workplace.root / "home")
+    assert (args.load, args.save) == (f"{home}/checkpoints", f"{home}/checkpoints")
+    assert (args.save_hf, args.output_dir) == (f"{home}/hf/{{rollout_id}}", f"{home}/outputs")

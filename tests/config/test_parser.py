@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from slime.config.args import FLAGS, Args
 from slime.config.errors import ConfigError
 from slime.config.flag import Flag, convert, out_of_range, range_text
-from slime.config.gone import GONE, UNREAD_VARIABLES, UNSUPPORTED, unread_variables
+from slime.config.flag_support import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES, unread_variables
 from slime.config.parser import build_parser, load_args, parse_args, read_command_line, read_settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -146,7 +146,7 @@ def test_all_type_errors_are_told_together(chosen: list[str], data: st.DataObjec
 
 
 def test_variables_that_nothing_reads_are_pointed_out() -> None:
-    from slime.config.reference import _VARIABLES
+    from tools.flags_page import _VARIABLES
 
     said = unread_variables({"SLIME_HOST_IP": "1", "SLIME_DEEPGEMM_MOE_X": "1", "SLIME_TEST_MODEL": "m", "HOME": "/"})
     assert [line.split(":")[0] for line in said] == [
@@ -212,7 +212,7 @@ def test_what_other_frameworks_have_is_refused_with_the_reason(typed: str, said:
 
 def test_no_flag_that_exists_looks_like_another_frameworks() -> None:
     options = build_parser()._option_string_actions
-    assert [option for option in options if option.startswith(tuple(UNSUPPORTED))] == []
+    assert [option for option in options if option.startswith(tuple(OTHER_FRAMEWORKS))] == []
 
 
 def test_no_abbreviations_and_no_stray_words() -> None:
@@ -271,9 +271,9 @@ def test_user_arguments_are_added_and_slimes_definition_wins() -> None:
         read_command_line([], lambda parser: None)  # type: ignore[arg-type, return-value]
 
 
-def test_args_survive_pickling_and_take_new_attributes() -> None:
+def test_args_survive_pickling_and_take_declared_attributes() -> None:
     args, _ = read_command_line(["--sglang-log-level", "debug", "--tensor-model-parallel-size", "2", "--lr", "0.5"])
-    args.from_a_hook = [1]
+    args.declare("from_a_hook", [1])
     copy = pickle.loads(pickle.dumps(args))
     assert copy == args and copy.from_a_hook == [1]
     assert (copy.sglang_log_level, copy.tensor_model_parallel_size, copy.lr) == ("debug", 2, 0.5)

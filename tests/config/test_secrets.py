@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.config.args import FLAGS
-from slime.config.args_dump import to_dict
+from slime.config.overrides import to_dict
 from slime.config.parser import check_args, read_settings
 from slime.config.passthrough import by_name
 from slime.config.secrets import HIDDEN, is_secret, redacted, redacted_text

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from slime.config.cluster import check_machine, check_placement
 from slime.config.defaults import default_args
 from slime.config.machine import Machine
 from slime.config.server_groups import ServerGroupError, read_server_groups
-from slime.config.validate_resources import check_machine, check_placement
 from slime.engines.plan import plan_engines
 from slime.rollout.state import concurrency
 
@@ -84,6 +84,7 @@ def test_one_model_without_a_file() -> None:
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "placeholders only"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "names and values"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]", "api_key is not supported"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]", "context_length"),
         (
             "sglang: [{name: a, server_groups: [{num_gpus: 1}]}, {name: a, server_groups: [{num_gpus: 1}]}]",
             "two models have the name 'a'",

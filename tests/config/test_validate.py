@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slime.config.defaults import default_args
+from slime.config.engine import check_draft
 from slime.config.machine import Machine
+from slime.config.rollout import check_rollout
 from slime.config.validate_algorithm import check_kl, check_opsm
-from slime.config.validate_rollout import check_rollout
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 FOUR_GPUS = Machine(gpus=4, cores=32, in_cluster=False)
@@ -24,10 +27,14 @@ ONE_PROBLEM = [
     ),
     ("--overlong-buffer-len 5000", "needs to be between 0 and --rollout-max-response-len"),
     ("--opd-teacher-load /nowhere --use-opd --opd-type megatron", "--opd-teacher-load /nowhere: no such folder"),
+    ("--embedded-device gpu", "--embedded-device gpu: cpu or cuda"),
     ("--n-samples-per-prompt 1", "makes every advantage 0"),
     ("--num-critic-only-steps 2", "--advantage-estimator ppo"),
     ("--loss-type custom_loss", "--custom-loss-function-path"),
     ("--eps-clip-c 0.5", "above 1"),
+    ("--log-samples some", "give all, none, or the number"),
+    ("--log-samples -3", "give all, none, or the number"),
+    ("--log-keep-last 0", "--log-keep-last"),
     ("--sglang-api-key k", "--sglang-api-key is not supported: slime's own requests carry no key"),
     ("--sglang-admin-api-key k", "--sglang-admin-api-key is not supported"),
     ("--sglang-ssl-certfile k", "plain HTTP"),
@@ -87,6 +94,14 @@ ONE_PROBLEM = [
     ("--train-backend megatron --fp8 e4m3", "Transformer Engine"),
     ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
     ("--use-stateless-adam --train-backend megatron", "keeps its moments"),
+    ("--fsdp-shard-size 2 --train-backend megatron", "--fsdp-shard-size: only --train-backend fsdp has it"),
+    ("--no-fsdp-reshard-after-forward --train-backend megatron", "only --train-backend fsdp has it"),
+    ("--fsdp-accumulate-unsharded-gradients --train-backend megatron", "only --train-backend fsdp has it"),
+    (
+        "--fsdp-shard-size 4 --actor-num-gpus-per-node 6",
+        "--fsdp-shard-size 4 does not divide the 6 training ranks: use one of 1, 2, 3, 6",
+    ),
+    ("--fsdp-shard-size 0", "--fsdp-shard-size 0"),
     ("--optimizer-cpu-offload --no-use-distributed-optimizer --train-backend megatron", "the distributed optimizer"),
     ("--optimizer-cpu-offload --optimizer-offload-fraction 1.5 --train-backend megatron", "must be from 0 to 1"),
     ("--optimizer-offload-fraction 0.5 --train-backend megatron", "no effect without --optimizer-cpu-offload"),
@@ -251,6 +266,25 @@ def test_a_kl_that_trains_nothing_is_said_with_its_cost() -> None:
         args = default_args(use_kl_loss=True, kl_loss_coef=coefficient)
         assert check_kl(args) == []
         assert any("a forward pass over every rollout" in notice for notice in args.notices) is said
+
+
+@pytest.mark.parametrize(
+    ("sglang", "settings", "said"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, {}, "layers for multi-token prediction"),
+        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}, {}, "draft model draft is not"),
+        ({"speculative_algorithm": "NGRAM"}, {}, None),
+        ({"speculative_algorithm": "EAGLE"}, {"debug_rollout_only": True}, None),
+        ({}, {}, None),
+    ],
+)
+def test_a_draft_that_is_not_trained_is_said(
+    tmp_path: Path, sglang: dict[str, object], settings: dict[str, object], said: str | None
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "glm4_moe", "num_nextn_predict_layers": 1}')
+    args = default_args(rollout_backend="sglang", hf_checkpoint=str(tmp_path), sglang=sglang, **settings)
+    assert check_draft(args) == []
+    assert [said is not None and said in notice for notice in args.notices] == ([True] if said else [])
 
 
 def test_notices_say_what_a_flag_does_not_do(workplace) -> None:

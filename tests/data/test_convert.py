@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
+import make_args as args_for_tests
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.config.args import Args
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.sample import Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.staleness import add_staleness, staleness_metrics
@@ -21,9 +22,9 @@ from slime.data.wire import to_rank_batch
 from slime.rollout.metrics import rollout_metrics
 
 
-def make_args(**more: Any) -> SimpleNamespace:
-    defaults = {"advantage_estimator": "grpo", "global_batch_size": 4, "use_dynamic_batch_size": True}
-    return SimpleNamespace(**{**defaults, "max_tokens_per_gpu": 64, **more})
+def make_args(**more: Any) -> Args:
+    defaults = {"global_batch_size": 4, "use_dynamic_batch_size": True, "max_tokens_per_gpu": 64}
+    return args_for_tests.make_args(**{**defaults, **more})
 
 
 def make_sample(index: int, group: int | None = 0, response: int = 2, **more: Any) -> Sample:
@@ -128,7 +129,9 @@ def test_metadata_and_nuclei_of_some_samples() -> None:
 def test_a_part_of_a_dump_makes_as_many_steps() -> None:
     groups = [[make_sample(2 * g + k, g) for k in range(2)] for g in range(3)]
     data = samples_to_train_data(make_args(), groups)
-    args = make_args(global_batch_size=8, num_steps_per_rollout=3, load_debug_rollout_data_subsample=0.25)
+    args = make_args(
+        global_batch_size=8, num_steps_per_rollout=3, load_debug_rollout_data_subsample=0.25, rollout_batch_size=3
+    )
     part = split_train_data(args, data, 1)[0]
     assert part["global_batch_sizes"] == [2, 2, 2]
 
@@ -200,7 +203,10 @@ def test_ranks_together_hold_every_sample_as_it_was(shape: list[list[int]], dp: 
             groups[-1].append(sample)
             index += 1
     samples = [s for group in groups for s in group]
-    args = make_args(global_batch_size=len(samples), balance_data=balance, max_tokens_per_gpu=12)
+    args = make_args(
+        rollout_batch_size=1, n_samples_per_prompt=len(samples), global_batch_size=len(samples), balance_data=balance,
+        max_tokens_per_gpu=12,
+    )  # fmt: skip
     data = samples_to_train_data(args, groups)
     parts = split_train_data(args, data, dp)
     batches = [to_rank_batch(pickle.loads(pickle.dumps(part))) for part in parts]

@@ -173,7 +173,7 @@ def test_a_parquet_file_with_damaged_bytes_is_told_with_its_place(tmp_path: Path
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from slime.config.data_peek import first_row
+    from slime.config.files import first_row
     from slime.data.rows import DataError, RowFile
 
     good = tmp_path / "good.parquet"
@@ -194,7 +194,7 @@ def test_a_parquet_file_with_damaged_bytes_is_told_with_its_place(tmp_path: Path
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_a_first_row_that_nests_too_deeply(tmp_path: Path, suffix: str) -> None:
-    from slime.config.data_peek import first_row
+    from slime.config.files import first_row
 
     file = tmp_path / f"deep{suffix}"
     file.write_text('{"prompt": ' + "[" * 5000 + "]" * 5000 + "}" if suffix == ".jsonl" else "[" * 5000)

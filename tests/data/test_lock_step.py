@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make_args import make_args
 
+from slime.data.balance import forward_flops
 from slime.data.convert import split_train_data
 from slime.data.lock_step import Items, pack_in_lock_step
-from slime.data.schedule import build_dp_schedule
+from slime.data.schedule import PackingSettings, build_dp_schedule, pack_forward_only
 from slime.data.wire import to_rank_batch
 
 
@@ -43,9 +44,9 @@ def test_ranks_in_lock_step_wait_less_than_five_per_cent(
     count: int, ranks: int, mean: int, cap: int, seed: int
 ) -> None:
     lengths = long_tailed(count, mean, cap, seed)
-    args = SimpleNamespace(use_dynamic_batch_size=True, max_tokens_per_gpu=cap, balance_data=True)
+    settings = PackingSettings(dynamic=True, max_tokens=cap, balanced=True)
     partitions, micro_batches, _, _ = build_dp_schedule(
-        args, {"dp_size": ranks}, lengths, global_batch_size=count, rollout_indices=range(count)
+        settings, {"dp_size": ranks}, lengths, global_batch_size=count, rollout_indices=range(count)
     )
     packed = [[[part[i] for i in b] for b in mine] for part, mine in zip(partitions, micro_batches, strict=True)]
     assert lock_step_cost(items_of(lengths), packed) <= 1.05 * sum(lengths) / ranks
@@ -65,6 +66,52 @@ def test_shared_prompts_count_once(count: int, ranks: int, mean: int, cap: int, 
     assert alone is not None
     # Without regard to prompts siblings meet only by chance; together they store less and the step is shorter.
     assert lock_step_cost(items, packed) <= lock_step_cost(items, alone)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shared_prompts_leave_less_than_five_per_cent_to_wait(seed: int) -> None:
+    """Compared with each prompt stored once in the whole step, which no packing reaches: groups do not fit."""
+    count, ranks, mean, cap = SHAPES[1]
+    items = items_of([500 + n for n in long_tailed(count, mean, cap - 500, seed)], group_size=8, prompt=500)
+    packed = pack_in_lock_step(items, ranks, cap)
+    assert packed is not None
+    assert lock_step_cost(items, packed) <= 1.05 * (sum(items.costs) - 500.0 * count * 7 / 8) / ranks
+
+
+def least_cost(items: Items, ranks: int, cap: int) -> float:
+    """What no packing without shared prompts can beat.
+
+    Take the ``j`` micro-batches with the costliest samples of all ranks: they cost at least what the first,
+    ``ranks``-th, ``2 * ranks``-th … costliest sample costs, and hold at most ``j * ranks * cap`` tokens. The rest has
+    to be done in other micro-batches, at best perfectly balanced; it costs least if those tokens were the ones with
+    the highest cost per token.
+    """
+    order = np.argsort(-np.asarray(items.costs) / np.asarray(items.tokens), kind="stable")
+    tokens, costs = np.asarray(items.tokens)[order].cumsum(), np.asarray(items.costs)[order].cumsum()
+    floors = np.sort(items.costs)[::-1][::ranks].cumsum()
+    bounds = [
+        floors[j - 1] + (costs[-1] - np.interp(j * ranks * cap, tokens, costs)) / ranks
+        for j in range(1, len(floors) + 1)
+        if j * ranks * cap <= tokens[-1]
+    ]
+    return float(max([costs[-1] / ranks, *bounds]))
+
+
+@pytest.mark.parametrize("count, ranks, mean, cap", SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_flops_are_balanced_as_far_as_the_budget_allows(count: int, ranks: int, mean: int, cap: int, seed: int) -> None:
+    """A sample as long as the budget costs more FLOPs than several short ones of as many tokens, so its row has to
+    wait for it: 5 and 7% of a step. The packing comes within 2% of that bound."""
+    lengths = long_tailed(count, mean, cap, seed)
+    items = replace(items_of(lengths), costs=[forward_flops(None, n) for n in lengths])
+    packed = pack_in_lock_step(items, ranks, cap)
+    assert packed is not None
+    least = least_cost(items, ranks, cap)
+    assert least > 1.03 * sum(items.costs) / ranks
+    assert lock_step_cost(items, packed) <= 1.02 * least
+    # Twice the budget leaves room to balance them: then it is less than 5% without any allowance.
+    packed = pack_in_lock_step(items, ranks, 2 * cap)
+    assert packed is not None and lock_step_cost(items, packed) <= 1.05 * sum(items.costs) / ranks
 
 
 def test_siblings_stay_together_where_prompts_are_long() -> None:
@@ -96,6 +143,23 @@ def test_what_holds_for_any_batch(
     assert all(batch and items.size(batch)[0] <= cap for mine in packed for batch in mine)
 
 
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=40),
+    cap=st.integers(20, 120),
+    at_least=st.integers(1, 50),
+    share=st.booleans(),
+)
+def test_packs_of_one_rank(lengths: list[int], cap: int, at_least: int, share: bool) -> None:
+    """Every sample once, the budget kept but by a longer sample alone, and as many packs as were asked for."""
+    prompts = [(i // 4, 1) for i in range(len(lengths))] if share else None
+    packs = pack_forward_only(PackingSettings(), lengths, prompts, cap, at_least)
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert len(packs) >= min(at_least, len(lengths))
+    saved = [sum(1 for i in pack if share) - len({i // 4 for i in pack if share}) for pack in packs]
+    for pack, less in zip(packs, saved, strict=True):
+        assert len(pack) == 1 or sum(lengths[i] for i in pack) - less <= cap
+
+
 def test_an_oversized_sample_is_alone() -> None:
     packed = pack_in_lock_step(items_of([50, 4, 4, 4]), 2, 10)
     assert packed is not None and [50] in [[[50, 4, 4, 4][i] for i in b] for mine in packed for b in mine]
@@ -118,8 +182,9 @@ def test_too_few_samples() -> None:
 
 @pytest.mark.parametrize("share, packs", [(True, 1), (False, 2)])
 def test_a_rollout_counts_its_prompts_once(share: bool, packs: int) -> None:
-    args: Any = SimpleNamespace(
-        global_batch_size=2, num_steps_per_rollout=1, use_dynamic_batch_size=True, max_tokens_per_gpu=26,
+    args = make_args(
+        rollout_batch_size=1, n_samples_per_prompt=2, global_batch_size=2, num_steps_per_rollout=1,
+        use_dynamic_batch_size=True, max_tokens_per_gpu=26,
         balance_data=True, share_prompt_in_pack=share,
     )  # fmt: skip
     tokens = [np.asarray([*range(20), 50 + i, 60 + i], np.int32) for i in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.algorithms.registry import ALGORITHMS
-from slime.data.rewards import BASELINES, post_process_rewards
+from slime.data.rewards import post_process_rewards
 from slime.data.sample import Sample
+from tests.make_args import make_args
 
 
 def post_process(args: dict[str, Any], rewards: list[Any], groups: list[int]) -> tuple[list[float], list[float]]:
@@ -21,7 +21,7 @@ def post_process(args: dict[str, Any], rewards: list[Any], groups: list[int]) ->
         Sample(index=i, group_index=g, reward=None if r == "timeout" else r, reward_timed_out=r == "timeout")
         for i, (r, g) in enumerate(zip(rewards, groups, strict=True))
     ]
-    return post_process_rewards(SimpleNamespace(**args), samples, groups)
+    return post_process_rewards(make_args(**args), samples, groups)
 
 
 def by_formula(rewards: list[float], std: bool, estimator: str = "grpo") -> np.ndarray:
@@ -61,13 +61,13 @@ def test_every_group_by_its_own_formula(
         else:
             expected = by_formula(own, std, estimator)
         assert [rewards[i] for i in inside] == pytest.approx(expected, abs=1e-9)
-        if normalize and estimator in BASELINES and len(set(own)) == 1:
+        if normalize and ALGORITHMS[estimator].needs_group and len(set(own)) == 1:
             assert all(rewards[i] == 0.0 for i in inside), "exactly zero, so that the group can be skipped"
 
 
 def test_the_penalty_of_long_responses_comes_before_the_baseline_and_leaves_the_raw_reward() -> None:
     samples = [Sample(index=i, reward=1.0, response_length=n) for i, n in enumerate((5, 9, 10))]
-    args = SimpleNamespace(
+    args = make_args(
         advantage_estimator="dr_grpo", rollout_max_response_len=10, overlong_buffer_len=2, overlong_penalty=1.0
     )
     raw, rewards = post_process_rewards(args, samples, [0, 0, 0])
@@ -91,7 +91,7 @@ def test_a_timed_out_verifier_is_no_zero(estimator: str) -> None:
 def test_removed_samples_stay_in_the_statistics() -> None:
     samples = [Sample(index=i, reward=float(r)) for i, r in enumerate([1, 0, 0])]
     samples[0].remove_sample = True
-    _, rewards = post_process_rewards(SimpleNamespace(advantage_estimator="grpo"), samples, [0, 0, 0])
+    _, rewards = post_process_rewards(make_args(), samples, [0, 0, 0])
     assert rewards == pytest.approx(by_formula([1, 0, 0], True))
 
 
@@ -124,5 +124,5 @@ def test_custom_hook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_estimator_does_not_train_on_raw_rewards() -> None:
-    with pytest.raises(ValueError, match="maxrl: no group baseline is registered"):
+    with pytest.raises(ValueError, match="unknown --advantage-estimator 'maxrl'; one of grpo, "):
         post_process({"advantage_estimator": "maxrl"}, [1.0, 0.0], [0, 0])

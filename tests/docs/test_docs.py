@@ -11,12 +11,13 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parents[2]
 KINDS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md")
 PAGES = sorted(page for kind in KINDS for page in CHECKOUT.glob(kind))
-NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, the converters, the quickstart and the slime command
+NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
-    "--check-timeout", "--custom-weight-loader", "--nproc-per-node", "--input-dir", "--origin-hf-dir",
+    "--check-timeout", "--check-tool-answer", "--custom-weight-loader", "--nproc-per-node", "--input-dir",
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps",
-    "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
+    "--origin-hf-dir", "--gpus", "--ipc", "--shm-size", "--ulimit", "--rm", "--pid", "--block", "--parts", "--batch",
+    "--rooms",
 }  # fmt: skip
 HAND_WRITTEN = [page for page in PAGES if not {"reference", "benchmarks"} & set(page.parts)]
 
@@ -101,7 +102,7 @@ def test_the_http_surface_that_is_documented_is_served() -> None:
 
 
 def test_the_reward_types_are_the_same_in_guide_parser_and_rollout() -> None:
-    from slime.config.validate_rollout import RM_TYPES
+    from slime.config.reward import RM_TYPES
     from slime.rollout.rm_hub import REWARD_TYPES
 
     text = (CHECKOUT / "docs/en/get_started/usage.md").read_text(encoding="utf-8")

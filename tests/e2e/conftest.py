@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +57,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def save_tiny(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Saves a random model of any class and config, in bfloat16 if asked, with the tokenizer of ``tiny_model``."""
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from slime.weights.hf_folder import copy_companions
+
+    def save(architecture: type[PreTrainedModel], config: PretrainedConfig, bfloat16: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp(str(config.model_type)) / "model"
+        torch.manual_seed(0)
+        model = architecture(config)
+        (model.to(torch.bfloat16) if bfloat16 else model).save_pretrained(folder)
+        copy_companions(tiny_model, folder)
+        return folder
+
+    return save
 
 
 @pytest.fixture
@@ -143,7 +162,7 @@ class Runner:
                 continue
         return found
 
-    def wait_gone(self, seconds: float = 20) -> list[str]:
+    def wait_gone(self, seconds: float = 120) -> list[str]:
         """Wait until nothing of the run is alive; returns the command lines of what is left."""
         until = time.monotonic() + seconds
         while (left := self.alive()) and time.monotonic() < until:

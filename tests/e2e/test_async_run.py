@@ -18,12 +18,7 @@ STEPS = 6
 
 
 def samples_of(folder: Path, rollout_id: int) -> list:
-    from types import SimpleNamespace
-
-    args = SimpleNamespace(
-        load_debug_rollout_data=str(folder / "{rollout_id}.pt"), load_debug_rollout_data_subsample=None
-    )
-    return flatten(load_rollout(args, rollout_id))
+    return flatten(load_rollout(str(folder / "{rollout_id}.pt"), rollout_id))
 
 
 def test_weights_change_under_way_and_no_trained_token_is_older_than_the_bound(runner, flags, tmp_path) -> None:

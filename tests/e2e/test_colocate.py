@@ -7,16 +7,16 @@ import asyncio
 import pytest
 
 from slime.cluster.rollout_manager import flush_when_idle
-from slime.engines.handle import EngineError
+from slime.engines.sglang_api import EngineError
 
 PHASES = ("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload")
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
-def test_a_later_iteration_uses_no_more_memory_than_the_first(runner, flags) -> None:
-    # One sample per micro-batch: packs of tokens have a new length each time, and oneDNN keeps a kernel per length.
-    result = runner.run(*flags, "--colocate", "--num-rollout", 4, "--micro-batch-size", 1)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_later_iteration_uses_no_more_memory_than_an_earlier_one(runner, flags) -> None:
+    result = runner.run(*flags, "--colocate", "--num-rollout", 12)
     assert result.code == 0, result.output
     steps = result.metrics()
     for row in steps:
@@ -25,12 +25,13 @@ def test_a_later_iteration_uses_no_more_memory_than_the_first(runner, flags) -> 
         assert row["train/train_rollout_logprob_abs_diff"] < 1e-4  # weights survive each turn
     for phase in PHASES:  # a model of 1 MB: anything kept per step beyond rounding would show
         used = [row[f"memory/{phase}/process"] for row in steps]
-        assert used[3] <= used[1] * 1.02, (phase, used)
+        assert used[11] <= used[7] * 1.02, (phase, used)  # the caches of kernels (cpu_memory.py) are full by then
     assert runner.wait_gone() == []
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_actor_and_critic_take_turns_in_the_place_of_the_engine(runner, flags) -> None:
     """PPO with a first rollout that trains the critic alone, and snapshots: every phase finds who it needs awake."""
     ppo = ["--advantage-estimator", "ppo", "--num-critic-only-steps", 1, "--save-interval", 1, "--kl-coef", "0.01"]

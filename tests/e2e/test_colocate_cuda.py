@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,19 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.skipif(not installed("sglang"), reason="needs SGLang"),
 ]
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 @pytest.fixture(scope="session")
-def qwen3(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen3(save_tiny: Callable[..., Path]) -> Path:
     """A random Qwen3 of 4 layers whose shapes CUDA kernels take: 8 heads of 64, four of them for keys and values."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    folder = tmp_path_factory.mktemp("qwen3") / "model"
     config = Qwen3Config(
         vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    for name in TOKENIZER:
-        if (tiny_model / name).exists():
-            shutil.copy(tiny_model / name, folder / name)
-    return folder
+    return save_tiny(Qwen3ForCausalLM, config, bfloat16=True)
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from slime.observability.samples import read_samples
+from slime.observability.trace_file import read_trace, trace_of
+
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -31,6 +34,8 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
         trace = whole.folder / "traces" / f"train-actor-0-{target}-000001.json.gz"
         names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
         assert phase in names and any(str(name).startswith("aten::") for name in names)
+    spans = {event["name"] for event in read_trace(trace_of(whole.folder, 2)) if event["ph"] == "X"}
+    assert {"sglang_generate", "rollout", "train"} <= spans, "of samples and of the driver"
     dump = torch.load(details / "train_data" / "2.pt", weights_only=False)
     assert len(dump["samples"]) == 16 and dump["format_version"] == 2
     rollout = torch.load(details / "rollout_data" / "2.pt", weights_only=False)["samples"]
@@ -45,9 +50,12 @@ def test_dumps_replays_and_traces(runner, flags, tmp_path: Path) -> None:
     for name in ("train/loss", "train/grad_norm", "rollout/advantages", "train/kl_loss"):
         assert [step[name] for step in again.metrics()] == [step[name] for step in steps], name
     half = runner.run(
-        *flags, *kl, "--load-debug-rollout-data", template, "--load-debug-rollout-data-subsample", "0.5", name="half"
-    )
+        *flags, *kl, "--load-debug-rollout-data", template, "--load-debug-rollout-data-subsample", "0.5",
+        "--log-samples", 5, "--log-keep-last", 1, "--log-compress", name="half",
+    )  # fmt: skip
     assert half.code == 0, half.output
+    (texts,) = (half.folder / "samples").iterdir()
+    assert texts.name == "rollout_000002.jsonl.zst" and len(read_samples(texts)) == 5
     assert all(step["train/global_batch_size"] == 8 for step in half.metrics())
     forge = runner.run(*flags, *kl, "--load-forge-rollout-data", template, name="forge")
     assert forge.code == 0, forge.output

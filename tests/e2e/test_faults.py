@@ -72,11 +72,11 @@ async def reward(args, sample, **kwargs):
 
 def in_trainer(args, rollout_id, rollout_data):
     """Called in the trainer in each step: arm the next weight update."""
-    from slime.engines import http_handle
+    from slime.engines import handle
 
     if rollout_id < 1 or not (HERE / "blow").read_text().startswith("sync"):
         return
-    push, pushed = http_handle.HttpEngineHandle.push, []
+    push, pushed = handle.EngineHandle.push, []
 
     async def deadly(self, bucket, weight_version):
         pushed.append(bucket.index)
@@ -84,7 +84,7 @@ def in_trainer(args, rollout_id, rollout_data):
             strike(self.url)
         await push(self, bucket, weight_version)
 
-    http_handle.HttpEngineHandle.push = deadly
+    handle.EngineHandle.push = deadly
 '''
 
 QUICK = [
@@ -144,6 +144,7 @@ def assert_went_on(runner, result) -> list[dict]:
     return rows
 
 
+@pytest.mark.slow
 def test_the_only_engine_is_killed_while_it_generates(runner, sabotage) -> None:
     """It is started again, gets the trainer's weights, and the requests wait for it."""
     result = runner.run(*sabotage("generate", signal.SIGKILL), *QUICK)

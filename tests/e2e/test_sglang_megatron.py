@@ -6,7 +6,7 @@ whatever rank, ends the run.
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,12 @@ from test_train_megatron import on_cpu
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(1300)]
 
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
 
 @pytest.fixture(scope="session")
-def tiny_moe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_moe(save_tiny: Callable[..., Path]) -> Path:
     """A random GLM-4.5-MoE: one dense layer, one with four routed experts and a shared one."""
-    import torch
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-    folder = tmp_path_factory.mktemp("moe") / "model"
     config = Glm4MoeConfig(
         vocab_size=258, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=512, initializer_range=0.2,
@@ -32,12 +28,7 @@ def tiny_moe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1, routed_scaling_factor=2.5,
         first_k_dense_replace=1, attention_bias=True, use_qk_norm=True, partial_rotary_factor=0.5,
     )  # fmt: skip
-    torch.manual_seed(0)
-    Glm4MoeForCausalLM(config).save_pretrained(folder)
-    for name in TOKENIZER:
-        if (tiny_model / name).exists():
-            shutil.copy(tiny_model / name, folder / name)
-    return folder
+    return save_tiny(Glm4MoeForCausalLM, config)
 
 
 def on_sglang(flags: list[object], model: Path | None = None) -> list[object]:

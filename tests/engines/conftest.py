@@ -18,7 +18,7 @@ from engine_parts import ContractEngine, engine_args, save_tiny_llama
 os.environ.setdefault("MKL_CBWR", "AUTO")  # as the server sets it in deterministic mode; MKL reads it once
 
 from slime.config.machine import installed
-from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.handle import EngineHandle
 from slime.engines.launch import start_engine as launch_engine
 from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess
@@ -70,7 +70,7 @@ def contract_engine(
     start_engine: Callable[..., EngineProcess],
 ) -> ContractEngine:
     url = _start(request.param, tiny_llama, start_engine)
-    surface = run(HttpEngineHandle(url).connect())
+    surface = run(EngineHandle(url).connect())
     return ContractEngine(request.param, url, tiny_llama, other_tiny_llama, surface.capabilities)
 
 

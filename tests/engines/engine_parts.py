@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slime.engines.handle import Capabilities
+from slime.engines.sglang_api import Capabilities
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
@@ -76,6 +76,7 @@ def engine_args(model: Path, **changes: Any) -> Any:
         "rollout_backend": "embedded",
         "sglang": {},
         "rollout_seed": 42,
+        "sglang_model_routers": {},
         "offload_rollout": False,
         "use_rollout_routing_replay": False,
         "update_weight_mode": "full",

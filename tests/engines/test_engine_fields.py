@@ -102,7 +102,7 @@ CONTROL = {
     "/abort_request": ("rid", "abort_all"),
     "/update_weights_from_tensor": ("load_format", "buffer", "tensors", "weight_version", "abort_all_requests"),
     "/init_weights_update_group": ("master_address", "master_port", "rank_offset", "world_size", "group_name"),
-    "/update_weights_from_distributed": ("names", "dtypes", "shapes", "group_name", "weight_version"),
+    "/update_weights_from_distributed": ("names", "dtypes", "shapes", "group_name", "weight_version", "load_format"),
     "/destroy_weights_update_group": ("group_name",),
     "/update_weights_from_disk": ("model_path", "weight_version", "abort_all_requests"),
     "/update_weight_version": ("new_version", "abort_all_requests"),
@@ -126,6 +126,14 @@ def test_control_calls_answer_wrong_types_with_400(engine: Served, route: str) -
         assert engine.ask(path, {})[0] == 200
     engine.ask("/update_weight_version", {"new_version": "default"})
     assert engine.greedy() == before
+
+
+def test_a_flat_bucket_whose_tensors_would_not_be_aligned_is_refused(engine: Served) -> None:
+    body = {"names": ["a", "b"], "dtypes": ["bfloat16", "float32"], "shapes": [[3], [2]]}
+    status, answer = engine.ask("/update_weights_from_distributed", {**body, "load_format": "flattened_bucket"})
+    assert status == 400 and "'b' would start at byte 6" in answer["error"]["message"], answer
+    status, answer = engine.ask("/update_weights_from_distributed", {**body, "load_format": "sorted"})
+    assert status == 400 and "load_format" in answer["error"]["message"], answer
 
 
 NO_OBJECTS = [b"{", b"[]", b"5", b"null x", b'{"a":' * 5000, b"\xff\xfe", b'{"text": NaN}', b'{"text": "\\ud800"}']

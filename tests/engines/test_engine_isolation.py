@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,3 +102,26 @@ def test_a_fault_of_the_engine_itself_ends_it(one: Served, monkeypatch: pytest.M
     inject(monkeypatch, lambda seqs: True)
     assert one.ask("/generate", body(0))[0] == 500
     assert one.ask("/health", method="GET")[0] == one.ask("/health_generate", method="GET")[0] == 503
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_commands_that_wait_when_the_engine_ends_are_answered(one: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They came while the step that ended it was under way, and nobody takes them any more."""
+    engine, ending, may_end = one.loaded.engine, threading.Event(), threading.Event()
+
+    def fault(sequences: list[Any]) -> bool:
+        if sequences[0].request.rid == "probe":  # when this one fails, the engine is to blame
+            ending.set()
+            may_end.wait(60)
+        return True
+
+    inject(monkeypatch, fault)
+    with ThreadPoolExecutor(2) as pool:
+        request = pool.submit(one.ask, "/generate", body(1))
+        assert ending.wait(60)
+        pause = pool.submit(one.ask, "/pause_generation", {})
+        while engine._inbox.empty():
+            time.sleep(0.01)
+        may_end.set()
+        assert request.result(60)[0] == pause.result(60)[0] == 500
+    assert one.ask("/pause_generation", {})[0] == 500

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_drivers import finish, load, make
+from make_args import make_args
 
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.sample import Sample
@@ -19,7 +20,8 @@ from slime.models.inputs import InputBuilder
 from slime.models.loading import load_hf_model
 from slime.models.packed_attention import NAME
 from slime.models.scorer import PolicyScorer
-from slime.rollout.generate import append_output, request
+from slime.rollout.generate import append_output, build_generate_body
+from slime.rollout.settings import RequestSettings
 
 CUTS: list[dict[str, Any]] = [
     {"top_p": 0.6},
@@ -39,7 +41,7 @@ def sampled(model: Path, cut: dict[str, Any]) -> list[Sample]:
     for i, sequence in enumerate(sequences):
         sample = Sample(index=i, group_index=i, reward=float(i), tokens=list(sequence.request.input_ids))
         answer = build_answer(sequence, loaded.detokenizer, "0.0", sequence.num_output, sequence.finish_reason)
-        append_output(SimpleNamespace(), sample, json.loads(json.dumps(answer)))  # as it goes over HTTP
+        append_output(make_args(), sample, json.loads(json.dumps(answer)))  # as it goes over HTTP
         samples.append(sample)
     return samples
 
@@ -47,10 +49,7 @@ def sampled(model: Path, cut: dict[str, Any]) -> list[Sample]:
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_trainer_and_engine_agree_on_the_restricted_log_probs(tiny_llama: Path, cut: dict[str, Any]) -> None:
     samples = sampled(tiny_llama, cut)
-    args = SimpleNamespace(
-        advantage_estimator="grpo", use_tis=True, global_batch_size=4, micro_batch_size=4, use_dynamic_batch_size=False,
-        balance_data=False, balance_by_flops=False, max_tokens_per_gpu=None, num_steps_per_rollout=1,
-    )  # fmt: skip
+    args = make_args(use_tis=True, rollout_batch_size=4, n_samples_per_prompt=1, micro_batch_size=4)
     data = samples_to_train_data(args, [[sample] for sample in samples])
     batch = to_rank_batch(split_train_data(args, data, 1)[0])
     model = load_hf_model(tiny_llama, torch.float32, "cpu", NAME)
@@ -84,7 +83,8 @@ def test_only_the_embedded_engine_is_asked_and_only_where_something_is_cut() -> 
         ("embedded", {"top_p": 1.0, "top_k": -1}, False),
         ("sglang", {"top_p": 0.9}, False),
     ):
-        body = request(SimpleNamespace(rollout_backend=backend), None, sample, cut)  # type: ignore[arg-type]
+        state = SimpleNamespace(requests=RequestSettings.from_args(make_args(rollout_backend=backend)))
+        body = build_generate_body(state, sample, cut)  # type: ignore[arg-type]
         assert body.get("return_top_p_token_ids", False) is asked
 
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from engine_parts import engine_args
 
-from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.flat import Bucket
+from slime.engines.handle import EngineHandle
 from slime.engines.process import EngineProcess, ServerFailed, start_embedded_engine
 from slime.utils.async_utils import run
-from slime.weights.update import Bucket
 
 pytestmark = pytest.mark.real
 
@@ -88,7 +88,7 @@ def test_stop_ends_a_busy_engine(start_engine: Callable[..., EngineProcess], tin
     import asyncio
 
     engine = start_engine(tiny_llama)
-    handle = HttpEngineHandle(engine.url)
+    handle = EngineHandle(engine.url)
 
     async def busy() -> Any:
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
@@ -119,7 +119,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_updates_leave_no_shared_memory_behind(start_engine: Callable[..., EngineProcess], tiny_llama: Path) -> None:
     """Nor does an engine that is killed after one."""
     engine = start_engine(tiny_llama)
-    handle = HttpEngineHandle(engine.url)
+    handle = EngineHandle(engine.url)
     before = set(os.listdir("/dev/shm"))
 
     async def update() -> None:
@@ -140,7 +140,7 @@ def test_updates_leave_no_shared_memory_behind(start_engine: Callable[..., Engin
 
 def test_clients_import_no_heavy_library() -> None:
     code = (
-        "import sys, slime.engines.process, slime.engines.router, slime.engines.http_handle, slime.engines.guard;"
+        "import sys, slime.engines.process, slime.engines.router, slime.engines.handle, slime.engines.guard;"
         "import slime.utils.http_utils, slime.utils.async_utils;"
         "heavy = {'torch', 'transformers', 'aiohttp', 'ray', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )

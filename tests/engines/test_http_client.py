@@ -13,9 +13,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from slime.engines import http
-from slime.engines.handle import EngineError
-from slime.engines.http_handle import HttpEngineHandle
-from slime.engines.surface import choose_surface
+from slime.engines.handle import EngineHandle
+from slime.engines.sglang_api import EngineError, choose_api_version
 from slime.utils import async_utils, http_utils
 
 
@@ -114,7 +113,7 @@ async def test_faults_of_a_server_are_reported_and_nothing_else(flaky: Any, monk
 
 
 async def test_a_control_call_survives_one_connection_that_is_closed_on_it(flaky: Any) -> None:
-    handle = HttpEngineHandle(flaky.url.removesuffix("/x"))
+    handle = EngineHandle(flaky.url.removesuffix("/x"))
     flaky.script = ["drop"]
     assert await handle._call("POST", "/x", 1) == {"got": 1} and flaky.calls == 2
     flaky.script = ["drop", "drop"]
@@ -154,8 +153,8 @@ async def test_deadline(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_handle_errors_name_engine_and_call() -> None:
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/pause_generation"):
-        await HttpEngineHandle("http://127.0.0.1:9").pause("abort")
-    assert await HttpEngineHandle("http://127.0.0.1:9").health(1.0) is False
+        await EngineHandle("http://127.0.0.1:9").pause("abort")
+    assert await EngineHandle("http://127.0.0.1:9").health(1.0) is False
     await http.close_session()
 
 
@@ -178,16 +177,18 @@ async def fails() -> None:
     raise ZeroDivisionError
 
 
-def test_surface_is_chosen_by_what_the_server_says() -> None:
-    embedded = choose_surface({"engine": "embedded", "version": "0.5.23", "enable_deterministic_inference": True}, "u")
+def test_the_api_version_is_chosen_by_what_the_server_says() -> None:
+    embedded = choose_api_version(
+        {"engine": "embedded", "version": "0.5.23", "enable_deterministic_inference": True}, "u"
+    )
     assert embedded.kind == "embedded" and embedded.capabilities.deterministic
-    newest = choose_surface({"version": "0.6.0rc1"}, "u")
+    newest = choose_api_version({"version": "0.6.0rc1"}, "u")
     assert newest.kind == "sglang" and newest.capabilities.update_brackets and not newest.capabilities.named_checksums
-    older = choose_surface({"version": "0.5.15.post1"}, "u").capabilities
+    older = choose_api_version({"version": "0.5.15.post1"}, "u").capabilities
     assert not (older.update_brackets or older.retract or older.version_spans)
-    assert choose_surface({"version": "0.5.22"}, "u").capabilities == older
+    assert choose_api_version({"version": "0.5.22"}, "u").capabilities == older
     with pytest.raises(EngineError, match=r"u is SGLang 0\.4\.1"):
-        choose_surface({"version": "0.4.1"}, "u")
+        choose_api_version({"version": "0.4.1"}, "u")
 
 
 async def test_all_tries_of_a_users_request_have_one_limit(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,8 +19,8 @@ from aiohttp import web
 from engine_parts import engine_args
 
 from slime.cluster.health import answers
+from slime.engines.handle import EngineHandle
 from slime.engines.http import HttpError, take_retries
-from slime.engines.http_handle import HttpEngineHandle
 from slime.engines.process import EngineProcess, ServerFailed, wait_gone, without_proxy
 from slime.engines.router import Router, Routers, Worker, router_options, start_router
 from slime.rollout.abort import worker_urls
@@ -82,7 +83,7 @@ def request(seed: int, new: int) -> dict[str, Any]:
 async def load_and_kill(url: str, engines: list[EngineProcess]) -> list[Any]:
     """24 requests; the first engine is killed as soon as it works on some of them."""
     tasks = [asyncio.ensure_future(post(f"{url}/generate", request(i, 150))) for i in range(24)]
-    victim = HttpEngineHandle(engines[0].url)
+    victim = EngineHandle(engines[0].url)
     async with asyncio.timeout(60):
         while (await victim.load())["running"] == 0:
             await asyncio.sleep(0.01)
@@ -157,6 +158,7 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
     routers = Routers(args, tmp_path)
     try:
         routers.start([Worker(first, "actor"), Worker(second, "actor"), Worker(judge, "judge")])
+        args.sglang_model_routers = routers.addresses
         assert routers.url == foreign.url and list(routers.by_model) == ["actor", "judge"]
         assert {worker["url"] for worker in foreign.workers()} == {first, second}
         assert {run(ask(get_model_url(args, "judge", ""))) for _ in range(3)} == {"c"}
@@ -368,3 +370,23 @@ def test_a_router_pairs_servers_that_prefill_and_decode(listeners: list[Listener
         assert run(ask(router.url)) == "b"  # both are asked, the one that decodes answers
     finally:
         router.stop()
+
+
+def test_a_foreign_router_forgets_engines_of_a_start_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took one of two engines; nobody else would ever take that one out again."""
+    known: list[str] = []
+
+    def add_workers(self: Router, workers: list[Worker]) -> None:
+        known.append(workers[0].url)
+        raise ServerFailed("it did not take the second")
+
+    monkeypatch.setattr(Router, "add_workers", add_workers)
+    monkeypatch.setattr(Router, "remove_worker", lambda self, url: known.remove(url) if url in known else None)
+    args: Any = SimpleNamespace(sglang_router_ip="10.0.0.1", sglang_router_port=30000)
+    routers = Routers(args, tmp_path)
+    with pytest.raises(ServerFailed, match="second"):
+        routers.start([Worker("http://10.0.0.2:1"), Worker("http://10.0.0.2:2")])
+    routers.stop()
+    assert known == []

@@ -18,8 +18,8 @@ from served_engine import Served, served
 import slime.engines.embedded
 from slime.engines.embedded.protocol import BadRequest
 from slime.engines.embedded.tensor_wire import read_tensors
+from slime.engines.flat import Bucket
 from slime.engines.tensor_payload import handles
-from slime.weights.update import Bucket
 
 
 def bucket() -> Bucket:

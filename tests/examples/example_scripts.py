@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from pretended_machine import pretend_machine
 
 from slime.config.args import Args
 from slime.config.machine import Machine
@@ -115,8 +116,5 @@ def dry_run(script: Path, work: Path, datasets: bool = True) -> list[Command]:
 
 def parse(command: Command, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Args:
     """slime's own parser with all its checks, as if on ``machine`` with every backend installed."""
-    for module in ("defaults", "validate"):
-        monkeypatch.setattr(f"slime.config.{module}.this_machine", lambda: machine)
-    for module in ("defaults", "validate_resources"):
-        monkeypatch.setattr(f"slime.config.{module}.installed", lambda name: True)
+    pretend_machine(monkeypatch, machine)
     return load_args(command.flags, asynchronous=command.script == "train_async.py")

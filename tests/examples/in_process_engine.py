@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from slime.config.args import FLAGS
+from make_args import make_args
+
+from slime.config.args import FLAGS, Args
 
 
 @contextlib.asynccontextmanager
@@ -38,14 +39,17 @@ async def serving(model: Path) -> AsyncIterator[str]:
         loaded.engine.stop()
 
 
-def rollout_args(model: Path, url: str, **more: Any) -> SimpleNamespace:
-    """All flags with their defaults, for a rollout that asks the engine at ``url``."""
+def rollout_args(model: Path, url: str, **more: Any) -> Args:
+    """For a rollout that asks the engine at ``url``. Names that are no flags are declared, as those of a file are."""
     host, port = url.removeprefix("http://").split(":")
-    values = {name: flag.default for name, flag in FLAGS.items()} | {
+    changes = {
         "hf_checkpoint": str(model),
         "rollout_backend": "embedded",
         "sglang_router_ip": host,
         "sglang_router_port": int(port),
         "rollout_max_response_len": 16,
-    }
-    return SimpleNamespace(**(values | more))
+    } | more
+    args = make_args(**{name: value for name, value in changes.items() if name in FLAGS})
+    for name in changes.keys() - FLAGS.keys():
+        args.declare(name, changes[name])
+    return args

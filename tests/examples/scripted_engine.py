@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from make_args import make_args
 
 from slime.config.args import FLAGS
 from slime.data.sample import Sample
@@ -39,15 +39,17 @@ class Script:
         from slime.rollout import generate
         from slime.rollout.state import GenerateState
 
-        values = {name: flag.default for name, flag in FLAGS.items()} | {"hf_checkpoint": str(folder)}
-        self.args = SimpleNamespace(**(values | {"rollout_max_response_len": 2000, "max_turns": 6} | more))
+        changes = {"hf_checkpoint": str(folder), "rollout_max_response_len": 2000, "max_turns": 6} | more
+        self.args = make_args(**{name: value for name, value in changes.items() if name in FLAGS})
+        for name in changes.keys() - FLAGS.keys():  # those of the example's settings file
+            self.args.declare(name, changes[name])
         self.params = GenerateState(self.args).sampling_params
         self.tokenizer = GenerateState(self.args).tokenizer
         self.says: list[str] = []
         self.asked: list[str] = []
         monkeypatch.setattr(generate, "ask_engine", self._answer)
 
-    async def _answer(self, args: Any, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(self.tokenizer.decode(body["input_ids"]))
         text, cut, _ = self.says.pop(0).partition("ABORT")
         for stop in body["sampling_params"]["stop"] or []:

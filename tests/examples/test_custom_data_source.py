@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,38 +11,25 @@ import pytest
 from example_scripts import load_example
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_args import make_args
 
 from slime.cli.make_data import make_products
+from slime.config.args import Args
 
 curriculum = load_example("custom_data_source/curriculum.py")
 
 
 @pytest.fixture(scope="module")
-def args(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def args(tmp_path_factory: pytest.TempPathFactory) -> Args:
     train, _ = make_products(tmp_path_factory.mktemp("data"), seed=1)
-    return SimpleNamespace(
-        prompt_data=str(train),
-        hf_checkpoint=None,
-        apply_chat_template=False,
-        apply_chat_template_kwargs={},
-        rollout_max_prompt_len=None,
-        multimodal_keys=None,
-        input_key="prompt",
-        label_key="label",
-        tool_key=None,
-        metadata_key="metadata",
-        streaming_data=False,
-        num_data_workers=0,
-        rollout_seed=42,
-        n_samples_per_prompt=4,
-    )
+    return make_args(prompt_data=str(train), rollout_seed=42, n_samples_per_prompt=4, apply_chat_template=False)
 
 
 def factors(groups: list[Any]) -> list[tuple[int, int]]:
     return [(group[0].metadata["a"], group[0].metadata["b"]) for group in groups]
 
 
-def test_it_begins_with_the_easiest_and_numbers_groups_and_samples(args: SimpleNamespace) -> None:
+def test_it_begins_with_the_easiest_and_numbers_groups_and_samples(args: Args) -> None:
     groups = curriculum.Curriculum(args).get_samples(20)
     assert all(max(pair) <= 3 for pair in factors(groups)) and len(set(factors(groups))) > 3
     assert [group[0].group_index for group in groups] == list(range(20))
@@ -53,7 +39,7 @@ def test_it_begins_with_the_easiest_and_numbers_groups_and_samples(args: SimpleN
     )
 
 
-def test_a_level_opens_when_the_newest_is_solved_and_not_before(args: SimpleNamespace) -> None:
+def test_a_level_opens_when_the_newest_is_solved_and_not_before(args: Args) -> None:
     source = curriculum.Curriculum(args)
     source.learn(0, [0.0] * 17 + [1.0] * 15)
     assert source.level == 0, "15 of 32 are less than half"
@@ -71,7 +57,7 @@ def test_a_level_opens_when_the_newest_is_solved_and_not_before(args: SimpleName
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 16)), max_size=8), st.integers(0, 8))
 def test_a_restored_source_gives_what_the_other_one_gives(
-    args: SimpleNamespace, rollouts: list[tuple[int, int]], stop: int
+    args: Args, rollouts: list[tuple[int, int]], stop: int
 ) -> None:
     """Stopped after any rollout, with groups that came back in its buffer."""
 
@@ -96,11 +82,11 @@ def scored(group: list[Any], right: int) -> list[Any]:
     return group
 
 
-def test_a_file_without_a_level_is_refused(args: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_file_without_a_level_is_refused(args: Args, tmp_path: Path) -> None:
     file = tmp_path / "easy.jsonl"
     file.write_text(json.dumps({"prompt": "What is 1 times 1?", "label": "1", "metadata": {"a": 1, "b": 1}}))
     with pytest.raises(ValueError, match=r"easy\.jsonl: the levels up to the factors"):
-        curriculum.Curriculum(SimpleNamespace(**{**vars(args), "prompt_data": str(file)}))
+        curriculum.Curriculum(args.with_values(prompt_data=str(file)))
 
 
 def test_runs_are_compared_number_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

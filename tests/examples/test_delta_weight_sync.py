@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from example_scripts import load_example
+from make_args import make_args
 
-from slime.weights.transports import _post_write_hook
+from slime.weights.settings import WeightSyncSettings
 
 show = load_example("delta_weight_sync/show.py")
 
@@ -20,8 +20,9 @@ def test_the_hook_counts_what_a_version_takes_on_disk(tmp_path: Path, monkeypatc
     (version / "a.bin").write_bytes(b"x" * 100)
     (version / "sub" / "b.bin").write_bytes(b"x" * 23)
     hook = f"{show.__file__}:count"
-    args = SimpleNamespace(update_weight_disk_dir=str(tmp_path), custom_update_weight_post_write_path=hook)
-    written = _post_write_hook(args)
+    args = make_args(update_weight_disk_dir=str(tmp_path), custom_update_weight_post_write_path=hook)
+    written = WeightSyncSettings.from_args(args).on_written
+    assert written is not None
     written(version, [])
     monkeypatch.setenv("RANK", "1")
     written(version, [])

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from example_scripts import CLUSTER, EXAMPLES, LAPTOP, dry_run, load_example, parse
 
-from slime.config.defaults import is_fully_async
-from slime.config.rollout import staleness_bound
+from slime.config.rollout import is_fully_async, staleness_bound
 from slime.observability.metrics import read_metrics
 
 staleness = load_example("fully_async/staleness.py")

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from example_scripts import load_example
 from in_process_engine import rollout_args, serving
+from make_args import make_args
 
 from slime.data.sample import Sample
 from slime.rollout.multi_turn import Conversation
+from slime.rollout.state import GenerateState
 
 look = load_example("geo3k_vlm_multi_turn/second_look.py")
 FIGURE = {"side": 2, "left": 1, "top": 0, "colour": "navy"}
@@ -86,6 +87,29 @@ async def test_a_later_answer_is_worth_less() -> None:
     async def reward(*answers: str) -> float:
         turns: list[dict[str, Any]] = [{"text": text} for text in answers]
         sample = Sample(index=0, label="2", metadata={"model_turns": turns})
-        return await look.score(SimpleNamespace(rm_type="last_number"), sample)
+        return await look.score(make_args(rm_type="last_number"), sample)
 
     assert [await reward("2"), await reward("3", "2<eos>"), await reward("3", "1"), await reward()] == [1, 0.5, 0, 0]
+
+
+async def test_a_reply_with_an_image_closes_the_turn_once_in_text_and_ids(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang gets the text of a sample with media, the trainer its ids: both must hold the turn's end once."""
+    args = rollout_args(tiny, "http://127.0.0.1:1", max_turns=2)
+    tokenizer = GenerateState(args).tokenizer
+
+    async def engine(args: Any, sample: Sample, params: dict[str, Any]) -> None:
+        tokens = [*tokenizer("3", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        finish = {"finish_reason": {"type": "stop", "matched": tokenizer.eos_token_id}}
+        sample.append_response_tokens(args, tokens=tokens, log_probs=[-1.0] * 2, meta_info=finish, text="3<eos>")
+
+    monkeypatch.setattr("slime.rollout.multi_turn.generate", engine)
+    sample = make_sample(tmp_path)
+    talk = Conversation(args, sample, {"max_new_tokens": 200})
+    await talk.turn()
+    assert talk.reply([{"role": "user", "content": sample.prompt[0]["content"]}])
+    assert sample.response == "3<eos><user><image>How long is a side?<assistant>"
+    ids = sample.tokens[-sample.response_length :]
+    shown = [token for i, token in enumerate(ids) if token != 258 or ids[i - 1] != 258]  # one per image
+    assert tokenizer.decode(shown) == sample.response

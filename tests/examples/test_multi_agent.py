@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from example_scripts import load_example
 from in_process_engine import rollout_args, serving
+from make_args import make_args
 
 from slime.data.sample import Sample
 from slime.rollout.group import generate_and_rm_group
@@ -65,10 +65,10 @@ def test_each_role_is_measured_by_its_peers() -> None:
 
     samples = [part("solver", 1.0), part("selector", 0.0), part("solver", 1.0), part("selector", 1.0)]
     samples += [part("solver", 0.0, group=1), part("solver", 1.0, group=1)]
-    raw, trained = agents.by_role(SimpleNamespace(reward_key=None), samples)
+    raw, trained = agents.by_role(make_args(), samples)
     assert raw == [1, 0, 1, 1, 0, 1]
     half = 0.5 / (0.5**0.5 + 1e-6)
     assert trained == pytest.approx([0, -half, 0, half, -half, half])
     metrics: dict[str, float] = {}
-    assert not agents.log_roles(0, SimpleNamespace(reward_key=None), samples, metrics, 1.0)
+    assert not agents.log_roles(0, make_args(), samples, metrics, 1.0)
     assert metrics == {"multi_agent/selector_reward": 0.5, "multi_agent/solver_reward": 0.75}

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from example_scripts import CLUSTER, EXAMPLES, LAPTOP, dry_run, load_example, parse
+from make_args import make_args
 
 where = load_example("multi_node/where.py")
 
@@ -15,7 +16,7 @@ where = load_example("multi_node/where.py")
 def test_the_report_has_each_process_with_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: node))
     monkeypatch.setitem(sys.modules, "ray", here)
-    args = SimpleNamespace(output_dir=str(tmp_path), run_name="run", sglang_router_ip="127.0.0.3")
+    args = make_args(output_dir=str(tmp_path), run_name="run", sglang_router_ip="127.0.0.3")
     for step in (1, 0):
         for rank, node in enumerate(("127.0.0.2", "127.0.0.3")):  # noqa: B007 - read by the lambda
             monkeypatch.setenv("RANK", str(rank))

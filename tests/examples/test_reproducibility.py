@@ -42,7 +42,7 @@ def test_one_bit_of_one_loss_is_found(tmp_path: Path) -> None:
         f"step 1: train/loss is 0.1 and {math.nextafter(0.1, 1.0)!r}"
     ]
     other = write(tmp_path / "d", ROWS[:2], {"rollout_000000.jsonl": [text | {"response": "13"}]})
-    assert compare(first, other) == ["step 2 is in one run only", "the samples of rollout_000000.jsonl differ"]
+    assert compare(first, other) == ["step 2 is in one run only", "the samples of rollout_000000 differ"]
 
 
 def test_what_a_killed_run_started_is_dead_too(tmp_path: Path) -> None:

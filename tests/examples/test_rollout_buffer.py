@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 from aiohttp import web
 from example_scripts import EXAMPLES, load_example
+from make_args import make_args
 
 from slime.engines.http import HttpError, close_session, post
 from slime.utils.types import Sample
@@ -50,6 +51,7 @@ class Place:
     """Engine and buffer server, both real HTTP; ``answers`` counts what the engine was asked."""
 
     def __init__(self) -> None:
+        self.args = make_args()
         self.requests: list[dict[str, Any]] = []
         self.abort_first = False
         self.same_rewards: set[int] = set()
@@ -90,13 +92,13 @@ async def place(monkeypatch: pytest.MonkeyPatch):
     await web.TCPSite(buffer, "127.0.0.1", int(url.rpartition(":")[2])).start()
     monkeypatch.setattr(rollout, "_under_way", {})
     monkeypatch.setattr(rollout, "prompt_ids", lambda state, sample: sample.tokens)
-    state = SimpleNamespace(sampling_params={"max_new_tokens": 4, "temperature": 1.0})
-    monkeypatch.setattr(rollout, "GenerateState", lambda args: state)
     host, _, port = engine_url.removeprefix("http://").partition(":")
-    place.args = SimpleNamespace(  # type: ignore[attr-defined]
-        buffer_server_url=url, buffer_server_task="products", buffer_server_ahead=2, rollout_batch_size=3,
-        phase_timeout=10.0, rollout_seed=42, sglang_router_ip=host, sglang_router_port=port,
+    place.args = make_args(
+        rollout_batch_size=3, phase_timeout=10.0, rollout_seed=42, rollout_max_response_len=4,
+        sglang_router_ip=host, sglang_router_port=int(port),
     )  # fmt: skip
+    for name, value in {"url": url, "task": "products", "ahead": 2}.items():
+        place.args.declare(f"buffer_server_{name}", value)
     yield place
     await close_session()
     await buffer.cleanup()

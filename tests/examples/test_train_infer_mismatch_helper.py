@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,15 +11,24 @@ import yaml
 from example_scripts import CHECKOUT, EXAMPLES, load_example
 from hypothesis import given
 from hypothesis import strategies as st
+from make_args import make_args
 
-from slime.config.args import FLAGS
+from slime.config.args import FLAGS, Args
 from slime.config.hooks import load_function
 
 correction = load_example("train_infer_mismatch_helper/correction.py")
 FOLDER = EXAMPLES / "train_infer_mismatch_helper"
 
 
-def gate(args: SimpleNamespace, gaps: list[list[float]], masks: list[list[int]] | None = None):
+def limits(**given: float) -> Args:
+    """Args with the keys of a settings file."""
+    args = make_args()
+    for name, value in given.items():
+        args.declare(name, value)
+    return args
+
+
+def gate(args: Args, gaps: list[list[float]], masks: list[list[int]] | None = None):
     ours = [torch.tensor(gap) - 1.0 for gap in gaps]
     engines = [torch.full((len(gap),), -1.0) for gap in gaps]
     loss_masks = (
@@ -35,7 +43,7 @@ def gate(args: SimpleNamespace, gaps: list[list[float]], masks: list[list[int]] 
 
 
 def test_an_answer_that_is_read_differently_is_left_out_and_the_rest_weighed() -> None:
-    args = SimpleNamespace(sequence_gap_limit=0.5, sequence_weight_limit=1.2)
+    args = limits(sequence_gap_limit=0.5, sequence_weight_limit=1.2)
     loss, masks, metrics = gate(args, [[0.1, -0.1], [2.0, 0.0, 0.0], [0.5, 0.5]])
     assert masks == [[1, 1], [0, 0, 0], [1, 1]], "mean gaps are 0.1, 0.67 and 0.5"
     torch.testing.assert_close(loss[:2], torch.tensor([0.1, -0.1]).exp())
@@ -46,7 +54,7 @@ def test_an_answer_that_is_read_differently_is_left_out_and_the_rest_weighed() -
 
 def test_tokens_that_are_not_trained_do_not_count() -> None:
     """Tool output has no log-probs of the engine: whatever stands there changes nothing."""
-    args = SimpleNamespace(sequence_gap_limit=0.05)
+    args = limits(sequence_gap_limit=0.05)
     loss, masks, _ = gate(args, [[0.0, 50.0, float("-inf")]], [[1, 0, 0]])
     assert masks == [[1, 0, 0]] and loss.tolist() == [1.0, 1.0, 1.0]
     loss, masks, _ = gate(args, [[50.0]], [[0]])
@@ -55,7 +63,7 @@ def test_tokens_that_are_not_trained_do_not_count() -> None:
 
 @given(st.lists(st.lists(st.floats(-3, 3, width=32), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_weights_stay_in_their_bounds_and_whole_answers_go(gaps: list[list[float]]) -> None:
-    loss, masks, metrics = gate(SimpleNamespace(), gaps)
+    loss, masks, metrics = gate(limits(), gaps)
     assert all(len(set(mask)) == 1 for mask in masks)
     assert loss.min() > 0 and loss.max() <= correction.MAX_WEIGHT
     assert all(len(value) == sum(map(len, gaps)) for value in metrics.values())

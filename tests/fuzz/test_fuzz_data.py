@@ -11,7 +11,7 @@ import pytest
 from engine_parts import make_tokenizer
 from odd_values import TEXTS, value
 
-from slime.config.data_peek import first_row
+from slime.config.files import first_row
 from slime.data.dataset import Dataset
 from slime.data.prompts import Report, RowKeys, parse_rows
 from slime.data.rows import DataError, RowFile

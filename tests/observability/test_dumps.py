@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.config.observability import log_samples_count
 from slime.data.sample import Sample
+from slime.observability import best_effort
 from slime.observability.debug_data import DebugDataError, load_rollout, save_rollout, save_train_data, subsample
 from slime.observability.evaluations import write_evaluation
-from slime.observability.samples import preview, write_samples
+from slime.observability.samples import KeptTexts, preview, read_samples, sample_files, write_samples
+
+
+@pytest.fixture(autouse=True)
+def no_failure_yet() -> None:
+    best_effort._failures.clear()
+    best_effort.take_warnings()
 
 
 def make(index: int, group: int | None, reward: float = 0.0) -> Sample:
@@ -37,6 +48,7 @@ def make(index: int, group: int | None, reward: float = 0.0) -> Sample:
 
 def arguments(folder: Path, **more: object) -> SimpleNamespace:
     template = str(folder / "dump_{rollout_id}.pt")
+    more = {"debug_rollout_only": False, **more}
     return SimpleNamespace(
         dump_details=None, save_debug_rollout_data=template, load_debug_rollout_data=template, **more
     )
@@ -49,7 +61,7 @@ def test_a_rollout_comes_back_as_it_was_grouped_by_value(tmp_path: Path) -> None
     assert path == tmp_path / "dump_12.pt"
     raw = torch.load(path, weights_only=False)
     assert raw["rollout_id"] == 12 and [sample["index"] for sample in raw["samples"]] == [0, 1, 2, 3, 4]
-    loaded = load_rollout(args, 12)
+    loaded = load_rollout(args.load_debug_rollout_data, 12)
     assert [[sample.index for sample in group] for group in loaded] == [[0, 1], [2], [3, 4]]
     assert [sample.to_dict() for group in loaded for sample in group] == raw["samples"]
     assert loaded[0][0].status is Sample.Status.COMPLETED
@@ -59,10 +71,10 @@ def test_evaluations_have_names_of_their_own_and_missing_dumps_are_named(tmp_pat
     args = arguments(tmp_path)
     assert save_rollout(args, "eval_3", [[make(0, 0)]]).name == "dump_eval_3.pt"
     with pytest.raises(DebugDataError, match=r"rollout 8 at .*dump_8\.pt"):
-        load_rollout(args, 8)
+        load_rollout(args.load_debug_rollout_data, 8)
     torch.save([1, 2], tmp_path / "dump_8.pt")
     with pytest.raises(DebugDataError, match="samples"):
-        load_rollout(args, 8)
+        load_rollout(args.load_debug_rollout_data, 8)
     args.save_debug_rollout_data = "x_{step}.pt"
     with pytest.raises(DebugDataError, match=r"\{rollout_id\}"):
         save_rollout(args, 0, [])
@@ -80,18 +92,19 @@ def test_subsample_keeps_whole_groups_of_head_and_tail_in_order(sizes: list[int]
 
 
 def test_subsample_by_flag(tmp_path: Path) -> None:
-    args = arguments(tmp_path, load_debug_rollout_data_subsample=0.5)
+    args = arguments(tmp_path)
     save_rollout(args, 0, [[make(2 * g, g), make(2 * g + 1, g)] for g in range(6)])
-    assert [group[0].group_index for group in load_rollout(args, 0)] == [0, 1, 5]
+    assert [group[0].group_index for group in load_rollout(args.load_debug_rollout_data, 0, 0.5)] == [0, 1, 5]
     with pytest.raises(DebugDataError, match="subsample"):
         subsample([[1]], 0)
 
 
-def test_the_dump_of_the_trainers_is_in_order_of_the_samples(tmp_path: Path) -> None:
-    def shard(indices: list[int]) -> dict[str, object]:
-        tokens = [torch.tensor([i]) for i in indices]
-        return {"tokens": tokens, "sample_indices": indices, "raw_reward": [i / 10 for i in indices], "rollout_id": 4}
+def shard(indices: list[int]) -> dict[str, object]:
+    tokens = [torch.tensor([i]) for i in indices]
+    return {"tokens": tokens, "sample_indices": indices, "raw_reward": [i / 10 for i in indices], "rollout_id": 4}
 
+
+def test_the_dump_of_the_trainers_is_in_order_of_the_samples(tmp_path: Path) -> None:
     path = save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 4, 0, [shard([3, 0]), shard([2, 1])])
     dump = torch.load(path, weights_only=False)
     assert dump["format_version"] == 2 and dump["rollout_id"] == 4 and len(dump["dp_shards"]) == 2
@@ -101,7 +114,7 @@ def test_the_dump_of_the_trainers_is_in_order_of_the_samples(tmp_path: Path) -> 
 
 def test_texts_are_one_json_row_a_sample(tmp_path: Path) -> None:
     path = write_samples(tmp_path, 3, [[make(0, 0, 1.0), make(1, 0)], [make(2, 1)]])
-    assert path == tmp_path / "samples" / "rollout_000003.jsonl"
+    assert path is not None and path == tmp_path / "samples" / "rollout_000003.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["group_index"], row["index"], row["reward"]) for row in rows] == [
         (0, 0, 1.0),
@@ -109,7 +122,97 @@ def test_texts_are_one_json_row_a_sample(tmp_path: Path) -> None:
         (1, 2, 0.0),
     ]
     assert rows[0]["response"] == "It is 0.\nSure." and rows[0]["status"] == "completed" and "tokens" not in rows[0]
-    assert write_samples(tmp_path, 3, [make(0, 0)], kind="eval-a/b").name == "eval-a-b_000003.jsonl"
+    write_samples(tmp_path, 3, [make(0, 0)], kind="eval-a/b")
+    assert (tmp_path / "samples" / "eval-a-b_000003.jsonl").is_file()
+
+
+def test_how_many_texts_are_written(tmp_path: Path) -> None:
+    """The same positions in every run, so that files of two runs can be compared."""
+    samples = [make(i, i // 4) for i in range(40)]
+
+    def written(value: str, samples: list[Sample] = samples) -> list[int]:
+        kept = KeptTexts(log_samples_count(value))
+        path = write_samples(tmp_path, 0, samples, kept=kept)
+        return [row["index"] for row in read_samples(path)] if path else []
+
+    assert written("all") == list(range(40)) == written("40") == written("1000")
+    assert written("10") == list(range(0, 40, 4))
+    assert written("3") == [0, 13, 26]
+    assert written("3", []) == []
+    shutil.rmtree(tmp_path / "samples")
+    assert written("none") == written("0") == []
+    assert not (tmp_path / "samples").exists()
+
+
+def test_compressed_texts_come_back_and_replace_plain_ones(tmp_path: Path) -> None:
+    samples = [make(i, 0) for i in range(50)]
+    samples[0].response = "a\u2028b\ud83d"  # a separator of lines, and half of a character
+    plain = write_samples(tmp_path, 7, samples)
+    assert plain is not None
+    rows, size = read_samples(plain), plain.stat().st_size
+    packed = write_samples(tmp_path, 7, samples, kept=KeptTexts(compressed=True))
+    assert packed is not None and packed.name == "rollout_000007.jsonl.zst"
+    assert read_samples(packed) == rows and len(rows) == 50 and rows[0]["response"] == samples[0].response
+    assert packed.stat().st_size < size / 4
+    assert sample_files(tmp_path) == {"rollout_000007": packed}
+
+
+def test_older_texts_are_removed_by_kind_and_not_those_of_a_later_step(tmp_path: Path) -> None:
+    kept = KeptTexts(last=3)
+    for step in (0, 5, 10, 15):
+        write_samples(tmp_path, step, [make(0, 0)], "eval-aime_24", kept)
+    for step in (*range(8), 3):  # a run that went back to step 3
+        write_samples(tmp_path, step, [make(0, 0)], kept=kept)
+    (tmp_path / "samples" / "notes_000001.txt").write_text("the user's own")
+    write_samples(tmp_path, 4, [make(0, 0)], kept=kept)
+    assert list(sample_files(tmp_path)) == [
+        "eval-aime_24_000005", "eval-aime_24_000010", "eval-aime_24_000015",
+        "rollout_000003", "rollout_000004", "rollout_000005", "rollout_000006", "rollout_000007",
+    ]  # fmt: skip
+    for step in range(5, 9):
+        write_samples(tmp_path, step, [make(0, 0)], kept=kept)
+    assert list(sample_files(tmp_path, "rollout")) == ["rollout_000006", "rollout_000007", "rollout_000008"]
+    assert (tmp_path / "samples" / "notes_000001.txt").exists()
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_file_that_does_not_fit_leaves_the_older_one_and_no_rest(
+    tmp_path: Path, small_disk: Callable[[int], None], compressed: bool
+) -> None:
+    """What was written of it would take the last of the room."""
+    kept = KeptTexts(compressed=compressed)
+    path = write_samples(tmp_path, 1, [make(0, 0)], kept=kept)
+    assert path is not None
+    large = [make(i, 0) for i in range(3000)]
+    for sample in large:
+        sample.response = os.urandom(20).hex()
+    small_disk(20_000)
+    write_samples(tmp_path, 1, large, kept=kept)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert len(read_samples(path)) == 1
+
+
+def test_a_dump_that_does_not_fit_ends_only_a_run_that_makes_nothing_else(
+    tmp_path: Path, small_disk: Callable[[int], None]
+) -> None:
+    groups = [[make(i, i) for i in range(200)]]
+    small_disk(1000)
+    save_rollout(arguments(tmp_path), 0, groups)
+    save_train_data(str(tmp_path / "train_{rollout_id}.pt"), 0, 0, [shard([3, 0])])
+    assert list(tmp_path.iterdir()) == []
+    told = best_effort.take_warnings()
+    assert ["--save-debug-rollout-data" in line or "--save-debug-train-data" in line for line in told] == [True, True]
+    with pytest.raises(OSError):
+        save_rollout(arguments(tmp_path, debug_rollout_only=True), 0, groups)
+
+
+def test_warnings_are_handed_on_once(tmp_path: Path) -> None:
+    (tmp_path / "samples").write_text("a file where the folder should be")
+    for _ in range(3):
+        write_samples(tmp_path, 0, [make(0, 0)])
+    told = best_effort.take_warnings()
+    assert told and all("the texts of samples could not be written" in line for line in told)
+    assert best_effort.take_warnings() == []
 
 
 def test_the_preview_shows_best_and_worst_on_one_line_each() -> None:
@@ -137,20 +240,20 @@ def test_texts_of_samples_are_written_whatever_is_in_them(tmp_path: Path) -> Non
     ring["self"] = ring
     odd = [Sample(prompt="p", response="a\ud83db"), Sample(prompt="p", metadata={("a", 1): 2, "kept": 3}),
            Sample(prompt="p", response="whole", metadata={"ring": ring})]  # fmt: skip
-    lines = [json.loads(line) for line in write_samples(tmp_path, 0, odd).read_text(encoding="utf-8").splitlines()]
+    path = write_samples(tmp_path, 0, odd)
+    assert path is not None
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert lines[0]["response"] == "a\ud83db" and "kept" in lines[1]["metadata"] and lines[2]["response"] == "whole"
 
 
 def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """/dev/full refuses every write as a full disk does."""
-    from slime.observability.best_effort import best_effort
-
     (tmp_path / "samples").write_text("a file where the folder should be")
     (tmp_path / "eval").write_text("here as well")
     write_samples(tmp_path, 0, [Sample(prompt="p", response="r")])
     write_evaluation(tmp_path, 0, {"math": {"rewards": [1.0]}}, {"eval/math": 1.0})
     for _ in range(5):
-        with best_effort("something"), open("/dev/full", "w") as file:
+        with best_effort.best_effort("something"), open("/dev/full", "w") as file:
             file.write("x")
             file.flush()
     told = [record.message for record in caplog.records if "the run goes on" in record.message]

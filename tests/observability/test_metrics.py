@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import math
 import resource
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_args import make_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slime.observability.metrics import MetricsError, MetricsLogger, metric_step, read_metrics, roll_back
@@ -21,7 +20,7 @@ from slime.observability.run_dir import RunDir
 
 
 def logger(tmp_path: Path, resume_from: int | None = None, **flags: object) -> tuple[MetricsLogger, RunDir]:
-    args = SimpleNamespace(output_dir=str(tmp_path), run_name="r", **flags)
+    args = make_args().with_values(output_dir=str(tmp_path), run_name="r", **flags)
     run = RunDir.create(args, resume=resume_from is not None)
     return MetricsLogger(args, run, resume_from), run
 
@@ -44,19 +43,6 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     log.close()
     events = EventAccumulator(str(run.tensorboard)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("rollout/raw_reward")] == [(0, 0.0), (1, 0.25), (2, 0.5)]
-
-
-def limit_file_size(size: int) -> None:
-    """Writes beyond ``size`` bytes of any file fail, the last one after a part, as on a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Callable[[int], None]]:
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE)[0], signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield limit_file_size
-    limit_file_size(before)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
@@ -199,7 +185,7 @@ def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypat
 
 
 def test_the_axis_of_train_steps(tmp_path: Path) -> None:
-    args = SimpleNamespace(rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16)
+    args = make_args().with_values(rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16)
     assert metric_step(args, 5) == 5
     args.wandb_always_use_train_step = True
     assert metric_step(args, 5) == 5 * 8 * 4 // 16

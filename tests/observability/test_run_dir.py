@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
+from make_args import make_args
 
 from slime.observability.run_dir import RunDir, RunDirError
 
@@ -62,4 +62,4 @@ def test_a_real_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirError, match="--output-dir"):
-        RunDir.create(SimpleNamespace(output_dir=str(tmp_path / "file"), run_name="x"))
+        RunDir.create(make_args().with_values(output_dir=str(tmp_path / "file"), run_name="x"))

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.observability import trace_utils
-from slime.observability.trace_file import add_phases, trace_of, write_trace_file
+from slime.observability import trace_file, trace_utils
+from slime.observability.trace_file import TraceFiles, _traces, _within, read_trace, trace_of
 from slime.observability.trace_utils import (
     bind_trace,
     build_sglang_meta_trace_attrs,
@@ -174,35 +174,89 @@ def test_the_file_has_groups_as_processes_samples_as_threads_and_whole_spans(tmp
             trace_event(sample, "token")
     span = trace_span(samples[1], "reward_model")
     span.__enter__()  # aborted: never ends
-    phases = [{"name": "rollout", "start": 100.0, "end": 101.5}]
-    path = write_trace_file(tmp_path / "traces" / "rollout_000001.json", samples, phases)
-    assert path is not None
-    events = json.loads(path.read_text())["traceEvents"]
+    end = time.time() + 1.5
+    files = TraceFiles(tmp_path)
+    path = files.write_samples(1, samples)
+    assert path == tmp_path / "traces" / "rollout_000001.json.gz"
+    files.add_phases(1, [{"name": "rollout", "start": end - 1.5, "end": end}])
+    events = read_trace(path)
     spans = [event for event in events if event["ph"] == "X"]
     assert {(event["pid"], event["tid"]) for event in spans} == {(0, 0), (5, 10), (5, 11)}
     rollout = next(event for event in spans if event["name"] == "rollout")
-    assert rollout["ts"] == 100e6 and rollout["dur"] == 1.5e6
+    assert rollout["ts"] == (end - 1.5) * 1e6 and rollout["dur"] == pytest.approx(1.5e6)
     assert [e["args"].get("unfinished") for e in spans if e["name"] == "reward_model"] == [True]
-    assert len([event for event in events if event["ph"] == "i"]) == 2
+    instants = {event["tid"]: event["ts"] for event in events if event["ph"] == "i"}
+    recorded = {
+        sample.index: next(e["ts"] for e in sample.trace["events"] if e["type"] == "event") for sample in samples[:2]
+    }
+    assert instants == {index: seconds * 1e6 for index, seconds in recorded.items()}, "Perfetto counts microseconds"
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"driver", "group 4"}
 
 
 def test_no_file_without_traces(tmp_path: Path) -> None:
-    assert write_trace_file(tmp_path / "t.json", [make()]) is None
+    files = TraceFiles(tmp_path)
+    assert files.write_samples(0, [make()]) is None
+    files.add_phases(0, [{"name": "train", "start": 1.0, "end": 2.0}])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_trace_of_a_rollout_shows_what_trained_while_it_was_generated(tmp_path: Path) -> None:
     path = trace_of(tmp_path, 3)
-    add_phases(path, [{"name": "train", "start": 1.0, "end": 2.0}])
-    assert not path.exists(), "no trace: nothing to add to"
+    files = TraceFiles(tmp_path)
     sample = make()
     with trace_span(sample, "sglang_generate"):
         began = time.time()
-    write_trace_file(path, [sample])
-    before = json.loads(path.read_text())["traceEvents"]
+    files.write_samples(3, [sample])
+    before = read_trace(path)
     earlier = {"name": "rollout", "start": began - 9, "end": began - 5}
-    add_phases(path, [earlier, {"name": "train", "start": began - 2, "end": began + 3}])
-    after = json.loads(path.read_text())["traceEvents"]
+    path.write_text("it is not read again")
+    files.add_phases(3, [earlier, {"name": "train", "start": began - 2, "end": began + 3}])
+    after = read_trace(path)
     assert after[: len(before)] == before
     assert [event["name"] for event in after[len(before) :] if event["ph"] == "X"] == ["train"]
+
+
+def spans_of(groups: int, size: int) -> list[SimpleNamespace]:
+    """Samples with four events each."""
+    samples = [make(group * size + i, group) for group in range(groups) for i in range(size)]
+    for sample in samples:
+        with trace_span(sample, "generate_and_rm"), trace_span(sample, "sglang_generate"):
+            pass
+    return samples
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 60))
+def test_a_file_holds_whole_groups_and_no_more_events_than_allowed(groups: int, size: int, most: int) -> None:
+    kept = _within(_traces(spans_of(groups, size)), most)
+    by_group: dict[int, int] = {}
+    for _, trace in kept:
+        by_group[trace["group_id"]] = by_group.get(trace["group_id"], 0) + 1
+    assert set(by_group.values()) == {size}
+    assert 0 in by_group
+    assert len(by_group) == groups or len(by_group) * size * 4 <= most + size * 4
+    distances = {b - a for a, b in zip(sorted(by_group), sorted(by_group)[1:], strict=False)}
+    assert len(distances) <= 1
+
+
+def test_traces_are_compressed_capped_and_removed_in_turn(tmp_path: Path) -> None:
+    files = TraceFiles(tmp_path, last=2, most_events=400)
+    for rollout in range(5):
+        path = files.write_samples(rollout, spans_of(50, 4))
+        files.add_phases(rollout, [{"name": "train", "start": time.time(), "end": time.time() + 1}])
+    assert path is not None
+    spans = [event for event in read_trace(path) if event["ph"] == "X"]
+    assert len(spans) == 400 // 2 + 1, "two events make a span; one is the driver's"
+    assert path.stat().st_size < 400 * 40
+    assert sorted(file.name for file in (tmp_path / "traces").iterdir()) == [
+        "rollout_000003.json.gz", "rollout_000004.json.gz",
+    ]  # fmt: skip
+    assert not files._open
+
+
+def test_traces_that_the_driver_never_completes_are_forgotten(tmp_path: Path) -> None:
+    files = TraceFiles(tmp_path)
+    for rollout in range(trace_file._MOST_OPEN + 9):
+        files.write_samples(rollout, spans_of(1, 1))
+    assert len(files._open) == trace_file._MOST_OPEN
+    files.add_phases(0, [{"name": "train", "start": time.time(), "end": time.time() + 1}])
+    assert len(read_trace(trace_of(tmp_path, 0))) > 0

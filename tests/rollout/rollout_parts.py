@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
 from aiohttp import web
+from make_args import make_args
 
+from slime.config.args import Args
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSourceWithBuffer
 
@@ -37,10 +38,11 @@ def make_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def arguments(folder: Path, **more: Any) -> SimpleNamespace:
-    """The arguments that the rollout room reads, with their defaults."""
+def arguments(folder: Path | str, own: dict[str, Any] | None = None, **more: Any) -> Args:
+    """Args of a small rollout; ``own`` are attributes that are no flags, as by ``--custom-config-path``."""
     values = {
         "hf_checkpoint": str(folder),
+        "rollout_backend": "sglang",
         "rollout_batch_size": 4,
         "n_samples_per_prompt": 2,
         "over_sampling_batch_size": None,
@@ -92,7 +94,11 @@ def arguments(folder: Path, **more: Any) -> SimpleNamespace:
         "async_buffer_size": 1,
         "max_turns": 3,
     }
-    return SimpleNamespace(**{**values, **more})
+    values |= more
+    args = make_args().with_values(**values)
+    for name, value in (own or {}).items():
+        args.declare(name, value)
+    return args
 
 
 class Prompts:

@@ -42,7 +42,7 @@ class Attempt:
         if first:
             self.state.load(first - 1, folder / f"iter{first - 1}", number)
         GenerateState(args).observer = self.state.observe
-        self.state.open_schedule(folder / "schedule.jsonl", first)
+        self.state.open_schedule(folder / "schedule.jsonl", first, first, 10)
         if pooled:
             self.loop = StandingPool(args, self.source, first, None, len(self.state.restored))
 

@@ -50,6 +50,48 @@ def test_what_the_engines_take(checkpoint: Path) -> None:
     assert context_notice(arguments(checkpoint, rollout_max_response_len=10, rollout_max_prompt_len=30)) is None
 
 
+@pytest.mark.parametrize(
+    ("models", "served"),
+    [
+        ([{"name": "a", "server_groups": [{"num_gpus": 1, "overrides": {"context-length": 24}}]}], 24),
+        ([{"name": "a", "server_groups": [{"num_gpus": 1, "overrides": {"max_total_tokens": 20}}]}], 20),
+        ([{"name": "a", "server_groups": [{"num_gpus": 1}, {"num_gpus": 1, "overrides": {"context_length": 64}}]}], 32),
+        (  # a placeholder serves nothing, and the rollout's requests go to the first model alone
+            [
+                {
+                    "name": "a",
+                    "server_groups": [
+                        {"num_gpus": 1, "overrides": {"context_length": 64}},
+                        {"num_gpus": 1, "worker_type": "placeholder", "overrides": {"context_length": 8}},
+                    ],
+                },
+                {"name": "b", "server_groups": [{"num_gpus": 1, "overrides": {"context_length": 16}}]},
+            ],
+            64,
+        ),
+        ([{"name": "a", "server_groups": [{"num_gpus": 1, "overrides": {"context_length": "wrong"}}]}], 32),
+    ],
+    ids=["length", "kv-cache", "least-group", "first-model", "wrong-file"],
+)
+def test_what_the_server_groups_take(
+    checkpoint: Path, tmp_path: Path, models: list[dict[str, Any]], served: int
+) -> None:
+    file = tmp_path / "groups.yaml"
+    file.write_text(json.dumps({"sglang": models}))
+    args = arguments(checkpoint, rollout_backend="sglang", sglang_config=str(file), sglang={"context_length": 32})
+    assert served_context(args) == served and context_limit(args) == served - 8
+    assert GenerateState(args).context == served - 8, "prompts and responses are checked against this"
+
+
+def test_the_first_model_of_the_server_groups_may_be_another_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps({"max_position_embeddings": 96}))
+    file = tmp_path / "groups.yaml"
+    model = {"name": "a", "model_path": str(tmp_path / "other"), "update_weights": True}
+    file.write_text(json.dumps({"sglang": [{**model, "server_groups": [{"num_gpus": 1}]}]}))
+    assert served_context(arguments(checkpoint, rollout_backend="sglang", sglang_config=str(file))) == 96
+
+
 async def rollout(args: Any, prompts: Prompts) -> Any:
     return await asyncio.wait_for(generate_rollout_async(args, 0, source_of(args, prompts)), 60)
 

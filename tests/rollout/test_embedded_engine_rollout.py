@@ -11,7 +11,7 @@ from slime.rollout.abort import worker_urls
 from slime.rollout.multi_turn import Conversation
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout_async
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(280)]
 
 
 def product(i):

@@ -4,11 +4,11 @@ import asyncio
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make_args import make_args
 from rollout_parts import SmallEngine, arguments
 
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo
@@ -16,7 +16,7 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, 
 from slime.rollout.metrics import eval_metrics, is_repetitive, pass_at_k, pass_rates, rollout_metrics
 from slime.rollout.sglang_rollout import eval_rollout
 
-NO_FLAGS = SimpleNamespace()
+NO_FLAGS = make_args().with_values()
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ async def test_dict_rewards_without_a_key_and_deadlines_are_errors(tokenizer_dir
     async with SmallEngine() as engine:
         with pytest.raises(ValueError, match="--eval-reward-key"):
             await evaluate(engine.serve(args))
-    args = arguments(tokenizer_dir, eval_prompt_data=["easy", str(data / "easy.jsonl")], phase_timeout=0.3)
+    args = arguments(tokenizer_dir, eval_prompt_data=["easy", str(data / "easy.jsonl")], phase_timeout=3.0)
     async with SmallEngine(slow=lambda prompt: prompt == "easy 1") as engine:
         with pytest.raises(TimeoutError, match="1 of 3 prompts are open"):
             await evaluate(engine.serve(args))
@@ -240,7 +240,7 @@ def test_rollout_metrics_by_hand():
 
 
 def test_metrics_that_are_asked_for():
-    args = SimpleNamespace(
+    args = make_args().with_values(
         log_multi_turn=True, log_passrate=True, log_reward_category="kind", reward_key="score", rollout_num_gpus=2
     )
     samples = [
@@ -270,7 +270,7 @@ def test_repetition():
 
 
 def test_eval_metrics_use_each_data_sets_own_number_of_samples():
-    args = SimpleNamespace(n_samples_per_eval_prompt=1)
+    args = make_args().with_values(n_samples_per_eval_prompt=1)
     part = {"rewards": [1.0, 0.0, 0.0, 0.0], "truncated": [True, False, False, False], "n_samples_per_prompt": 2}
     metrics = eval_metrics(args, {"ds": part})
     assert metrics == {

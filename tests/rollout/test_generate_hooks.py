@@ -10,10 +10,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+from make_args import make_args
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
 
 from slime.data.convert import samples_to_train_data
 from slime.data.sample import Sample, flatten
+from slime.observability import best_effort
 from slime.rollout import custom_generate
 from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.sglang_rollout import (
@@ -126,7 +128,7 @@ TOGETHER = """
 import threading
 everyone = threading.Barrier(64)
 def plain(args, sample, sampling_params):
-    everyone.wait(timeout=20)
+    everyone.wait(timeout=50)
     sample.response = "together"
     return sample
 """
@@ -194,7 +196,10 @@ async def test_misaligned_fields_and_missing_results_are_errors(tokenizer_dir, h
 async def test_fan_out_shares_a_rollout_and_is_scored_in_one_call(tokenizer_dir, hook):
     path = hook(MULTI_TURN, "fan_out")
     args = arguments(
-        tokenizer_dir, custom_generate_function_path=path, custom_rm_path=other(path, "list_rewards"), batches=[]
+        tokenizer_dir,
+        {"batches": []},
+        custom_generate_function_path=path,
+        custom_rm_path=other(path, "list_rewards"),
     )
     groups = await roll(args)
     assert all(len(group) == 2 and len(group[0]) == 3 for group in groups)
@@ -217,8 +222,8 @@ async def test_an_aborted_fan_out_starts_over(tokenizer_dir, hook):
         "    return await fan_out(args, sample, sampling_params)\n"
     )
     args = arguments(
-        tokenizer_dir, custom_generate_function_path=hook(code, "slow_fan"), over_sampling_batch_size=5,
-        partial_rollout=True, hold=True, rm_type="random",
+        tokenizer_dir, {"hold": True}, custom_generate_function_path=hook(code, "slow_fan"),
+        over_sampling_batch_size=5, partial_rollout=True, rm_type="random",
     )  # fmt: skip
     source = source_of(args)
     async with SmallEngine() as engine:
@@ -305,7 +310,7 @@ async def short(args, samples): return samples[:1]
 
 
 async def test_the_list_form_gets_a_whole_group_and_may_change_it_in_place(tokenizer_dir, hook):
-    args = arguments(tokenizer_dir, custom_generate_function_path=hook(LISTS, "in_place"), calls=[])
+    args = arguments(tokenizer_dir, {"calls": []}, custom_generate_function_path=hook(LISTS, "in_place"))
     groups = await roll(args)
     assert sorted(args.calls) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert {sample.response for sample in flatten(groups)} == {"x"}
@@ -315,7 +320,7 @@ async def test_the_list_form_gets_a_whole_group_and_may_change_it_in_place(token
 
 
 async def test_a_template_that_rewrites_history_trains_the_last_answer_only(tokenizer_dir):
-    from slime.rollout.text_only import conversation_ids
+    from slime.rollout.custom_generate import split_conversation_ids
 
     class Forgetful:
         """A template that shows how many messages there are, so that no conversation begins like its continuation."""
@@ -333,7 +338,7 @@ async def test_a_template_that_rewrites_history_trains_the_last_answer_only(toke
     tokenizer = Forgetful(GenerateState(args).tokenizer)
     sample = Sample(prompt=question(1), response="end")
     turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    prompt, response, mask = conversation_ids(tokenizer, sample, question(1) + turns)
+    prompt, response, mask = split_conversation_ids(tokenizer, sample, question(1) + turns)
     assert text_of(args, prompt) == "3<user>q1</><assistant>a</><tool>b</><assistant>"
     assert text_of(args, response) == "end" and mask == [1, 1, 1]
 
@@ -370,7 +375,7 @@ async def test_message_prompts_are_rendered_with_tools_and_template_arguments(to
 
 async def test_group_rewards_are_asked_once_a_group(tokenizer_dir, hook):
     path = hook(MULTI_TURN, "list_rewards")
-    args = arguments(tokenizer_dir, group_rm=True, custom_rm_path=path, batches=[])
+    args = arguments(tokenizer_dir, {"batches": []}, group_rm=True, custom_rm_path=path)
     async with SmallEngine() as engine:
         groups = await roll(engine.serve(args))
     assert args.batches == [2] * 4 and {s.reward for s in flatten(groups)} == {1.0}
@@ -446,11 +451,28 @@ async def test_images_go_to_the_engine_as_data(tokenizer_dir, tmp_path):
     assert fields["audio_data"] == ["data:audio/unknown;base64,YWI="]
 
 
+@pytest.mark.parametrize(("tokens", "told"), [(10, False), (9, True)])
+async def test_an_engine_that_reads_other_tokens_beside_media_is_told_once(tokenizer_dir, tokens, told):
+    """SGLang gets such samples as text; this engine counts 10 tokens whatever it is sent."""
+    best_effort.take_warnings()
+    async with SmallEngine() as engine:
+        args = engine.serve(arguments(tokenizer_dir, rollout_backend="sglang"))
+        params = {**GenerateState(args).sampling_params, "sampling_seed": 1}
+        for index in range(2):
+            image = {"images": ["data:image/png;base64,AAAA"]}
+            sample = Sample(index=index, prompt="What is it?", multimodal_inputs=image, tokens=[5] * tokens)
+            assert (await generate(args, sample, params)).num_tokens > tokens
+        assert (await generate(args, Sample(index=2, prompt="a"), params)).response_length
+    found = [f"sample 0 has media and {tokens} tokens" in line for line in best_effort.take_warnings()]
+    assert found == [True] * told
+
+
 @pytest.mark.parametrize("prompt", ["What is it?", [{"role": "user", "content": [{"type": "image"}]}]])
 def test_an_image_for_a_text_model_is_told(tokenizer_dir, prompt):
     from slime.rollout.prompts import prompt_ids
 
-    state = GenerateState(arguments(tokenizer_dir))
+    args = arguments(tokenizer_dir)
+    state = GenerateState(args)
     with pytest.raises(ValueError, match="sample 7 has media, but the model of --hf-checkpoint has no processor"):
         prompt_ids(state, Sample(index=7, prompt=prompt, multimodal_inputs={"images": ["picture.png"]}))
 
@@ -459,7 +481,7 @@ def test_an_image_token_that_the_model_writes_ends_the_response(tmp_path):
     """Nothing could be put in its place when the trainer scores it; one in a tool's answer has its features."""
     (tmp_path / "config.json").write_text('{"image_token_index": 7, "text_config": {"vocab_size": 9}}')
     (tmp_path / "tokenizer.json").write_text("{}")
-    args = SimpleNamespace(
+    args = make_args().with_values(
         hf_checkpoint=str(tmp_path), rollout_temperature=1.0, rollout_top_p=1.0, rollout_top_k=-1, rollout_stop=None,
         rollout_max_response_len=9, rollout_stop_token_ids=[3], rollout_skip_special_tokens=False,
     )  # fmt: skip

@@ -55,7 +55,7 @@ class Engine:
         self.said: list[tuple[list[int], list[int], list[float], str]] = []
         self.seeds: list[Any] = []
 
-    async def __call__(self, args: Any, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+    async def __call__(self, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
         params, draw = body["sampling_params"], self.draw
         self.seeds.append(params.get("sampling_seed"))
         count, ids, finish = draw.randint(1, 12), [], {"type": "length", "length": params["max_new_tokens"]}
@@ -148,7 +148,7 @@ class Scripted(Engine):
 
     answers: list[tuple[str, str]]
 
-    async def __call__(self, args: Any, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
+    async def __call__(self, state: Any, sample: Sample, body: dict[str, Any]) -> dict[str, Any]:
         self.seeds.append(body["sampling_params"].get("sampling_seed"))
         text, kind = self.answers.pop(0)
         ids = self.tokenizer(text)["input_ids"][: body["sampling_params"]["max_new_tokens"]]
@@ -263,7 +263,7 @@ async def test_tools_run_side_by_side_and_keep_their_order(scripted):
     talk, met = Conversation(args, sample, params), asyncio.Barrier(3)
 
     async def tool(i):
-        await asyncio.wait_for(met.wait(), 20)  # passes only when all three run at once
+        await asyncio.wait_for(met.wait(), 60)  # passes only when all three run at once
         await asyncio.sleep(0.01 * (3 - i))
         return str(i)
 

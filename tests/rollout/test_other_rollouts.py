@@ -229,6 +229,7 @@ async def test_streaming_reports_errors_of_the_server(tokenizer_dir):
 def test_forge_load_replays_dumps(tmp_path):
     template = str(tmp_path / "dump_{rollout_id}.pt")
     args = arguments("unused", save_debug_rollout_data=template, load_forge_rollout_data=template, dump_details=None)
+    args.debug_rollout_only = False
     groups = [[Sample(index=2 * g + i, group_index=g, reward=float(i)) for i in range(2)] for g in range(3)]
     save_rollout(args, 4, groups)
     output = forge_load.generate_rollout(args, 4, None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from make_args import make_args
 from rollout_parts import arguments, make_tokenizer, source_of
 
 from slime.data.sample import flatten
@@ -51,19 +51,17 @@ class Trainer:
     """Brings weights to the engine, those of ``new_model(step)`` as version ``0.<step>``."""
 
     def __init__(self, url: str, model_dir: Path, pause_mode: str) -> None:
-        from slime.engines.http_handle import HttpEngineHandle
+        from slime.engines.handle import EngineHandle
+        from slime.weights.settings import WeightSyncSettings
         from slime.weights.transports import create_transport
 
-        self.args: Any = SimpleNamespace(
-            update_weight_buffer_size=2**20, update_weight_transport="nccl", update_weight_mode="full",
-            update_weight_delta_encoding="xor", update_weight_delta_checksum="xxh3-128", update_weight_disk_dir=None,
-            custom_update_weight_post_write_path=None, update_weight_disk_keep_files=False, colocate=False,
-            hf_checkpoint=str(model_dir), rollout_dtype=None, train_dtype="float32", audit_weights=False,
-            audit_threshold=None, only_train_params_name_list=None, freeze_params_name_list=None,
+        args = make_args(
+            update_weight_buffer_size=2**20, hf_checkpoint=str(model_dir), train_dtype="float32", audit_weights=False,
             distributed_timeout_minutes=1, phase_timeout=60.0, update_weight_pause_mode=pause_mode,
         )  # fmt: skip
-        self.engines = [HttpEngineHandle(url)]
-        self.transport = create_transport(self.args, colocated_host=True)
+        self.settings = WeightSyncSettings.from_args(args)
+        self.engines = [EngineHandle(url)]
+        self.transport = create_transport(self.settings, colocated_host=True)
         self.models: list[Any] = []
 
     async def update(self) -> None:
@@ -72,7 +70,7 @@ class Trainer:
         step = len(self.models)
         self.models.append(new_model(step))
         weights = list(self.models[-1].state_dict().items())
-        given = (self.args, weights, self.engines, self.transport, f"0.{step}", True)
+        given = (self.settings, weights, self.engines, self.transport, f"0.{step}", True)
         await asyncio.to_thread(sync_weights, *given)
 
     async def close(self) -> None:

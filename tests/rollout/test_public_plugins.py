@@ -227,7 +227,7 @@ async def fn(args, sample, sampling_params):
 async def test_a_half_filled_aborted_sample_starts_again(tokenizer_dir, plugin):
     from slime.rollout.sglang_rollout import generate_and_rm
 
-    args = arguments(tokenizer_dir, custom_generate_function_path=plugin(ABORTED), cut=True)
+    args = arguments(tokenizer_dir, {"cut": True}, custom_generate_function_path=plugin(ABORTED))
     sample = Sample(prompt="p: ", group_index=0, index=0, label="1")
     result = await generate_and_rm(args, sample, GenerateState(args).sampling_params)
     assert result.status is Sample.Status.ABORTED and result.response_length == 0

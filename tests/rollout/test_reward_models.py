@@ -2,9 +2,9 @@
 
 import asyncio
 import math
-from types import SimpleNamespace
 
 import pytest
+from make_args import make_args
 from rollout_parts import SmallEngine, arguments, source_of
 
 from slime.data.sample import Sample, flatten
@@ -19,7 +19,7 @@ SCORER = "slime.rollout.rm_hub.sglang_scorer"
 
 
 async def test_an_encoder_ranks_answers_by_their_meaning(minilm):
-    args = SimpleNamespace(custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0)
+    args = make_args().with_values(custom_rm_path=ENCODER, rm_model_path=str(minilm), reward_timeout=60.0)
     responses = ["A man eats something.", "The sky is blue.", "A man is eating food.", ""]
     samples = [Sample(response=text, label="A man is eating food.") for text in responses]
     near, far, same, empty = await batched_async_rm(args, samples)
@@ -110,7 +110,7 @@ def judged_by_transformers(model_path, samples):
 
 
 async def test_a_judge_behind_the_embedded_engine(smollm2, judge):
-    args = SimpleNamespace(rm_url=f"{judge}/generate", rm_model_path=None, hf_checkpoint=str(smollm2))
+    args = make_args().with_values(rm_url=f"{judge}/generate", rm_model_path=None, hf_checkpoint=str(smollm2))
     expected = judged_by_transformers(smollm2, to_judge())
     assert expected[0] != pytest.approx(expected[1], abs=1e-3), "the judge tells the two answers apart"
     assert await score_group(args, to_judge()) == pytest.approx(expected, abs=1e-4)
@@ -130,4 +130,4 @@ async def test_a_judge_as_the_reward_of_groups(smollm2, tokenizer_dir, judge):
 
 async def test_an_address_of_no_known_form_is_refused():
     with pytest.raises(ValueError, match="ends in /generate, /v1/score, /classify, /v1/embeddings"):
-        await score(SimpleNamespace(rm_url="http://127.0.0.1:1/rank"), Sample())
+        await score(make_args().with_values(rm_url="http://127.0.0.1:1/rank"), Sample())

@@ -1,8 +1,7 @@
 """Rewards from models behind real SGLang: a judge, a reward model and an encoder, against transformers."""
 
-from types import SimpleNamespace
-
 import pytest
+from make_args import make_args
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.sglang_scorer import score_group
@@ -32,7 +31,7 @@ class served:
 
 
 def settings(url, model):
-    return SimpleNamespace(rm_url=url, rm_model_path=str(model), hf_checkpoint=str(model))
+    return make_args().with_values(rm_url=url, rm_model_path=str(model), hf_checkpoint=str(model))
 
 
 async def test_a_judge_through_generate_and_through_score(smollm2, tmp_path):

@@ -7,12 +7,12 @@ import sys
 import time
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from make_args import make_args
 
 from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
@@ -33,7 +33,7 @@ def arguments(rm_type=None, **more):
         "reward_workers": 1,
         "rollout_seed": 1,
     }
-    return SimpleNamespace(**{**values, **more})
+    return make_args().with_values(**{**values, **more})
 
 
 async def score(rm_type, response, label, **metadata):

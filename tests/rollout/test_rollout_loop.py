@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from make_args import make_args
 from rollout_parts import Prompts, SmallEngine, arguments, source_of, until
 
 from slime.data.sample import Sample, flatten
@@ -17,7 +18,7 @@ from slime.rollout.abort import worker_urls
 from slime.rollout.generate import append_output
 from slime.rollout.group import _mask_earlier_rollouts
 from slime.rollout.loop import RolloutLoop
-from slime.rollout.sampling_params import seeded
+from slime.rollout.settings import seeded
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout, generate_rollout_async
 
 
@@ -71,15 +72,15 @@ async def test_what_a_rollout_gives_and_keeps_is_packed(tokenizer_dir, hooks):
 
 async def test_groups_that_are_dropped_are_kept_for_a_hook_that_asks_for_them_only(tokenizer_dir, hooks):
     path = hooks("def odd(args, samples): return samples[0].group_index % 2 == 1\n"
-                 "def everything(args, groups, source): args.seen = [g[0].group_index for g in groups]")  # fmt: skip
+                 "def everything(args, groups, source): args.seen += [g[0].group_index for g in groups]")  # fmt: skip
     for hook, expected in ((None, []), (path("everything"), [*range(8)])):
-        args = arguments(tokenizer_dir, dynamic_sampling_filter_path=path("odd"))
+        args = arguments(tokenizer_dir, {"seen": []}, dynamic_sampling_filter_path=path("odd"))
         args.rollout_all_samples_process_path = hook
         args.deterministic = True
         async with SmallEngine() as engine:
             loop = RolloutLoop(engine.serve(args), 0, source_of(args))
             await asyncio.wait_for(loop.run(), 30)
-        assert loop.counts.dropped and len(loop.judged) == len(expected) and getattr(args, "seen", []) == expected
+        assert loop.counts.dropped and len(loop.judged) == len(expected) and args.seen == expected
 
 
 @pytest.mark.parametrize("cut", range(1, 12))
@@ -126,7 +127,7 @@ def test_the_documented_entry_point_blocks_and_works_on_the_shared_loop(tokenize
 
 
 async def test_truncation_session_headers_and_context_limit(tokenizer_dir):
-    args = arguments(tokenizer_dir, router_policy="consistent_hashing", rollout_max_context_len=14)
+    args = arguments(tokenizer_dir, router={"policy": "consistent_hashing"}, rollout_max_context_len=14)
     async with SmallEngine(length=lambda prompt, seed: 50) as engine:
         output = await roll(engine.serve(args), source_of(args))
     for sample in flatten(output.samples):
@@ -363,14 +364,14 @@ async def test_tokens_of_this_rollout_are_trained_though_an_engine_cut_them(toke
 
 
 def test_a_sample_that_came_back_and_is_cut_again_keeps_this_rollouts_tokens():
-    args, state = SimpleNamespace(mask_offpolicy_in_partial_rollout=True), SimpleNamespace(rollout_id=1)
+    state = SimpleNamespace(args=make_args(mask_offpolicy_in_partial_rollout=True), rollout_id=1)
     sample = Sample(tokens=[7, 8, 9], response_length=2, loss_mask=[1, 1], metadata={"start_rollout_id": 0})
-    _mask_earlier_rollouts(args, state, sample)
+    _mask_earlier_rollouts(state, sample)
     sample.response_length, sample.loss_mask = 4, [*sample.loss_mask, 1, 1]  # this rollout's, then the engine is lost
-    _mask_earlier_rollouts(args, state, sample)
+    _mask_earlier_rollouts(state, sample)
     assert sample.loss_mask == [0, 0, 1, 1]
     state.rollout_id = 2
-    _mask_earlier_rollouts(args, state, sample)
+    _mask_earlier_rollouts(state, sample)
     assert sample.loss_mask == [0] * 4
 
 
@@ -469,10 +470,10 @@ async def test_groups_with_fewer_than_two_scored_samples_are_replaced(tokenizer_
     path = hooks(TIMEOUTS)
     args = arguments(
         tokenizer_dir,
+        {"seen": []},
         n_samples_per_prompt=3,
         custom_rm_path=path("reward"),
         dynamic_sampling_filter_path=path("seen"),
-        seen=[],
     )
     source = source_of(args)
     async with SmallEngine() as engine:
@@ -516,7 +517,7 @@ async def test_a_reward_of_none_is_an_error_that_names_sample_and_function(token
 
 
 async def test_the_phase_has_a_deadline_that_says_what_it_waits_for(tokenizer_dir):
-    args = arguments(tokenizer_dir, phase_timeout=0.4)
+    args = arguments(tokenizer_dir, phase_timeout=3.0)
     async with SmallEngine(slow=lambda prompt: prompt.startswith("prompt 1:")) as engine:
         with pytest.raises(TimeoutError, match=r"3 of 4 groups.*waiting for 1 groups, their first samples are \[2\]"):
             await roll(engine.serve(args), source_of(args))
@@ -531,7 +532,7 @@ async def test_a_request_has_a_deadline_too(tokenizer_dir):
 
 
 async def test_a_filter_that_keeps_nothing_ends_at_the_deadline_with_its_reasons(tokenizer_dir, hooks):
-    args = arguments(tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=0.5)
+    args = arguments(tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=2.0)
     async with SmallEngine(jitter=0.0) as engine:
         with pytest.raises(TimeoutError, match=r"0 of 4 groups \(\d+ dropped as no_reason\)"):
             await roll(engine.serve(args), source_of(args))
@@ -574,7 +575,7 @@ def remove_first(args, groups):
     assert isinstance(groups[0], list)
     groups[0][0].remove_sample = True
 def everything(args, groups, source):
-    args.all = ([g[0].group_index for g in groups], source)
+    args.given = ([g[0].group_index for g in groups], source)
 async def hook(args, sample, rollout_id=None, evaluation=False):
     sample.metadata["hook"] = (rollout_id, evaluation, sample.reward)
 def replace(args, sample):
@@ -589,6 +590,7 @@ async def test_hooks_of_samples_filters_and_all_samples(tokenizer_dir, hooks):
     path = hooks(AROUND)
     args = arguments(
         tokenizer_dir,
+        {"given": None},
         rollout_sample_filter_path=path("remove_first"),
         rollout_all_samples_process_path=path("everything"),
         rollout_sample_hook_path=[path("hook"), path("replace")],
@@ -598,7 +600,7 @@ async def test_hooks_of_samples_filters_and_all_samples(tokenizer_dir, hooks):
     async with SmallEngine() as engine:
         output = await roll(engine.serve(args), source, 5)
     assert output.samples[0][0].remove_sample and not output.samples[0][1].remove_sample
-    indices, given = args.all
+    indices, given = args.given
     assert given is source, "the hook gets the data source itself"
     assert indices == sorted(indices) and set(indices) > {g[0].group_index for g in output.samples}
     for sample in flatten(output.samples):
@@ -612,26 +614,20 @@ async def test_a_sample_hook_must_give_a_sample_or_nothing(tokenizer_dir, hooks)
             await roll(engine.serve(args), source_of(args))
 
 
-async def test_seeds_are_the_samples_own(tokenizer_dir):
-    args = arguments(tokenizer_dir)
-
+def test_seeds_are_the_samples_own():
     def seed(**fields):
-        return seeded(args, {"top_p": 1.0}, Sample(**fields), 1).get("sampling_seed")
+        return seeded(42, {"top_p": 1.0}, Sample(**fields), 1).get("sampling_seed")
 
     assert seed(group_index=3) == seed(group_index=3, index=9)
     assert len({seed(group_index=3), seed(group_index=4), seed(group_index=3, weight_versions=["1"])}) == 3
     assert seed(index=3) == seed(group_index=3)
     assert seed() is None, "samples without numbers would all get the same seed"
-    assert seeded(args, {}, Sample(group_index=3), 1) != seeded(args, {}, Sample(group_index=3), 2)
-    assert seeded(args, {}, Sample(group_index=3), 1) != seeded(args, {}, Sample(group_index=3), 1, "eval a")
+    assert seeded(42, {}, Sample(group_index=3), 1) != seeded(42, {}, Sample(group_index=3), 2)
+    assert seeded(42, {}, Sample(group_index=3), 1) != seeded(42, {}, Sample(group_index=3), 1, "eval a")
 
 
 def test_state_belongs_to_its_arguments(tokenizer_dir):
-    class Args:
-        def __init__(self, **values):
-            vars(self).update(values)
-
-    one, two = Args(**vars(arguments(tokenizer_dir))), Args(**vars(arguments(tokenizer_dir)))
+    one, two = arguments(tokenizer_dir), arguments(tokenizer_dir)
     assert GenerateState(one) is GenerateState(one) is not GenerateState(two)
     GenerateState(one).aborted = True
     assert not GenerateState(two).aborted
@@ -660,7 +656,7 @@ def test_a_resume_makes_the_groups_of_the_pool_again_and_skips_none(tokenizer_di
     group = source.get_samples(1)[0]
     for sample in group:
         sample.status = Sample.Status.COMPLETED
-    pool._take_in([group])
+    pool._enqueue([group])
     resumed = source_of(args)
     resumed.load_state_dict(source.state_dict())
     assert sorted(g[0].group_index for g in resumed.get_samples(6)) == list(range(6))

@@ -58,7 +58,7 @@ async def test_nothing_is_asked_for_beyond_the_last_step(tokenizer_dir):
         pool = StandingPool(engine.serve(args), source, first_step=5, last_step=7)
         for rollout_id in (5, 6):
             await step(pool, rollout_id)
-    assert source.sample_group_index == 8 and not pool.tickets
+    assert source.sample_group_index == 8 and not pool.in_flight
 
 
 @pytest.mark.parametrize("bound", [1, 2])
@@ -91,7 +91,7 @@ async def test_after_an_update_every_group_goes_on_at_once_not_when_its_turn_com
         engine.slow = lambda prompt: prompt.startswith("prompt 0:")  # the head of the line stays slow
         engine._abort.set()
         engine._abort = asyncio.Event()
-        await until(lambda: [ticket.done for ticket in pool.tickets.values()] == [False] + [True] * 7)
+        await until(lambda: [item.done for item in pool.in_flight.values()] == [False] + [True] * 7)
         await until(lambda: len(engine.requests) == 32)
         assert not taking.done()
         engine.slow = lambda prompt: False
@@ -127,7 +127,7 @@ async def test_what_the_filter_drops_is_replaced_at_the_end_of_the_line(tokenize
         pool = StandingPool(engine.serve(args), source)
         trained = [group[0].group_index for rollout_id in range(3) for group in await step(pool, rollout_id)]
         assert trained == [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23]
-        assert len(pool.tickets) == 2 * 4, "the room of dropped groups is filled"
+        assert len(pool.in_flight) == 2 * 4, "the room of dropped groups is filled"
         await pool.close()
 
 
@@ -160,13 +160,13 @@ async def test_the_observer_is_told_each_station_of_each_group(tokenizer_dir, ho
 
 
 async def test_the_pool_closes_on_an_error(tokenizer_dir):
-    args = arguments(tokenizer_dir, phase_timeout=0.3)
+    args = arguments(tokenizer_dir, phase_timeout=2.0)
     source = source_of(args)
     async with SmallEngine(slow=lambda prompt: True) as engine:
         pool = StandingPool(engine.serve(args), source)
         with pytest.raises(TimeoutError, match="0 of 4 groups"):
             await pool.take(0)
-        assert not pool.tickets
+        assert not pool.in_flight
         assert [s.status for s in flatten(source.buffer)] == [Sample.Status.PENDING] * 16
 
 

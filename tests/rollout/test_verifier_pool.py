@@ -27,7 +27,7 @@ def call(pool, name, *args, timeout=20.0):
     return pool.submit(f"{HOSTILE}:{name}", *args, timeout=timeout).result(timeout=60)
 
 
-def gone(pid, within=10.0):
+def gone(pid, within=60.0):
     end = time.monotonic() + within
     while time.monotonic() < end:
         try:
@@ -53,7 +53,7 @@ def test_a_stuck_verifier_is_killed_and_replaced(pool, name):
 def test_the_children_of_a_stuck_verifier_go_with_it(pool):
     group = call(pool, "pid").value  # its own session, so pid == process group
     assert call(pool, "stubborn_child", timeout=0.5).status == "timeout"
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         try:
             os.killpg(group, 0)

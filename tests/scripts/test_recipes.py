@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from pretended_machine import pretend_machine
 
-from slime.algorithms.needs import needs_ref_log_probs
+from slime.backends.needs import needs_ref_log_probs
 from slime.config.layout import ParallelLayout
 from slime.config.machine import Machine
 from slime.config.parser import load_args
@@ -50,11 +51,7 @@ def test_every_family_has_a_recipe() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_consistent(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flags parse with all checks of the configuration, the layout divides the GPUs, the batch equation holds."""
-    machine = Machine(gpus=8, cores=128, in_cluster=True)
-    for module in ("defaults", "validate"):
-        monkeypatch.setattr(f"slime.config.{module}.this_machine", lambda: machine)
-    for module in ("defaults", "validate_resources"):
-        monkeypatch.setattr(f"slime.config.{module}.installed", lambda name: True)
+    pretend_machine(monkeypatch, Machine(gpus=8, cores=128, in_cluster=True))
     monkeypatch.chdir(tmp_path)
     made = command(recipe, tmp_path)
     model = Path(made["flags"][made["flags"].index("--hf-checkpoint") + 1])

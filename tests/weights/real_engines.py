@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+from make_args import make_args
 
-from slime.engines.http_handle import HttpEngineHandle
+from slime.config.args import Args
+from slime.engines.handle import EngineHandle
 from slime.engines.process import EngineProcess, start_embedded_engine
+from slime.weights.settings import WeightSyncSettings
 
 VOCAB = 64
 
@@ -58,29 +60,16 @@ def log_probs(model: Any, tokens: list[int]) -> list[float]:
     return scores.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
-def sync_args(**changes: Any) -> Any:
-    """What a sync reads of the flags."""
-    settings: dict[str, Any] = dict(
-        update_weight_buffer_size=4096,
-        update_weight_transport="nccl",
-        update_weight_mode="full",
-        update_weight_delta_encoding="xor",
-        update_weight_delta_checksum="xxh3-128",
-        custom_update_weight_post_write_path=None,
-        update_weight_disk_dir=None,
-        update_weight_disk_keep_files=False,
-        hf_checkpoint="",
-        colocate=False,
-        rollout_dtype=None,
-        train_dtype="float32",
-        audit_weights=True,
-        audit_threshold=None,
-        only_train_params_name_list=None,
-        freeze_params_name_list=None,
-        distributed_timeout_minutes=1,
-        phase_timeout=120.0,
+def sync_args(**changes: Any) -> Args:
+    """Flags of a sync that is quick to fail and has many small buckets."""
+    defaults: dict[str, Any] = dict(
+        update_weight_buffer_size=4096, train_dtype="float32", distributed_timeout_minutes=1, phase_timeout=120.0
     )
-    return SimpleNamespace(**(settings | changes))
+    return make_args(**(defaults | changes))
+
+
+def sync_settings(**changes: Any) -> WeightSyncSettings:
+    return WeightSyncSettings.from_args(sync_args(**changes))
 
 
 class Engines:
@@ -90,25 +79,25 @@ class Engines:
         self.model, self.logs = model, logs
         self.processes: list[EngineProcess] = []
 
-    def start(self, count: int) -> list[HttpEngineHandle]:
-        args: Any = SimpleNamespace(
-            hf_checkpoint=self.model,
+    def start(self, count: int) -> list[EngineHandle]:
+        args = make_args(
+            hf_checkpoint=str(self.model),
+            rollout_backend="embedded",
             rollout_dtype="float32",
             train_dtype="float32",
             embedded_device="cpu",
             embedded_max_running_requests=8,
             embedded_max_total_tokens=8192,
             threads_per_process=1,
-            deterministic=False,
         )
         first = len(self.processes)
         for index in range(first, first + count):
             self.processes.append(start_embedded_engine(args, index, log_path=self.logs / f"engine-{index}.log"))
         for process in self.processes[first:]:
             process.wait_ready(120)
-        return [HttpEngineHandle(process.url) for process in self.processes[first:]]
+        return [EngineHandle(process.url) for process in self.processes[first:]]
 
-    def process_of(self, engine: HttpEngineHandle) -> EngineProcess:
+    def process_of(self, engine: EngineHandle) -> EngineProcess:
         return next(process for process in self.processes if process.url == engine.url)
 
     def stop(self) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from real_engines import sync_settings
 
-from slime.engines.handle import Capabilities, EngineError, EngineInfo
+from slime.engines.sglang_api import Capabilities, EngineError, EngineInfo
 from slime.models.digest import tensor_digest
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
-from slime.weights.fleet import WeightSyncError
+from slime.weights.update import WeightSyncError
 
 
 class Engine:
@@ -47,7 +47,9 @@ def info(dtype: str = "float32") -> EngineInfo:
 async def run(engines: list[Engine], digests: dict[str, str], probe: Probe | None = None, limit: float = 1e-3) -> None:
     infos = {engine.url: info() for engine in engines}
     sent = {engine.url: digests if engine.capabilities.named_checksums else {} for engine in engines}
-    await audit.audit_engines(engines, infos, sent, probe, limit, 5.0)  # type: ignore[arg-type]
+    if probe is not None:
+        await audit.check_probe(engines, probe, limit, 5.0)  # type: ignore[arg-type]
+    await audit.audit_engines(engines, infos, sent, 5.0)  # type: ignore[arg-type]
 
 
 async def test_equal_weights_pass() -> None:
@@ -101,8 +103,8 @@ async def test_servers_that_only_prefill_or_decode_are_not_asked_for_the_probe_b
             return await super().generate(request)
 
     def probed(*engines: Half) -> Any:
-        args = SimpleNamespace(phase_timeout=5.0, audit_threshold=1e-3, train_dtype="float32")
-        return audit.probe_engines(args, engines, Probe([3, 4], [-1.0]))  # type: ignore[arg-type]
+        settings = sync_settings(phase_timeout=5.0, audit_threshold=1e-3)
+        return audit.probe_engines(settings, engines, Probe([3, 4], [-1.0]))  # type: ignore[arg-type]
 
     pair = Half("p", "prefill", {"a": "1"}), Half("d", "decode", {"a": "1"})
     assert math.isnan(await probed(*pair))
@@ -129,8 +131,7 @@ async def test_a_tensor_that_was_not_written_is_named_with_its_engine() -> None:
 def test_a_gap_between_trainer_and_engine_raises_an_alarm() -> None:
     def alarm(mean: float | None, flag: float | None = None, train: str = "float32") -> str | None:
         metrics = {} if mean is None else {"train/train_rollout_logprob_abs_diff": mean}
-        args = SimpleNamespace(logprob_gap_threshold=flag, train_dtype=train, rollout_dtype=None)
-        return audit.gap_alarm(args, metrics)
+        return audit.gap_alarm(metrics, flag, (train, None))
 
     assert alarm(None) is alarm(0.005) is alarm(0.05, train="bfloat16") is alarm(0.3, 0.5) is None
     assert "0.2 in the mean" in str(alarm(0.2, train="bfloat16")) and "threshold 0.01" in str(alarm(0.02))
@@ -139,8 +140,7 @@ def test_a_gap_between_trainer_and_engine_raises_an_alarm() -> None:
 
 def test_threshold_is_the_flag_or_follows_the_coarsest_dtype() -> None:
     def limit(flag: float | None, train: str | None, *engines: str) -> float:
-        args = SimpleNamespace(audit_threshold=flag, train_dtype=train)
-        return audit.threshold(args, [info(dtype) for dtype in engines])
+        return audit.threshold(flag, train, [info(dtype) for dtype in engines])
 
     assert limit(0.5, "float32", "float32") == 0.5
     assert limit(None, "float32", "torch.float32") == limit(None, None, "float32") == 1e-3

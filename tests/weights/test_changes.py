@@ -125,6 +125,16 @@ def test_honest_updates_never_alarm(data: st.DataObject, ranks: int, by_expert: 
     assert judge(old, new, loaded(new, ranks, by_expert), ranks, by_expert) == {}
 
 
+def test_opposite_changes_at_mirrored_positions_are_a_change() -> None:
+    old, name = model(0), "model.embed_tokens.weight"
+    new = {**old, name: old[name].clone()}
+    bits = new[name].view(torch.int16)
+    bits[0, 1], bits[1, 0] = bits[0, 1] + 1, bits[1, 0] - 1
+    before, now = fingerprints(list(old.items()), 2)[name], fingerprints(list(new.items()), 2)[name]
+    assert now.changed(before)
+    assert judge(old, new, loaded(new, 2), 2, False) == {}
+
+
 def test_one_element_of_a_norm_that_one_rank_missed_is_found() -> None:
     """In bfloat16 a small learning rate moves few elements of a norm, or one."""
     old, name = model(0), f"{LAYER}input_layernorm.weight"
@@ -150,6 +160,15 @@ def test_what_was_not_sent_before_and_what_is_unknown_proves_nothing() -> None:
     first = Held(sums(loaded(old, 2)), {})
     assert wrong_changes(sums(loaded(old, 2)), fingerprints(list(new.items()), 2), first) == {}
     assert unmatched(sums(loaded(old, 2)), [*new, "model.unknown"]) == ["model.unknown"]
+
+
+@pytest.mark.parametrize(("ranks_before", "ranks_now"), [(4, 1), (1, 4)])
+def test_fingerprints_for_other_numbers_of_ranks_are_not_compared(ranks_before: int, ranks_now: int) -> None:
+    """Engines of several sizes: one of another size may have left or come since the update before."""
+    old, new = model(0), model(1)
+    before = Held(sums(loaded(old, 1)), fingerprints(list(old.items()), ranks_before))
+    for sent in (old, new):
+        assert wrong_changes(sums(loaded(sent, 1)), fingerprints(list(sent.items()), ranks_now), before) == {}
 
 
 def test_the_error_names_engine_rank_and_tensor() -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.handle import DELTA_LOADER, EngineError, EngineInfo
+from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
 from slime.weights import delta, delta_loader
 from slime.weights.delta import HostCopy
 from slime.weights.published import MANIFEST, Manifest, Status, request
@@ -133,11 +133,11 @@ def model_weights(seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def send(transport: DeltaTransport, engines: list[Engine], seed: int, version: str, kind: Any = "delta") -> Any:
+def send(transport: DeltaTransport, engines: list[Engine], seed: int, version: str, allow_delta: bool = True) -> Any:
     async def both() -> Any:
         assert await transport.connect(engines) == {}  # type: ignore[arg-type]
         buckets = iter_buckets(iter(model_weights(seed).items()), 1200)
-        return await transport.send(WeightUpdate(version, buckets, kind), engines)  # type: ignore[arg-type]
+        return await transport.send(WeightUpdate(version, buckets, allow_delta), engines)  # type: ignore[arg-type]
 
     result = asyncio.run(both())
     for engine in engines:
@@ -226,6 +226,14 @@ def asked(folder: Path) -> str:
     return request(folder, REPORTS, 0)
 
 
+def test_ranks_of_two_nodes_with_the_same_process_id_both_report(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "1")
+    Status("loaded", "0.1").write(prefix)
+    Status("failed", "no room").write(prefix)
+    Status("loaded", "0.1").write(str(tmp_path / "11"))
+    assert sorted(status.outcome for status in Status.read(prefix)) == ["failed", "loaded"]
+
+
 def reported(parent: Path) -> list[Status]:
     return Status.read(str(parent / REPORTS / "0"))
 
@@ -270,7 +278,7 @@ def test_an_error_while_gathering_makes_the_next_version_whole(hf_folder: Path) 
         raise ArithmeticError("a rank is gone")
 
     with pytest.raises(ArithmeticError):
-        asyncio.run(transport.send(WeightUpdate("0.1", broken(), "delta"), [engine]))  # type: ignore[arg-type,list-item]
+        asyncio.run(transport.send(WeightUpdate("0.1", broken(), allow_delta=True), [engine]))  # type: ignore[arg-type,list-item]
     assert [path.name for path in transport.folder.iterdir()] == ["weight_v0.0"] and holds(engine, 0)
     result = send(transport, [engine], 2, "0.2")
     assert holds(engine, 2) and result.density == 1.0
@@ -280,7 +288,7 @@ def test_a_full_update_is_not_compared(hf_folder: Path) -> None:
     transport, engine = make(hf_folder), Engine("a")
     send(transport, [engine], 0, "0.0")
     engine.model.weights.clear()
-    send(transport, [engine], 0, "0.1", kind="full")
+    send(transport, [engine], 0, "0.1", allow_delta=False)
     assert holds(engine, 0)
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from slime.engines.handle import EngineInfo
+from slime.engines.sglang_api import EngineInfo
 from slime.weights import fused
 from slime.weights.fused import FusedDigests
 
@@ -70,7 +69,7 @@ def test_only_known_families_are_compared(tmp_path: Path) -> None:
         config = {"architectures": [family], "intermediate_size": width, **heads}
         (tmp_path / "config.json").write_text(json.dumps(config))
         info = EngineInfo(kind, "0.5.23", "m", "0.1", "bfloat16", ranks, extra)
-        return fused.comparable(SimpleNamespace(hf_checkpoint=str(tmp_path)), info)
+        return fused.has_predictable_checksums(str(tmp_path), info)
 
     on_cuda = torch.cuda.is_available()  # there the hash of this very SGLang is needed
     assert known() is known(pp_size=1, quantization=None) is (not on_cuda)
@@ -81,5 +80,5 @@ def test_only_known_families_are_compared(tmp_path: Path) -> None:
     config = {"architectures": ["Qwen3ForCausalLM"], "text_config": {"intermediate_size": 64}}
     (tmp_path / "config.json").write_text(json.dumps(config))  # another name for every tensor of the language model
     info = EngineInfo("sglang", "0.5.23", "m", "0.1", "bfloat16")
-    assert not fused.comparable(SimpleNamespace(hf_checkpoint=str(tmp_path)), info)
+    assert not fused.has_predictable_checksums(str(tmp_path), info)
     assert not known(pp_size=2) and not known(quantization="fp8")

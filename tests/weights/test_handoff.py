@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from slime.engines.flat import Bucket
 from slime.weights.handoff import Handoff
-from slime.weights.update import Bucket
 
 
 def in_background(work: object) -> threading.Thread:
@@ -18,7 +18,7 @@ def in_background(work: object) -> threading.Thread:
 
 
 def test_buckets_arrive_in_order_and_only_one_waits() -> None:
-    handoff, taken, offered = Handoff(5.0), [], []
+    handoff, taken, offered = Handoff(60.0), [], []
 
     def gather() -> None:
         for index in range(5):
@@ -31,24 +31,24 @@ def test_buckets_arrive_in_order_and_only_one_waits() -> None:
         assert len(offered) <= len(taken) + 2  # the one in hand and the next
         taken.append(bucket.index)
         time.sleep(0.002)
-    thread.join(5)
+    thread.join(60)
     assert taken == list(range(5))
 
 
 def test_an_error_of_the_gathering_side_reaches_the_sender() -> None:
-    handoff = Handoff(5.0)
+    handoff = Handoff(60.0)
     handoff.close(ValueError("no such tensor"))
     with pytest.raises(ValueError, match="no such tensor"):
         list(handoff)
 
 
 def test_a_sender_that_gives_up_lets_the_gathering_side_go_on() -> None:
-    handoff = Handoff(5.0)
+    handoff = Handoff(60.0)
     results: list[bool] = []
     thread = in_background(lambda: results.extend(handoff.put(Bucket(i, [])) for i in range(3)))
     time.sleep(0.02)
     handoff.abandon()
-    thread.join(5)
+    thread.join(60)
     assert results == [False, False, False]
 
 

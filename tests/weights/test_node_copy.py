@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,10 @@ import pytest
 import torch
 from test_delta import Engine, Model, hf_folder, holds, make, send
 
-from slime.engines.handle import EngineInfo
+from slime.engines.sglang_api import EngineInfo
 from slime.weights import delta_loader, node_copy
 from slime.weights.node_copy import Announcement, Node
-from slime.weights.published import PublishedBucket, Status
+from slime.weights.published import PublishedBucket
 from slime.weights.transports.shared_memory import SHARED_MEMORY
 
 __all__ = ["hf_folder"]
@@ -55,18 +52,6 @@ class Ranks(Engine):
             return holds(self, seed)
 
         return all(one(model) for model in self.models)
-
-
-@pytest.fixture(autouse=True)
-def reports_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's report has its process id in its name; here ranks are threads."""
-
-    numbers = itertools.count()
-
-    def write(self: Status, prefix: str) -> None:
-        Path(f"{prefix}.{next(numbers)}.json").write_text(json.dumps(asdict(self)))
-
-    monkeypatch.setattr(Status, "write", write)
 
 
 def test_one_copy_serves_all_ranks_from_version_to_version(hf_folder: Path) -> None:

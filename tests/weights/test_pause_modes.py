@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.engines.handle import Capabilities, EngineError
-from slime.weights.changes import AuditMemory
-from slime.weights.sync import _Sender
+from slime.engines.sglang_api import Capabilities, EngineError
+from slime.weights.window import UpdateWindow
 
 
 class Engine:
@@ -48,16 +46,12 @@ class Engine:
     ids=["idle", "idle, flag", "busy", "busy, no retract", "busy, flag", "busy, in place", "a request slips in"],
 )
 async def test_pause(engine: Engine, flag: str | None, expected: list[str]) -> None:
-    args = SimpleNamespace(distributed_timeout_minutes=1, phase_timeout=60, update_weight_pause_mode=flag)
-    transport: Any = SimpleNamespace(name="ipc", bracketed=True)
-    await _Sender(args, [], transport, "0.1", False, None, AuditMemory())._pause_and_flush(engine)  # type: ignore[arg-type]
+    await UpdateWindow("0.1", True, False, flag, 60.0).pause_and_flush(engine)  # type: ignore[arg-type]
     assert engine.asked == expected
 
 
 async def test_requests_go_on_in_place_only_where_their_tokens_name_their_weights() -> None:
-    args = SimpleNamespace(distributed_timeout_minutes=1, phase_timeout=60, update_weight_pause_mode="in_place")
-    transport: Any = SimpleNamespace(name="ipc", bracketed=True)
     engine: Any = Engine(running=2, version_spans=False)
     with pytest.raises(EngineError, match="--update-weight-pause-mode abort"):
-        await _Sender(args, [], transport, "0.1", False, None, AuditMemory())._pause_and_flush(engine)
+        await UpdateWindow("0.1", True, False, "in_place", 60.0).pause_and_flush(engine)
     assert engine.asked == []

@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from real_engines import sync_args
+from real_engines import sync_settings
 from torch.distributed import TCPStore
 
-from slime.engines.handle import Capabilities, EngineError, EngineInfo
+from slime.engines.flat import NamedTensor
+from slime.engines.sglang_api import Capabilities, EngineError, EngineInfo
 from slime.engines.tensor_payload import payload
-from slime.weights.fleet import WeightSyncError
 from slime.weights.sync import sync_weights
 from slime.weights.transports import ipc
 from slime.weights.transports.peers import PeerError, PeerLink, connect_store
 from slime.weights.transports.shared_memory import SHARED_MEMORY
-from slime.weights.update import NamedTensor, UpdateReport
+from slime.weights.update import UpdateReport, WeightSyncError
 
 SECONDS = 60.0
 SIZES = (700, 300, 900, 20, 1000)  # floats: three buckets of at most 4096 bytes
@@ -83,14 +83,14 @@ def update(
 ) -> list[Any]:
     """One update on all ranks, a thread each; returns what each rank's call returned or raised."""
     results: list[Any] = [None] * world_size
-    args = sync_args(audit_weights=False, **flags)
+    settings = sync_settings(audit_weights=False, **flags)
 
     def rank_call(rank: int) -> None:
         link = PeerLink(connect_store("127.0.0.1", store.port, SECONDS), "update", rank, places, SECONDS)
         mine: list[Any] = [engine for engine in engines if places[engine.url][0] == rank]
         transport = ipc.IpcTransport(SECONDS)
         try:
-            results[rank] = sync_weights(args, iter(named(rank)), mine, transport, "0.1", bool(mine), peers=link)
+            results[rank] = sync_weights(settings, iter(named(rank)), mine, transport, "0.1", bool(mine), peers=link)
         except Exception as error:
             results[rank] = error
         finally:

@@ -6,6 +6,8 @@ of its own, so versions never repeat.
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ import torch
 from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_model, sync_args
 
 from slime.config.machine import installed
-from slime.engines.handle import EngineError
-from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.flat import by_element_size, flatten, layout
+from slime.engines.handle import EngineHandle
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
+from slime.engines.sglang_api import Broadcast, EngineError
 from slime.utils.async_utils import run
 from slime.weights import audit
 from slime.weights.audit import Probe, WeightAuditError
 from slime.weights.fused import FusedDigests
+from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports import Transport, create_transport
 from slime.weights.update import UpdateReport
@@ -47,29 +51,24 @@ def dtype(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpEngineHandle]:
+def engine(dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
     """One server at a time: pytest runs all tests of one dtype, then those of the other."""
     log = tmp_path_factory.mktemp("logs") / f"{dtype}.log"
-    server = start_engine(make_args(model, dtype), EngineSpec(0, str(model)), log_path=log)
+    server = start_engine(sglang_args(model, dtype), EngineSpec(0, str(model)), log_path=log)
     try:
         server.wait_ready(START_SECONDS)
-        yield HttpEngineHandle(server.url)
+        yield EngineHandle(server.url)
     finally:
         server.stop()
 
 
-def make_args(model: Path, dtype: str, **changes: Any) -> Any:
+def sglang_args(model: Path, dtype: str, **changes: Any) -> Any:
     settings: dict[str, Any] = dict(
         rollout_backend="sglang",
         hf_checkpoint=str(model),
         train_dtype=dtype,
         rollout_dtype=dtype,
         sglang={"device": "cpu", "max_total_tokens": 4096},
-        rollout_seed=0,
-        trust_remote_code=False,
-        deterministic=False,
-        offload_rollout=False,
-        use_rollout_routing_replay=False,
         threads_per_process=1,
         update_weight_mode="delta",
     )
@@ -90,7 +89,7 @@ def transport_of(name: str, args: Any, folder: Path) -> Transport:
     args.update_weight_disk_dir = str(folder / "published")
     args.update_weight_transport = "disk" if name in ("disk", "delta") else "nccl"
     args.update_weight_mode = "delta" if name == "delta" else "full"
-    _made.append(create_transport(args, colocated_host=name == "ipc"))
+    _made.append(create_transport(WeightSyncSettings.from_args(args), colocated_host=name == "ipc"))
     return _made[-1]
 
 
@@ -101,17 +100,22 @@ def probe_of(trained: Any, dtype: str) -> Probe:
     return Probe(tokens, log_probs(cast, tokens))
 
 
-def sync(args: Any, trained: Any, engine: Any, transport: Transport, version: str, **more: Any) -> UpdateReport:
-    report = sync_weights(args, iter(named_weights(trained)), [engine], transport, version, True, **more)
+def sync(
+    args: Any, trained: Any, engine: Any, transport: Transport, version: str, probe: Probe | None = None, **more: Any
+) -> UpdateReport:
+    settings = WeightSyncSettings.from_args(args)
+    report = sync_weights(settings, iter(named_weights(trained)), [engine], transport, version, True, **more)
     assert report is not None
+    if probe is not None:
+        run(audit.probe_engines(settings, [engine], probe))
     return report
 
 
 @pytest.mark.parametrize("name", ["ipc", "distributed", "disk", "delta"])
 def test_sglang_gets_the_trainers_weights(
-    name: str, dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+    name: str, dtype: str, engine: EngineHandle, model: Path, tmp_path: Path
 ) -> None:
-    args = make_args(model, dtype)
+    args = sglang_args(model, dtype)
     transport = transport_of(name, args, tmp_path)
     assert transport.name == name
     attempt = len(name)
@@ -128,10 +132,36 @@ def test_sglang_gets_the_trainers_weights(
     assert run(engine.checksum()) != before
 
 
+def test_sglang_reads_a_flat_bucket_as_the_sender_lays_it_out() -> None:
+    package = importlib.util.find_spec("sglang")  # only found: to import it would patch transformers in this process
+    assert package is not None and package.submodule_search_locations
+    file = Path(package.submodule_search_locations[0]) / "srt/weight_sync/tensor_bucket.py"
+    spec = importlib.util.spec_from_file_location("tensor_bucket", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tensors = by_element_size(
+        [
+            ("flag", torch.tensor([True, False, True])),
+            ("matrix", torch.randn(7, 3).bfloat16().T),
+            ("long", torch.arange(5)),
+            ("norm", torch.randn(3)),
+        ]
+    )
+    entries, size = layout(tensors, alignment=1)
+    order = Broadcast([n for n, _ in tensors], [e.dtype for e in entries], [e.shape for e in entries], "g", "0.1", True)
+    said = json.loads(order.body)
+    assert said["load_format"] == "flattened_bucket"
+    bucket = module.FlattenedTensorBucket.empty(said["names"], said["dtypes"], said["shapes"], "cpu")
+    bucket.get_flattened_tensor().copy_(flatten(tensors, entries, size))
+    for (name, got), (sent_name, sent) in zip(bucket.reconstruct_tensors(), tensors, strict=True):
+        assert name == sent_name and got.dtype == sent.dtype and torch.equal(got, sent)
+
+
 def test_one_changed_tensor_is_all_that_a_delta_carries(
-    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+    dtype: str, engine: EngineHandle, model: Path, tmp_path: Path
 ) -> None:
-    args = make_args(model, dtype)
+    args = sglang_args(model, dtype)
     transport, trained = transport_of("delta", args, tmp_path), new_model(7)
     whole = sync(args, trained, engine, transport, "20.0").nbytes
     before = run(engine.checksum())
@@ -143,12 +173,12 @@ def test_one_changed_tensor_is_all_that_a_delta_carries(
 
 
 def test_a_base_that_is_gone_and_damaged_bytes_are_healed(
-    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+    dtype: str, engine: EngineHandle, model: Path, tmp_path: Path
 ) -> None:
-    args = make_args(model, dtype)
+    args = sglang_args(model, dtype)
     transport, trained = transport_of("delta", args, tmp_path), new_model(8)
     sync(args, trained, engine, transport, "21.0")
-    other_args = make_args(model, dtype)
+    other_args = sglang_args(model, dtype)
     other = transport_of("ipc", other_args, tmp_path)
     sync(other_args, new_model(9), engine, other, "22.0")  # the loader's copy is not what the model holds any more
     report = sync(args, new_model(10), engine, transport, "21.1", probe=probe_of(new_model(10), dtype))
@@ -168,9 +198,9 @@ def test_a_base_that_is_gone_and_damaged_bytes_are_healed(
 
 
 def test_a_sync_that_was_torn_is_marked_and_healed(
-    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+    dtype: str, engine: EngineHandle, model: Path, tmp_path: Path
 ) -> None:
-    args = make_args(model, dtype)
+    args = sglang_args(model, dtype)
     transport = transport_of("ipc", args, tmp_path)
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -178,14 +208,14 @@ def test_a_sync_that_was_torn_is_marked_and_healed(
         raise ArithmeticError("a rank is gone")
 
     with pytest.raises(ArithmeticError, match="a rank is gone"):
-        sync_weights(args, weights(), [engine], transport, "23.0", True)
+        sync_weights(WeightSyncSettings.from_args(args), weights(), [engine], transport, "23.0", True)
     assert run(engine.info()).weight_version == "23.0-torn"
     trained = new_model(13)
     sync(args, trained, engine, transport, "23.1", probe=probe_of(trained, dtype))
 
 
-def test_the_audit_finds_other_weights(dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path) -> None:
-    args = make_args(model, dtype)
+def test_the_audit_finds_other_weights(dtype: str, engine: EngineHandle, model: Path, tmp_path: Path) -> None:
+    args = sglang_args(model, dtype)
     transport, trained = transport_of("ipc", args, tmp_path), new_model(14)
     with pytest.raises(WeightAuditError, match=f"engine {engine.url} and the trainer disagree on the probe"):
         sync(args, trained, engine, transport, "24.0", probe=probe_of(new_model(15), dtype))
@@ -200,15 +230,15 @@ def test_the_audit_finds_other_weights(dtype: str, engine: HttpEngineHandle, mod
     sync(args, trained, engine, transport, "24.1")
     with pytest.raises(WeightAuditError, match=r"1 of 14 tensors differ: model.layers.1.mlp.gate_up_proj.weight"):
         kept = [(name, tensor) for name, tensor in named_weights(trained) if name != forgotten]
-        sync_weights(args, kept, [engine], transport, "24.2", True, check_equal=True)
+        sync_weights(WeightSyncSettings.from_args(args), kept, [engine], transport, "24.2", True, check_equal=True)
     sync(args, trained, engine, transport, "24.3", probe=probe_of(trained, dtype))
 
 
 def test_a_refused_tensor_is_told_in_sglangs_words(
-    dtype: str, engine: HttpEngineHandle, model: Path, tmp_path: Path
+    dtype: str, engine: EngineHandle, model: Path, tmp_path: Path
 ) -> None:
     """An update outside its brackets is refused and changes nothing."""
-    from slime.weights.update import Bucket
+    from slime.engines.flat import Bucket
 
     before = run(engine.checksum())
     with pytest.raises(EngineError, match="begin_weight_update"):

@@ -13,22 +13,24 @@ import psutil
 import pytest
 import torch
 from real_engines import VOCAB, log_probs, named_weights, new_model, save_tiny_model
-from test_sync_sglang import START_SECONDS, closed_transports, make_args, transport_of
+from test_sync_sglang import START_SECONDS, closed_transports, sglang_args, transport_of
 from torch.distributed import TCPStore
 
 from slime.config.machine import installed
 from slime.engines.background import run
-from slime.engines.http_handle import HttpEngineHandle
+from slime.engines.flat import NamedTensor
+from slime.engines.handle import EngineHandle
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess
 from slime.weights import audit, fused
 from slime.weights.audit import Probe, WeightAuditError
 from slime.weights.changes import AuditMemory
+from slime.weights.settings import WeightSyncSettings
 from slime.weights.sync import sync_weights
 from slime.weights.transports.ipc import IpcTransport
 from slime.weights.transports.peers import PeerLink, connect_store
-from slime.weights.update import NamedTensor, UpdateReport
+from slime.weights.update import UpdateReport
 
 pytestmark = [
     pytest.mark.sglang,
@@ -48,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    server = start_engine(make_args(model, DTYPE), EngineSpec(0, str(model), num_gpus=2), log_path=log)
+    server = start_engine(sglang_args(model, DTYPE), EngineSpec(0, str(model), num_gpus=2), log_path=log)
     try:
         server.wait_ready(START_SECONDS)
         yield server
@@ -57,19 +59,19 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 
 
 @pytest.fixture
-def engine(server: EngineProcess) -> HttpEngineHandle:
-    return HttpEngineHandle(server.url)
+def engine(server: EngineProcess) -> EngineHandle:
+    return EngineHandle(server.url)
 
 
 Named = Callable[[int], list[NamedTensor]]
 
 
 def sync(
-    engine: HttpEngineHandle, model: Path, named: Named, version: str, audited: bool = True, **more: Any
+    engine: EngineHandle, model: Path, named: Named, version: str, audited: bool = True, **more: Any
 ) -> UpdateReport:
     """One update by two training ranks, a thread each; ``named`` gives what a rank sends."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS), wait_for_workers=False)
-    args: Any = make_args(model, DTYPE, audit_weights=audited)
+    settings = WeightSyncSettings.from_args(sglang_args(model, DTYPE, audit_weights=audited))
     results: list[Any] = [None, None]
 
     def rank_call(rank: int) -> None:
@@ -79,7 +81,7 @@ def sync(
         mine = [engine] if rank == 0 else []
         try:
             results[rank] = sync_weights(
-                args, iter(named(rank)), mine, transport, version, rank == 0, peers=link, **more
+                settings, iter(named(rank)), mine, transport, version, rank == 0, peers=link, **more
             )
         except Exception as error:
             results[rank] = error
@@ -105,7 +107,7 @@ def probe_of(trained: Any) -> Probe:
     return Probe(tokens, log_probs(cast, tokens))
 
 
-def test_two_training_ranks_feed_the_two_ranks_of_a_server(engine: HttpEngineHandle, model: Path) -> None:
+def test_two_training_ranks_feed_the_two_ranks_of_a_server(engine: EngineHandle, model: Path) -> None:
     for step in range(2):
         trained = new_model(40 + step)
         sync(engine, model, lambda _: named_weights(trained), f"1.{step}", probe=probe_of(trained))  # noqa: B023
@@ -114,7 +116,7 @@ def test_two_training_ranks_feed_the_two_ranks_of_a_server(engine: HttpEngineHan
     assert run(engine.checksum()) == before
 
 
-def test_each_rank_of_the_server_reads_its_own_training_ranks_memory(engine: HttpEngineHandle, model: Path) -> None:
+def test_each_rank_of_the_server_reads_its_own_training_ranks_memory(engine: EngineHandle, model: Path) -> None:
     """Training rank 1 sends other values: they are what tensor-parallel rank 1 holds, and nothing else changes."""
     trained, other = new_model(50), new_model(51)
     sync(engine, model, lambda _: named_weights(trained), "2.0")
@@ -130,16 +132,16 @@ def test_each_rank_of_the_server_reads_its_own_training_ranks_memory(engine: Htt
 
 
 def test_the_ranks_of_a_server_share_one_copy_of_the_weights(
-    engine: HttpEngineHandle, server: EngineProcess, model: Path, tmp_path: Path
+    engine: EngineHandle, server: EngineProcess, model: Path, tmp_path: Path
 ) -> None:
     """Deltas are applied once per node, to memory that both ranks have mapped."""
-    args = make_args(model, DTYPE)
+    args = sglang_args(model, DTYPE)
     transport, trained = transport_of("delta", args, tmp_path), new_model(70)
+    settings = WeightSyncSettings.from_args(args)
     for step in range(3):
         trained.state_dict()["model.layers.0.mlp.gate_proj.weight"][3, step] += 1.0
-        report = sync_weights(
-            args, iter(named_weights(trained)), [engine], transport, f"2000.{step}", True, probe=probe_of(trained)
-        )
+        report = sync_weights(settings, iter(named_weights(trained)), [engine], transport, f"2000.{step}", True)
+        run(audit.probe_engines(settings, [engine], probe_of(trained)))
         assert report is not None and (report.density == 1.0) == (step == 0)
     mapped: dict[str, set[int]] = {}
     for process in psutil.Process(server.child.pid).children(recursive=True):
@@ -166,7 +168,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
     ],
 )
 def test_a_tensor_that_one_rank_of_a_server_did_not_get_ends_the_run(
-    engine: HttpEngineHandle,
+    engine: EngineHandle,
     model: Path,
     forgotten: str,
     held: str,
@@ -178,7 +180,7 @@ def test_a_tensor_that_one_rank_of_a_server_did_not_get_ends_the_run(
     Where the engine's checksums cannot be predicted (other families), its changes are compared with what was sent.
     """
     if not predicted:
-        monkeypatch.setattr(fused, "comparable", lambda args, info: False)
+        monkeypatch.setattr(fused, "has_predictable_checksums", lambda model, info: False)
     attempt = 3 + len(forgotten) + 100 * predicted
     old, new = (dict(named_weights(new_model(attempt + i))) for i in range(2))
     for name in new:

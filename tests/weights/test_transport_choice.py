@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_engines import sync_args
+from real_engines import sync_settings
 
 from slime.weights import transports
 from slime.weights.transports import create_transport, ranks_of_engines
+from slime.weights.transports.distributed import DistributedTransport
 
 
 @pytest.fixture
@@ -19,7 +22,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choice(colocated_host: bool, **flags: Any) -> str:
-    return create_transport(sync_args(**flags), colocated_host).name
+    return create_transport(sync_settings(**flags), colocated_host).name
 
 
 def test_on_the_cpu_the_host_decides() -> None:
@@ -45,13 +48,13 @@ def test_files_when_asked_for(tmp_path: Path) -> None:
 def test_the_hook_after_writing_gets_folder_and_engines(tmp_path: Path) -> None:
     hook = tmp_path / "hook.py"
     hook.write_text("seen = []\ndef after(args, version_dir, engines):\n    seen.append((version_dir, engines))\n")
-    args = sync_args(
+    settings = sync_settings(
         update_weight_transport="disk",
         update_weight_disk_dir=str(tmp_path),
         hf_checkpoint=str(tmp_path),
         custom_update_weight_post_write_path=f"{hook}:after",
     )
-    transport: Any = create_transport(args, True)
+    transport: Any = create_transport(settings, True)
     transport.written(tmp_path / "weight_v0.1", ["engine"])
     assert transport.written.__closure__  # bound to the user's function
     from slime.config.hooks import load_function
@@ -64,7 +67,7 @@ SLOTS = {"a": range(0, 1), "b": range(2, 4), "c": range(1, 2)}
 
 
 def ranks(world_size: int = 4, same_host: bool = True, **flags: Any) -> dict[str, range]:
-    return ranks_of_engines(sync_args(**flags), list(SLOTS), SLOTS, world_size, same_host)
+    return ranks_of_engines(sync_settings(**flags), list(SLOTS), SLOTS, world_size, same_host)
 
 
 RANK_0 = {url: range(1) for url in SLOTS}
@@ -86,3 +89,45 @@ def test_each_tensor_parallel_rank_reads_from_the_training_rank_on_its_gpu(on_gp
 def test_on_the_cpu_pairs_are_made_where_they_can_be() -> None:
     assert ranks(colocate=True) == SLOTS
     assert ranks(3, colocate=True) == ranks(colocate=True, same_host=False) == RANK_0
+
+
+MANY = {f"engine {i}": range(2 * i, 2 * i + 2) for i in range(40)}
+
+
+def senders(urls: Iterable[str] = MANY, world_size: int = 16, same_host: bool = False, **flags: Any) -> dict[str, int]:
+    found = ranks_of_engines(sync_settings(**flags), list(urls), MANY, world_size, same_host)
+    assert all(len(ranks) == 1 for ranks in found.values()), "a broadcast has one root"
+    return {url: ranks[0] for url, ranks in found.items()}
+
+
+def test_engines_of_broadcasts_are_divided_among_senders_on_different_nodes(on_gpus: None) -> None:
+    assert Counter(senders().values()) == {0: 14, 5: 13, 10: 13}, "at most sixteen engines to a sender"
+    assert Counter(senders(update_weight_senders=4).values()) == {0: 10, 4: 10, 8: 10, 12: 10}
+    assert set(senders(update_weight_senders=1).values()) == {0}
+    assert set(senders(list(MANY)[:16]).values()) == {0}
+    assert set(senders(world_size=2, update_weight_senders=8).values()) == {0, 1}, "no more senders than ranks"
+    assert len(set(senders(list(MANY)[:3], update_weight_senders=8).values())) == 3, "or than engines"
+    assert set(senders(update_weight_transport="disk", update_weight_senders=4).values()) == {0}
+
+
+def test_an_engine_keeps_its_sender_when_another_is_lost(on_gpus: None) -> None:
+    before = senders(update_weight_senders=4)
+    after = senders([url for url in MANY if url != "engine 7"], update_weight_senders=4)
+    assert {url: rank for url, rank in before.items() if url != "engine 7"} == after
+
+
+def test_senders_are_for_broadcasts_only() -> None:
+    assert set(senders(same_host=True, update_weight_senders=4).values()) == {0}, "shared memory"
+    assert set(senders(same_host=False, update_weight_senders=4).values()) == {0, 4, 8, 12}
+
+
+def test_buckets_of_broadcasts_between_gpus_are_larger(on_gpus: None) -> None:
+    assert create_transport(sync_settings(), False).bucket_bytes == 2**30
+    assert create_transport(sync_settings(colocate=True), True).bucket_bytes == 2**29
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_flag_for_the_size_of_buckets_wins(backend: str) -> None:
+    transport = DistributedTransport(backend, 1.0)
+    assert sync_settings(update_weight_buffer_size=5).bucket_bytes(transport.bucket_bytes) == 5
+    assert sync_settings(update_weight_buffer_size=None).bucket_bytes(transport.bucket_bytes) == transport.bucket_bytes

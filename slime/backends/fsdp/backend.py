@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from slime.backends import micro_batches as mb
 from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
-from slime.backends.base import Metrics, ModelTag, RankBatch
+from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.fsdp.checkpoint import load_training_state, save_training_state
+from slime.backends.fsdp.checkpoint import load_training_state, save_training_state, take_save_memory
 from slime.backends.fsdp.hf_weights import iter_hf_weights, save_hf_checkpoint
 from slime.backends.fsdp.model import (
     DTYPES,
@@ -31,19 +31,19 @@ from slime.backends.fsdp.model import (
     load_full_model,
 )
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.loss import (
-    TokenBatch,
-    compute_loss,
-    entropy_needs_gradient,
-    needs_entropy,
-    needs_logits,
-)
+from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.lr_schedule import LrSchedule
+from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
 from slime.backends.offload import Offloader
-from slime.backends.saving import BackgroundSave
+from slime.backends.saving import BackgroundSave, new_save_group
 from slime.backends.steps import StepAccounting, complete
+from slime.backends.tensor_shards import ShardMemory
+from slime.backends.token_batch import TokenBatch
+from slime.backends.token_budget import rehearsal_batch
 from slime.checkpoint.files import FileEntry
 from slime.config.layout import ParallelLayout
+from slime.data.fields import RankBatch
+from slime.data.schedule import PackingSettings
 from slime.models.inputs import ModelInputs
 from slime.models.scorer import PolicyScorer, ValueScorer
 
@@ -53,10 +53,14 @@ class FsdpBackend(StepAccounting):
 
     def __init__(self, args: Any, role: str, rank: int, world_size: int, device: torch.device) -> None:
         self.args, self.role, self.device = args, role, device
+        self.packing = PackingSettings.from_args(args)
+        self.loss_settings = LossSettings.from_args(args)
         self.rank, self.world_size = rank, world_size
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
         self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
         self.share_reduce = DataParallelReduce(world_size, device)
+        self.shard_size = args.fsdp_shard_size or world_size
+        """Ranks that together hold one replica of the model; see :func:`slime.backends.fsdp.model.shard_mesh`."""
         self.context_group: Any = None
         """Ranks that hold other tokens of the same samples; None without context parallelism."""
         data = None
@@ -78,7 +82,8 @@ class FsdpBackend(StepAccounting):
         )
         self.moving_copies: set[str] = set()
         self.saving: BackgroundSave | None = None
-        self.save_group: Any = None
+        self.save_group = new_save_group(args)
+        self.save_memory = ShardMemory()
         if role == "actor":
             self.moving_copies = load_copies(args, self.bank, initial_weights(args), self._load_copy)
 
@@ -103,7 +108,7 @@ class FsdpBackend(StepAccounting):
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
         with self.bank.using(model):
             parts = []
-            for indices in self.aligned(batch["micro_batch_indices"]):
+            for indices in self.aligned(self.forward_packs(batch)):
                 inputs = self._inputs(batch, indices)
                 scores, _ = scorer(inputs, temperature, with_entropy)
                 parts.append((indices, inputs, [getattr(scores, name) for name in names]))
@@ -115,7 +120,7 @@ class FsdpBackend(StepAccounting):
         """The critic's values of every sample's response."""
         assert isinstance(self.scorer, ValueScorer), "only a critic has values"
         parts = []
-        for indices in self.aligned(batch["micro_batch_indices"]):
+        for indices in self.aligned(self.forward_packs(batch)):
             inputs = self._inputs(batch, indices)
             parts.append((indices, inputs, [self.scorer(inputs)]))
         self._reshard()
@@ -153,10 +158,14 @@ class FsdpBackend(StepAccounting):
         scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
         shares: dict[str, float] = {}
-        for part in [self._backward(batch, indices, step) for indices in self.aligned(trained)]:
+        parts, micro_batches = [], self.aligned(trained)
+        for number, indices in enumerate(micro_batches, start=1):
+            self._communicate_for(last=number == len(micro_batches))
+            parts.append(self._backward(batch, indices, step))
+        for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator: once all its work is queued
         self.require_finite(shares.get("loss", 0.0), "loss", batch, step, self.optimizer.steps)
-        grad_norm = math.sqrt(self.share_reduce.total([float(self.optimizer.local_square_norm())])[0])
+        grad_norm = self._grad_norm()
         self.require_finite(grad_norm, "gradient norm", batch, step, self.optimizer.steps)
         metrics = self.step_metrics(shares, batch, scheduled, trained)
         metrics["grad_norm"] = grad_norm
@@ -164,28 +173,32 @@ class FsdpBackend(StepAccounting):
         metrics["global_batch_size"] = float(batch["global_batch_sizes"][step])
         return metrics
 
+    def _grad_norm(self) -> float:
+        """Over all parameters, exactly the same on every rank: replicas whose clipping differed in the last bit would
+        drift apart. Each shard is counted once per replica."""
+        squares = self.share_reduce.total([float(self.optimizer.local_square_norm())])[0]
+        return math.sqrt(squares * self.shard_size / self.world_size)
+
+    def _communicate_for(self, last: bool) -> None:
+        """What FSDP does in the next backward pass. Between replicas gradients are summed after the ``last``
+        micro-batch of a step only; until then each rank adds up its shard of its replica's gradients."""
+        if not isinstance(self.scorer, FSDPModule):
+            return
+        self.scorer.set_requires_gradient_sync(last or not self.args.fsdp_accumulate_unsharded_gradients)
+        self.scorer.set_requires_all_reduce(last)
+        self.scorer.set_reshard_after_backward(last or self.args.fsdp_reshard_after_forward)
+
     def _backward(self, batch: RankBatch, indices: list[int], step: int) -> dict[str, Tensor]:
         """One micro-batch; without samples a dummy that keeps this rank in step with the others."""
-        args = self.args
         inputs = self._inputs(batch, indices)
-        if isinstance(self.scorer, ValueScorer):
-            values = self.scorer(inputs)
-            current: dict[str, Any] = {"values": values}
-        else:
-            scores, logits = self.scorer(
-                inputs, args.rollout_temperature, needs_entropy(args), entropy_needs_gradient(args), needs_logits(args)
-            )
-            values = scores.log_probs
-            current = {"log_probs": values, "entropy": scores.entropy}
-            if logits is not None:
-                current |= {"logits": logits, "targets": inputs.targets}
+        values, current = self._outputs(inputs)
         if not indices:
             (values.sum() * 0.0).backward()
             return {}
         index = inputs.response_index
         tokens = TokenBatch.from_rank_batch(batch, indices, device=self.device, response_index=index, **current)
         loss, metrics = compute_loss(
-            args,
+            self.loss_settings,
             tokens,
             num_rollouts=batch["global_batch_sizes"][step],
             num_tokens=batch["global_token_counts"][step],
@@ -193,6 +206,32 @@ class FsdpBackend(StepAccounting):
         )
         loss.backward()
         return metrics
+
+    def _outputs(self, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
+        """Log-probs or values ``[R]``, and all that the loss takes of the model."""
+        args = self.args
+        if isinstance(self.scorer, ValueScorer):
+            values: Tensor = self.scorer(inputs)
+            return values, {"values": values}
+        scores, logits = self.scorer(
+            inputs, args.rollout_temperature, needs_entropy(args), entropy_needs_gradient(args), needs_logits(args)
+        )
+        current = {"log_probs": scores.log_probs, "entropy": scores.entropy}
+        if logits is not None:
+            current |= {"logits": logits, "targets": inputs.targets}
+        return scores.log_probs, current
+
+    def rehearse(self, tokens: int) -> None:
+        """See :meth:`TrainBackend.rehearse`."""
+        context = 1 if self.context_group is None else self.context_group.size()
+        vocab_size: int = self.builder.backbone.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+        batch = rehearsal_batch(tokens * context, vocab_size)
+        for _ in range(2):  # the second finds the gradients of the first
+            inputs = self._inputs(batch, list(range(len(batch["tokens"]))))
+            values, current = self._outputs(inputs)
+            (values.sum() * 0.0).backward()
+            del values, current
+        self.optimizer.zero_grad()
 
     # --- ranks in step --------------------------------------------------------------------------
 
@@ -202,9 +241,11 @@ class FsdpBackend(StepAccounting):
         return self.builder.build([torch.zeros(2, dtype=torch.long)], [1], [0], [None])
 
     def _reshard(self) -> None:
-        """FSDP's root keeps its gathered weights after a forward; without a backward they would go stale."""
-        if isinstance(self.scorer, FSDPModule):
-            self.scorer.reshard()
+        """FSDP's root keeps its gathered weights after a forward, and so may layers; without a backward they would go
+        stale."""
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -233,6 +274,10 @@ class FsdpBackend(StepAccounting):
     def reset_optimizer(self) -> None:
         """Forget the optimizer's moments (``--reset-optimizer-states``)."""
         self.optimizer.reset()
+
+    def take_save_memory(self) -> None:
+        if not self.save_memory.is_taken:
+            take_save_memory(self, with_optimizer=not self.args.no_save_optim)
 
     def save(self, path: Path) -> list[FileEntry]:
         return save_training_state(self, Path(path), with_optimizer=not self.args.no_save_optim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from slime.backends.fsdp.gathering import whole_tensors
 from slime.models.loading import ModelError
-from slime.weights.hf_folder import copy_companions, write_tensors
+from slime.models.stored import local_folder
+from slime.weights.hf_folder import (
+    copy_companions,
+    without_mtp_layers,
+    write_tensors,
+    zero_mtp_counts,
+)
+
+logger = logging.getLogger(__name__)
 
 _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
 
@@ -82,9 +91,9 @@ def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tenso
 
 
 def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, value, is_parameter in _tensors(model):
-        here = value.to(dtype) if is_parameter else value  # before the gather: half the bytes
-        yield name, here.full_tensor() if isinstance(here, DTensor) else here
+    # Cast before the gather: half the bytes.
+    cast = ((name, value.to(dtype) if is_parameter else value) for name, value, is_parameter in _tensors(model))
+    return whole_tensors(cast)
 
 
 def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -110,17 +119,24 @@ def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, s
     """Write a folder that ``from_pretrained`` and every engine reads; a collective, one rank writes.
 
     Args:
-        source: folder that the model came from: its tokenizer and processor files are copied.
+        source: folder, or hub id, that the model came from: its tokenizer and processor files are copied.
     """
     write_tensors(iter_hf_weights(model, dtype), path, writer)
     if writer:
         _write_config(model, path, dtype)
-        copy_companions(source, path)
+        folder = local_folder(source)  # of a hub id what was downloaded: a save does not wait for a network
+        if folder is None:
+            logger.warning("%s has no tokenizer files: %s is not on this machine", path, source)
+            return
+        copy_companions(folder, path)
+        if notice := without_mtp_layers(folder)[1]:
+            logger.warning("%s: %s", path, notice)
 
 
 def _write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
     model.config.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
+    config.update(zero_mtp_counts(config)[0])  # transformers builds no such layers, but keeps their count
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

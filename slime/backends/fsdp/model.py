@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -57,7 +57,9 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
     if args.compile_layers:
         compile_layers(model)
         policy.fused = True
-    shard(scorer, model, device, world_size, DTYPES[args.train_dtype])
+    whole = world_size == 1 and args.train_dtype == "float32"
+    mesh = None if whole else shard_mesh(device, world_size, args.fsdp_shard_size)
+    shard(scorer, model, device, mesh, DTYPES[args.train_dtype], args.fsdp_reshard_after_forward)
     if world_size > 1:
         require_same_names(model)
     return scorer, _builder(args, model, device, packed)
@@ -123,26 +125,44 @@ def initial_weights(args: Any) -> str:
     return str(args.load if starts_from_folder else args.hf_checkpoint)
 
 
-def shard(scorer: Scorer, model: PreTrainedModel, device: torch.device, world_size: int, dtype: torch.dtype) -> None:
+def shard_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
+    """The ranks as FSDP sees them: ``shard_size`` neighbours hold the shards of one replica (None: all ranks do).
+
+    Returns:
+        Shape ``(world_size,)``, or ``(replicas, shard_size)`` where there are several replicas.
+    """
+    if shard_size is None or shard_size == world_size:
+        return init_device_mesh(device.type, (world_size,))
+    return init_device_mesh(device.type, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def shard(
+    scorer: Scorer,
+    model: PreTrainedModel,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+) -> None:
     """Apply FSDP2: one group per decoder layer, one for the rest.
 
-    One rank in float32 is left alone: there is nothing to shard, and FSDP's hooks and copies cost 7% of
-    SmolLM2's step on the CPU (4.5 s for 64 samples). In bfloat16 FSDP also keeps the float32 master weights,
+    One rank in float32 (``mesh`` is None) is left alone: there is nothing to shard, and FSDP's hooks and copies cost
+    7% of SmolLM2's step on the CPU (4.5 s for 64 samples). In bfloat16 FSDP also keeps the float32 master weights,
     so it is always there.
     Vision towers belong to the root group: ranks whose samples have no image never enter them, and would
     otherwise miss collectives.
     """
-    if world_size == 1 and dtype == torch.float32:
+    if mesh is None:
         scorer.to(device)
         return
-    mesh = init_device_mesh(device.type, (world_size,))
+    world_size = mesh.size()
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
     whole = {name: p.detach() for name, p in scorer.named_parameters()}
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     fully_shard(scorer, mesh=mesh, mp_policy=policy)
     if any(p.is_meta for p in scorer.parameters()):
         scorer.to_empty(device=device)

@@ -15,35 +15,41 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
-from slime.backends.base import Metrics, ModelTag, RankBatch
+from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.loss import (
-    TokenBatch,
-    compute_loss,
-    entropy_needs_gradient,
-    needs_entropy,
-    needs_logits,
-)
+from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.megatron import groups, modules
-from slime.backends.megatron.checkpoint import load_training_state, load_weights, save_training_state
+from slime.backends.megatron.checkpoint import (
+    load_training_state,
+    load_weights,
+    save_training_state,
+    take_save_memory,
+)
 from slime.backends.megatron.config import ddp_config, transformer_config
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.freeze import select_trainable
 from slime.backends.megatron.inputs import MicroBatch, PackBuilder
 from slime.backends.megatron.model import Scores, Scoring, build_chunk
 from slime.backends.megatron.optimizer import ScheduledOptimizer
+from slime.backends.megatron.rehearsal import no_loss, without_a_trace
 from slime.backends.megatron.routing import ENGINE, RoutingReplay
 from slime.backends.megatron.schedule import run_schedule
 from slime.backends.megatron.shape import merged_settings
 from slime.backends.megatron.weights import ModelWeights
+from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
 from slime.backends.offload import Offloader
-from slime.backends.saving import BackgroundSave
+from slime.backends.saving import BackgroundSave, new_save_group
 from slime.backends.steps import StepAccounting
+from slime.backends.tensor_shards import ShardMemory
+from slime.backends.token_batch import TokenBatch
+from slime.backends.token_budget import rehearsal_batch
 from slime.checkpoint.files import FileEntry
 from slime.config.hf_config import megatron_folder
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
+from slime.data.fields import RankBatch
+from slime.data.schedule import PackingSettings
 from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import (
     HfFolder,
@@ -68,6 +74,8 @@ class MegatronBackend(StepAccounting):
 
     def __init__(self, args: Any, role: str, rank: int, world_size: int, device: torch.device) -> None:
         self.args, self.role, self.device = args, role, device
+        self.packing = PackingSettings.from_args(args)
+        self.loss_settings = LossSettings.from_args(args)
         self.rank, self.world_size = rank, world_size
         self.layout = ParallelLayout.from_args(args)
         if problems := self.layout.problems():
@@ -101,7 +109,8 @@ class MegatronBackend(StepAccounting):
         )
         self.moving_copies: set[str] = set()
         self.saving: BackgroundSave | None = None
-        self.save_group: Any = None
+        self.save_group = new_save_group(args)
+        self.save_memory = ShardMemory()
         if role == "actor":
             self.moving_copies = load_copies(args, self.bank, _initial_weights(args), self._load_copy)
 
@@ -196,7 +205,8 @@ class MegatronBackend(StepAccounting):
                     row.index_copy_(0, rows, getattr(scores, name).float())
             return out.new_zeros(()), {}
 
-        self._run(batch, batch["micro_batch_indices"], scoring, keep, forward_only=True)
+        packs = self.forward_packs(batch, self.layout.pp)
+        self._run(batch, packs, scoring, keep, forward_only=True)
         if (context := groups.context_group()) is not None:
             dist.all_reduce(out, group=context)
         groups.broadcast_from_last_stage([out])
@@ -218,14 +228,7 @@ class MegatronBackend(StepAccounting):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.chained.zero_grad()
-        scoring = Scoring()
-        if self.role == "actor":
-            scoring = Scoring(
-                temperature=args.rollout_temperature,
-                with_entropy=needs_entropy(args),
-                entropy_grad=entropy_needs_gradient(args),
-                with_logits=needs_logits(args),
-            )
+        scoring = self._scoring_of_training()
 
         def share(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
             return self._loss(batch, step, micro, scores)
@@ -244,6 +247,26 @@ class MegatronBackend(StepAccounting):
         result["global_batch_size"] = float(batch["global_batch_sizes"][step])
         return result
 
+    def _scoring_of_training(self) -> Scoring:
+        args = self.args
+        if self.role != "actor":
+            return Scoring()
+        return Scoring(
+            temperature=args.rollout_temperature,
+            with_entropy=needs_entropy(args),
+            entropy_grad=entropy_needs_gradient(args),
+            with_logits=needs_logits(args),
+        )
+
+    def rehearse(self, tokens: int) -> None:
+        """See :meth:`TrainBackend.rehearse`."""
+        self.optimizer.prime()  # moments would be made in the first step
+        batch = rehearsal_batch(tokens * self.layout.cp, self.hf_config.vocab_size)
+        everything = list(range(len(batch["tokens"])))
+        with without_a_trace(self.config, self.chunks):  # so many that the first stage holds as many as it ever does
+            self._run(batch, [everything] * (2 * self.layout.pp), self._scoring_of_training(), no_loss, False)
+        self.optimizer.chained.zero_grad()
+
     def _loss(self, batch: RankBatch, step: int, micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
         current = scores.values if scores.values is not None else scores.log_probs
         assert current is not None
@@ -258,7 +281,7 @@ class MegatronBackend(StepAccounting):
             batch, micro.indices, device=self.device, response_index=micro.response_index, **outputs
         )
         return compute_loss(
-            self.args,
+            self.loss_settings,
             tokens,
             num_rollouts=batch["global_batch_sizes"][step],
             num_tokens=batch["global_token_counts"][step],
@@ -331,6 +354,10 @@ class MegatronBackend(StepAccounting):
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
+
+    def take_save_memory(self) -> None:
+        if not self.save_memory.is_taken and self.args.ckpt_format != "torch":  # whose files are whole storages
+            take_save_memory(self, with_optimizer=not self.args.no_save_optim)
 
     def save(self, path: Path) -> list[FileEntry]:
         self._finish_gather()

@@ -9,9 +9,9 @@ instead (:mod:`~slime.backends.megatron.rank_files`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,11 @@ from torch import Tensor
 from slime.backends.megatron import rank_files
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.shards import STATE, is_sharded, state_shards, weight_shards, written_shards
-from slime.backends.saving import in_background, new_save_group, require_undamaged
-from slime.backends.tensor_shards import StoredTensors, TensorShard, copied, write_shards
+from slime.backends.saving import in_background, require_undamaged, small_files_writer
+from slime.backends.tensor_shards import StoredTensors, TensorShard, write_shards
 from slime.checkpoint.files import FileEntry, describe_files
 from slime.config.layout import ParallelLayout
-from slime.weights.torch_dist import META, RANK_FILES, TENSORS, describe, mark_as_megatron, read_meta
+from slime.weights.torch_dist import RANK_FILES, TENSORS, describe, mark_as_megatron, read_meta
 
 if TYPE_CHECKING:
     from slime.backends.megatron.backend import MegatronBackend
@@ -42,6 +42,8 @@ def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bo
     Returns:
         The files that this rank wrote. With ``--async-save`` none, and ``backend.saving`` returns them.
     """
+    if backend.saving is not None:  # its copies are in the memory that this save takes
+        backend.saving.finish(backend.args.phase_timeout)
     copies = sorted(backend.moving_copies)
     if backend.rank == 0:
         for name in (backend.args.ckpt_format, *(f"copy_{tag}" for tag in copies)):
@@ -49,26 +51,38 @@ def save_training_state(backend: MegatronBackend, path: Path, with_optimizer: bo
     backend.barrier()
     save = _rank_files_writer if backend.args.ckpt_format == "torch" else _shards_writer
     write = save(backend, path, copies, with_optimizer)
-    small = _small_files_writer(backend, path, copies, with_optimizer)
+    description = _describe(backend, copies, with_optimizer) if backend.rank == 0 else None
+    small = small_files_writer(path, backend.rank, _rng_state(), description)
     if backend.args.async_save:
         backend.saving = in_background(lambda: [*small(), *write()])
         return []
     return [*small(), *write()]
 
 
-def _shards_writer(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> _Write:
-    """With ``--async-save`` the tensors are copied at once."""
+def _by_folder(
+    backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool
+) -> dict[Path, list[TensorShard]]:
+    """What this rank writes."""
     chunks, chained = backend.chunks, backend.optimizer.chained
     folders = {path / TENSORS: written_shards(chunks, chained, with_optimizer=with_optimizer)}
     for tag in copies:
         folders[path / f"copy_{tag}"] = written_shards(chunks, chained, _tensors_of_copy(backend, tag))
-    group = None
+    return folders
+
+
+def take_save_memory(backend: MegatronBackend, with_optimizer: bool) -> None:
+    """Get the memory that the first asynchronous save copies into, while training goes on."""
+    folders = _by_folder(backend, Path(), sorted(backend.moving_copies), with_optimizer)
+    backend.save_memory.take(shard for shards in folders.values() for shard in shards)
+
+
+def _shards_writer(backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool) -> _Write:
+    """With ``--async-save`` the tensors are copied at once."""
+    folders = _by_folder(backend, path, copies, with_optimizer)
     if backend.args.async_save:
-        folders = {folder: copied(shards) for folder, shards in folders.items()}
-        if backend.save_group is None:
-            backend.save_group = new_save_group()
-        group = backend.save_group
-    return partial(_write_folders, folders, path, group, backend.rank)
+        copied = iter(backend.save_memory.copied(shard for shards in folders.values() for shard in shards))
+        folders = {folder: list(islice(copied, len(shards))) for folder, shards in folders.items()}
+    return partial(_write_folders, folders, path, backend.save_group, backend.rank)
 
 
 def _write_folders(folders: dict[Path, list[TensorShard]], root: Path, group: Any, rank: int) -> list[FileEntry]:
@@ -89,25 +103,6 @@ def _rank_files_writer(backend: MegatronBackend, path: Path, copies: list[str], 
         with backend.bank.using(tag):
             files |= rank_files.content(_own_states(backend.chunks), path / f"copy_{tag}")
     return partial(rank_files.write, files, path)
-
-
-def _small_files_writer(
-    backend: MegatronBackend, path: Path, copies: list[str], with_optimizer: bool
-) -> Callable[[], list[FileEntry]]:
-    """Writes the random state and, on rank 0, what describes the folder; both as they are now."""
-    rng, description = _rng_state(), None
-    if backend.rank == 0:
-        description = json.dumps(_describe(backend, copies, with_optimizer), indent=2)
-
-    def write() -> list[FileEntry]:
-        files = [path / f"rng_{backend.rank}.pt"]
-        torch.save(rng, files[0])
-        if description is not None:
-            (path / META).write_text(description + "\n")
-            files.append(path / META)
-        return describe_files(files, path)
-
-    return write
 
 
 def load_training_state(backend: MegatronBackend, path: Path) -> None:

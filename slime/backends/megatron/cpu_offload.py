@@ -38,7 +38,9 @@ def offload_main_parameters(optimizer: Any, fraction: float) -> int:
             if count < wanted:
                 group[place] = moved[id(main)] = _on_cpu(main)
                 count += main.numel()
-    for inner_group in optimizer.optimizer.param_groups:
+    # Megatron keeps the groups that it made torch's optimizer from. They would keep the replaced parameters alive.
+    made_from = [ranges["orig_group"] for ranges in optimizer.opt_group_ranges]
+    for inner_group in [*optimizer.optimizer.param_groups, *made_from]:
         inner_group["params"] = [moved.get(id(main), main) for main in inner_group["params"]]
     for model_group in optimizer.model_float16_groups:
         for model in model_group:

@@ -24,6 +24,7 @@ def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_minutes,
+        create_gloo_process_groups=False,  # for Megatron's own checkpoints of the distributed optimizer
     )
     tensor_parallel.model_parallel_cuda_manual_seed(derive_seed(seed, "megatron") % 2**31)
 

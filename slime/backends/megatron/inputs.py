@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime.backends.base import RankBatch
 from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.modules import Pack
 from slime.data.context_pack import build_context_pack
+from slime.data.fields import RankBatch
 from slime.data.packing import PackLayout, build_pack
 from slime.models.segments import PackSegments, to_device
 

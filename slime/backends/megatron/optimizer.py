@@ -21,7 +21,8 @@ class ScheduledOptimizer:
 
     def __init__(self, args: Any, role: str, chunks: list[Any]) -> None:
         schedule = LrSchedule.from_args(args, role)
-        self.chained = get_megatron_optimizer(optimizer_config(args, schedule.max_lr, schedule.min_lr), chunks)
+        config = optimizer_config(args, schedule.max_lr, schedule.min_lr)
+        self.chained = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         offloads = bool(args.megatron.get("optimizer_cpu_offload"))
         if offloads:
             fraction = _or(args.megatron.get("optimizer_offload_fraction"), 1.0)
@@ -34,7 +35,7 @@ class ScheduledOptimizer:
         streamed = offloads or bool(in_bf16 and args.megatron.get("use_distributed_optimizer", True))
         self.streamed = [StreamedGradients(one) for one in self.chained.chained_optimizers] if streamed else []
         self.clip_grad = args.clip_grad
-        self.steps = 0
+        self.steps = self._steps_since_reset = 0
         given = args.megatron
         self.scheduler = OptimizerParamScheduler(
             self.chained,
@@ -79,11 +80,13 @@ class ScheduledOptimizer:
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self.clip_grad, total_norm=norm)
         self.chained.step_with_ready_grads()
         self.steps += 1
+        self._steps_since_reset += 1
         self.scheduler.step(increment=1)
         return used
 
     def reset(self) -> None:
         """Zero the moments and counts of steps (``--reset-optimizer-states``); main parameters are no part of them."""
+        self._steps_since_reset = 0
         for state in self.states():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
@@ -102,11 +105,12 @@ class ScheduledOptimizer:
         """How many steps Adam's bias corrections count: those since the start, or since its states were reset."""
         counts = {int(state["step"]) for state in self.states() if "step" in state}
         assert len(counts) <= 1, f"parameters have made different numbers of steps: {sorted(counts)}"
-        return counts.pop() if counts else 0
+        return counts.pop() if counts else self._steps_since_reset  # all parameters of this rank are frozen
 
     def set_adam_steps(self, steps: int) -> None:
         """Give every parameter that has moments a count of its own: with one tensor for all, torch's Adam would
         advance it once for each of them."""
+        self._steps_since_reset = steps
         for optimizer in self._inner():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

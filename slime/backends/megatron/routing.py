@@ -18,9 +18,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime.backends.base import RankBatch
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.inputs import MicroBatch
+from slime.data.fields import RankBatch
 
 ROUTING = "routing_choices"
 ENGINE = "rollout_routed_experts"

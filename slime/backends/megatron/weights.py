@@ -103,36 +103,47 @@ class ModelWeights:
 
     @torch.no_grad()
     def load(self, folder: HfFolder) -> None:
-        """Fill this rank's parameters; reads only what they need.
+        """Fill this rank's parameters; a collective.
+
+        The data-parallel replicas of a parameter share the reading: one of them reads it, and of every tensor only the
+        rows or columns that it holds, and broadcasts it to the others.
 
         Raises:
             KeyError, ValueError: a tensor is missing, has another shape or is not of a float type; names it.
+            ModelError: another rank could not read its part; has that rank's message.
         """
-        for name in (*self.local, *self.duplicates):
-            for hf in self.hf_names(name):
-                if hf in folder and not folder.is_float(hf):
-                    raise ModelError(f"{hf!r} in {folder.folder} is {folder.plain[hf].dtype}, which is no float type")
-        for name, tensor in [*self.local.items(), *self.duplicates.items()]:
-            entry = self.entries[name]
-            if not entry.experts:
-                _fill(name, tensor, self._slice(entry, [folder.get(hf) for hf in entry.hf]))
-                continue
-            first = mpu.get_expert_model_parallel_rank() * tensor.shape[0]
-            for j in range(tensor.shape[0]):
-                tensors = [folder.get(hf.format(expert=first + j)) for hf in entry.hf]
-                _fill(name, tensor[j], self._slice(entry, tensors))
+        targets = [*self.local.items(), *self.duplicates.items()]
+        groups = [_replicas(self.entries[name]) for name, _ in targets]
+        readers = _readers(groups, [tensor.nbytes for _, tensor in targets])
+        failure: Exception | None = None
+        try:
+            for (name, tensor), group, reader in zip(targets, groups, readers, strict=True):
+                if reader == group.rank():
+                    self._read(folder, name, tensor)
+        except Exception as error:  # of any type: the other ranks must not wait for a broadcast that never comes
+            failure = error
+        _raise_together(failure)
+        for (_, tensor), group, reader in zip(targets, groups, readers, strict=True):
+            if group.size() > 1:
+                source = dist.get_process_group_ranks(group)[reader]
+                dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=source, group=group)
 
-    def _slice(self, entry: Entry, tensors: list[Tensor]) -> Tensor:
-        full = entry.layout.join(tensors)
-        axis = entry.layout.axis
-        if axis is None:
-            return full
-        group = tensor_group(entry)
-        if full.shape[axis] % group.size():
-            raise ValueError(
-                f"{entry.megatron}: {full.shape[axis]} cannot be cut into {group.size()} tensor parallel parts"
-            )
-        return full.chunk(group.size(), axis)[group.rank()]
+    def _read(self, folder: HfFolder, name: str, tensor: Tensor) -> None:
+        """Fill one parameter with this rank's part of the checkpoint's tensors."""
+        entry, group = self.entries[name], tensor_group(self.entries[name])
+        for hf in self.hf_names(name):
+            if hf in folder and not folder.is_float(hf):
+                raise ModelError(f"{hf!r} in {folder.folder} is {folder.plain[hf].dtype}, which is no float type")
+        first = mpu.get_expert_model_parallel_rank() * tensor.shape[0] if entry.experts else 0
+        for j, target in enumerate(tensor if entry.experts else [tensor]):
+            stored = [folder[hf.format(expert=first + j)] for hf in entry.hf]
+            try:
+                part = entry.layout.part(stored, group.rank(), group.size())
+            except ModelError:  # names the tensor already
+                raise
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+            _fill(name, target, part)
 
     # --- to a checkpoint -------------------------------------------------------------------------
 
@@ -167,6 +178,37 @@ def _fill(name: str, target: Tensor, source: Tensor) -> None:
             f"{name}: the checkpoint gives shape {tuple(source.shape)}, the model has {tuple(target.shape)}"
         )
     target.copy_(source.reshape(target.shape))
+
+
+def _replicas(entry: Entry) -> Any:
+    """The ranks that hold equal parts of a parameter. Those of its tensor-parallel group are not counted: what is not
+    cut is small."""
+    if entry.experts:
+        return mpu.get_expert_data_parallel_group()
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
+def _readers(groups: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+    """For each parameter the rank within its group that reads it: the one with the fewest bytes until then. All ranks
+    of a group have the same parameters in the same order, and so the same result."""
+    read: dict[int, list[int]] = {}
+    readers = []
+    for group, size in zip(groups, sizes, strict=True):
+        bytes_of = read.setdefault(id(group), [0] * group.size())
+        reader = bytes_of.index(min(bytes_of))
+        bytes_of[reader] += size
+        readers.append(reader)
+    return readers
+
+
+def _raise_together(failure: Exception | None) -> None:
+    """Raise on all ranks of the model if one of them failed; a collective."""
+    found = _gather_objects(None if failure is None else f"{type(failure).__name__}: {failure}", dist.group.WORLD)
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(found):
+        if message is not None:
+            raise ModelError(f"rank {rank} could not read the checkpoint: {message}")
 
 
 def _gather_objects(value: Any, group: Any) -> list[Any]:

@@ -86,14 +86,18 @@ class Engine:
         self._thread.join(timeout=30)
 
     async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run ``function`` on the model's thread between two steps and return its result."""
+        """Run ``function`` on the model's thread between two steps and return its result.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
         assert self._loop is not None
-        if self.failure is not None:
-            raise RuntimeError(f"the model's thread has ended: {self.failure!r}")
         future: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
             try:
+                if self.failure is not None:
+                    raise RuntimeError(f"the model's thread has ended: {self.failure!r}")
                 result = function(*arguments)
             except BaseException as error:  # nothing that a command raises may end the model's thread
                 self._post(_settle, future, None, error)
@@ -101,6 +105,8 @@ class Engine:
                 self._post(_settle, future, result, None)
 
         self._inbox.put(run)
+        if self.failure is not None:  # nobody takes commands any more
+            run()
         return await future
 
     async def submit(self, request: GenerateRequest, listener: Listener, image_inputs: Any = None) -> Sequence:
@@ -208,6 +214,7 @@ class Engine:
         except BaseException as error:
             logger.exception("the model's thread failed")
             self.failure = error
+            self._take_commands(block=False)  # they fail, too, or whoever sent them would wait for ever
             for sequence in list(self._listeners):
                 sequence.finish_reason = {"type": "abort", "message": repr(error), "status_code": 500, "err_type": None}
                 self._finish([sequence])
@@ -350,7 +357,7 @@ class Engine:
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.cancelled():
+    if future.done():  # cancelled, or told twice that the thread has ended
         return
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)

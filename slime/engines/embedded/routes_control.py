@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from slime.engines.embedded.protocol import API_VERSION, BadRequest
 from slime.engines.embedded.tensor_wire import DTYPES, read_tensors
 from slime.engines.embedded.web import LOADED, body_of, json_answer, outcome
 from slime.engines.embedded.weights import WeightError, overall_checksum
-from slime.engines.handle import DELTA_LOADER
+from slime.engines.sglang_api import DELTA_LOADER
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 FLUSHED = "Cache flushed.\n"
@@ -29,6 +30,7 @@ NOT_FLUSHED = "Cache not flushed: requests are running or waiting.\n"
 PAUSE_MODES = ("abort", "retract", "in_place")
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
 MAX_GROUPS = 4
+FLAT = "flattened_bucket"
 MAX_TENSORS = 2**20
 _NAME = text(4096)  # of a tensor, a group, a version
 _joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
@@ -138,13 +140,17 @@ def _group_name(body: dict[str, Any]) -> str:
 
 
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
-    """One broadcast from rank 0 per tensor, in the order of ``names``."""
+    """One broadcast from rank 0 per tensor, in the order of ``names``; with the ``load_format`` "flattened_bucket" one
+    of all tensors end to end."""
     body = await body_of(request)
     names = need(body, "names", list_of(_NAME, MAX_TENSORS))
     dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
     shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
     if not len(names) == len(dtypes) == len(shapes):
         raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
+    receive = _receive_flat if take(body, "load_format", one_of(FLAT)) else _receive
+    if receive is _receive_flat:
+        _require_aligned(names, dtypes, shapes)
     version = take(body, "weight_version", _NAME)
     group = request.app[GROUPS].get(_group_name(body))
     if group is None:
@@ -154,7 +160,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
 
     def write() -> int:
-        return engine.weights.load(_receive(names, dtypes, shapes, group, engine.runner.device))
+        return engine.weights.load(receive(names, dtypes, shapes, group, engine.runner.device))
 
     try:
         await engine.call(engine.change_weights, write, version)
@@ -174,6 +180,27 @@ def _receive(
     for wait in waits:
         wait.wait()
     return tensors
+
+
+def _require_aligned(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+    """Tensors that lie end to end without gaps must start at multiples of their element sizes."""
+    offset = 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        size = DTYPES[dtype].itemsize
+        if offset % size:
+            raise BadRequest(f"tensor {name!r} would start at byte {offset}, which is no multiple of {size}")
+        offset += size * math.prod(shape)
+
+
+def _receive_flat(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], group: Any, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    described = [(DTYPES[dtype], torch.Size(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in described]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    torch.distributed.broadcast(flat, src=0, group=group)
+    parts = zip(names, described, flat.split(sizes), strict=True)
+    return [(name, part.view(dtype).view(shape)) for name, (dtype, shape), part in parts]
 
 
 async def destroy_weights_update_group(request: web.Request) -> web.Response:

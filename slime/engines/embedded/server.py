@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from slime.engines.embedded.lifetime import die_with_parent
-from slime.models.cpu_memory import HUGE_PAGES
+from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # but a short spin saves a third: many operations take microseconds
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault(*HUGE_PAGES)  # torch's large tensors from huge pages
+    bound_kernel_caches()
     if options.deterministic:  # MKL: the same bits however buffers are aligned; costs nothing measurable here
         os.environ.setdefault("MKL_CBWR", "AUTO")
     logging.basicConfig(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.config.machine import this_machine
 from slime.config.passthrough import command_line
-from slime.engines.handle import DELTA_LOADER
+from slime.engines.sglang_api import DELTA_LOADER
 
 if TYPE_CHECKING:
     from slime.config.args import Args

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.data.sample import Group
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-def call_dynamic_filter(fn: Callable[..., Any], args: Any, group: Group) -> DynamicFilterOutput:
+def call_dynamic_filter(fn: Callable[..., Any], args: Args, group: Group) -> DynamicFilterOutput:
     """Call ``fn(args, group)`` and accept a bare bool.
 
     Raises:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Group, flatten
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
-def check_reward_nonzero_std(args: Any, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
+
+def check_reward_nonzero_std(args: Args, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
     """Keep a group whose rewards differ; one without a difference has no advantage to learn from."""
     rewards = _rewards(args, samples)
     if len(set(rewards)) > 1:
@@ -16,11 +19,11 @@ def check_reward_nonzero_std(args: Any, samples: Group, **kwargs: Any) -> Dynami
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}" if rewards else "no_rewards")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(args: Args, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
     """The same, but rather keep a group without a difference than leave the rollout short."""
     answer = check_reward_nonzero_std(args, samples)
     return DynamicFilterOutput(answer.keep, answer.reason, keep_when_insufficient=not answer.keep)
 
 
-def _rewards(args: Any, samples: Group) -> list[float]:
+def _rewards(args: Args, samples: Group) -> list[float]:
     return [float(sample.get_reward_value(args)) for sample in flatten(samples) if not sample.reward_timed_out]

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.data.eval_config import BY_TYPE, resolve_eval_datasets
 from slime.rollout.rm_hub import model_rm
 from slime.rollout.rm_hub.dispatch import load_reward
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
-def check_rewards(args: Any) -> list[str]:
+
+def check_rewards(args: Args) -> list[str]:
     """One line for each reward model class that cannot be made.
 
     A function that cannot be imported is not told here: the check of the hooks has done so.
     """
-    if getattr(args, "loss_type", "policy_loss") == "sft_loss" or getattr(args, "load_debug_rollout_data", None):
+    if args.loss_type == "sft_loss" or args.load_debug_rollout_data:
         return []
     problems = []
     for where, path in _rewards(args):
         if path and path != BY_TYPE:
-            problems += _class_problem(where, path, getattr(args, "rm_model_path", None))
+            problems += _class_problem(where, path, args.rm_model_path)
     return list(dict.fromkeys(problems))
 
 
-def _rewards(args: Any) -> Iterator[tuple[str, str | None]]:
+def _rewards(args: Args) -> Iterator[tuple[str, str | None]]:
     """(words before the problem, ``--custom-rm-path``) of training and of each evaluation set."""
-    yield "", getattr(args, "custom_rm_path", None)
+    yield "", args.custom_rm_path
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, OSError):

@@ -11,7 +11,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.data.eval_config import BY_TYPE
@@ -19,8 +19,11 @@ from slime.data.sample import Sample
 from slime.rollout.hooks import parameters
 from slime.rollout.rm_hub import dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
 from slime.rollout.rm_hub.custom import RewardTimeout, call_bounded
-from slime.rollout.rm_hub.outcome import mark_unscored, time_limit
+from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.rm_hub.text import after_thinking, last_boxed
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 REWARD_TYPES: dict[str, Callable[[Any, Sample], Any]] = {
     "math": math.math_reward,
@@ -37,13 +40,13 @@ _BOXED = "boxed_"
 _COMPARED = ("math", "deepscaler", "dapo", "f1")  # with the label; those that read it otherwise say what it lacks
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Any:
     """The reward of one sample: a float or a dict; None (and the sample marked) when its verifier gave no answer.
 
     Raises:
         ValueError: no reward is configured, or an unknown type.
     """
-    path = sample.custom_rm_path or getattr(args, "custom_rm_path", None)
+    path = sample.custom_rm_path or args.custom_rm_path
     if not path or path == BY_TYPE:  # these have limits of their own, which begin when a verifier does
         return await by_type(args, sample)
     if model_rm.is_model_class(load_reward(path)):
@@ -52,7 +55,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     return await _custom(args, path, sample, [sample], kwargs)
 
 
-async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
     """Rewards of several samples, in their order: one call of the function with the list, else each by itself.
 
     The function is ``--custom-rm-path``, or the one that all samples name (a data set's own in evaluation;
@@ -64,9 +67,9 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     """
     own = {sample.custom_rm_path for sample in samples}
     path = own.pop() if len(own) == 1 else None
-    listed = path is not None and getattr(args, "group_rm", False) and "sample" not in _names(path)
+    listed = path is not None and args.group_rm and "sample" not in _names(path)
     if not own and path is None:
-        path, listed = getattr(args, "custom_rm_path", None), True
+        path, listed = args.custom_rm_path, True
     if not path or not (listed or model_rm.is_model_class(load_reward(path))):
         return list(await asyncio.gather(*(async_rm(args, sample, **kwargs) for sample in samples)))
     if model_rm.is_model_class(load_reward(path)):
@@ -81,13 +84,13 @@ async def batched_async_rm(args: Any, samples: Sequence[Sample], **kwargs: Any) 
     return list(rewards)
 
 
-async def _custom(args: Any, path: str, subject: Any, samples: Sequence[Sample], kwargs: dict[str, Any]) -> Any:
+async def _custom(args: Args, path: str, subject: Any, samples: Sequence[Sample], kwargs: dict[str, Any]) -> Any:
     """The answer of a custom function; None and ``samples`` marked when it took too long."""
     function = load_reward(path)
     deadline = getattr(function, "deadline", None)
-    limit = float(deadline(args)) if deadline is not None else time_limit(args)
+    limit = float(deadline(args)) if deadline is not None else args.reward_timeout
     try:
-        return await call_bounded(limit, getattr(args, "reward_workers", None), function, args, subject, **kwargs)
+        return await call_bounded(limit, args.reward_workers, function, args, subject, **kwargs)
     except RewardTimeout as error:
         for sample in samples:
             mark_unscored(sample, "timeout", f"{path}: {error}")
@@ -99,11 +102,11 @@ def _names(path: str) -> frozenset[str]:
     return frozenset() if model_rm.is_model_class(function) else parameters(function)[0]
 
 
-def scores_whole_groups(args: Any) -> bool:
+def scores_whole_groups(args: Args) -> bool:
     """Whether a group is scored in one call: ``--group-rm``, or a class-style reward model, which works in batches."""
-    if getattr(args, "group_rm", False):
+    if args.group_rm:
         return True
-    path = getattr(args, "custom_rm_path", None)
+    path = args.custom_rm_path
     return path is not None and bool(path) and model_rm.is_model_class(load_reward(path))
 
 
@@ -112,10 +115,10 @@ def load_reward(path: str) -> Any:
     return load_function(path, "CustomRewardModel")
 
 
-async def by_type(args: Any, sample: Sample) -> Any:
+async def by_type(args: Args, sample: Sample) -> Any:
     """By ``metadata["rm_type"]`` or ``--rm-type``, whatever ``--custom-rm-path`` says: an evaluation set with a type
     of its own names this function."""
-    name = str(sample.metadata.get("rm_type") or getattr(args, "rm_type", None) or "").strip()
+    name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
     if not name:
         raise ValueError(
             f"sample {sample.index} has no reward: give --rm-type ({', '.join(REWARD_TYPES)}), --custom-rm-path, "

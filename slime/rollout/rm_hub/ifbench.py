@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.ifbench_checks import follows, instructions_problem
 from slime.rollout.rm_hub.outcome import verify
 from slime.rollout.rm_hub.text import after_thinking
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _MODULE = "evaluation_lib"
 _ALTERNATIVES = (
@@ -39,7 +42,7 @@ def unreadable(metadata: Mapping[str, Any]) -> str | None:
     return None if problem is None else f"{problem}; {_ALTERNATIVES}"
 
 
-async def ifbench_reward(args: Any, sample: Sample) -> float | None:
+async def ifbench_reward(args: Args, sample: Sample) -> float | None:
     """Reads ``instruction_id_list``, ``kwargs`` and, where given, ``prompt_text`` of the metadata.
 
     What stands inside of ``<think>...</think>`` is not judged.

@@ -9,7 +9,7 @@ and plain numbers are decided at once; the rest goes to math-verify in a verifie
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.outcome import verify
@@ -22,6 +22,9 @@ from slime.rollout.rm_hub.text import (
     normalize_math,
     without_unit,
 )
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 _RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
@@ -57,7 +60,7 @@ def same_answer(gold: str, answer: str) -> bool | None:
     return None
 
 
-async def math_reward(args: Any, sample: Sample) -> float | None:
+async def math_reward(args: Args, sample: Sample) -> float | None:
     """Reward type ``math``."""
     response = after_thinking(sample.response)
     gold, marked = gold_answer(sample.label), _marked_answer(response)
@@ -72,7 +75,7 @@ async def math_reward(args: Any, sample: Sample) -> float | None:
     return _as_reward(await verify(args, sample, _RESPONSE_EQUAL, gold, tail))
 
 
-async def deepscaler_reward(args: Any, sample: Sample) -> float | None:
+async def deepscaler_reward(args: Args, sample: Sample) -> float | None:
     """Reward type ``deepscaler``."""
     for marker in ("</think>", "###Response"):
         if marker in sample.response:
@@ -81,7 +84,7 @@ async def deepscaler_reward(args: Any, sample: Sample) -> float | None:
     return 0.0
 
 
-async def _compare(args: Any, sample: Sample, gold: str, answer: str) -> float | None:
+async def _compare(args: Args, sample: Sample, gold: str, answer: str) -> float | None:
     if not answer or len(answer) > max(_LONGEST_ANSWER, 2 * len(gold)):
         return 0.0
     decided = same_answer(gold, answer)

@@ -11,13 +11,16 @@ from __future__ import annotations
 import atexit
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
-from slime.rollout.hooks import accepted
-from slime.rollout.rm_hub.outcome import mark_unscored, time_limit
+from slime.rollout.hooks import supported_kwargs
+from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.verifier import VerifierPool
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _WORKER = "slime.rollout.rm_hub.model_rm"
 DEFAULT_CLASS = "CustomRewardModel"  # what a bare file means
@@ -30,7 +33,7 @@ def is_model_class(function: Any) -> bool:
     return inspect.isclass(function)
 
 
-async def model_rewards(args: Any, path: str, model_class: type, samples: Sequence[Sample]) -> list[Any] | None:
+async def model_rewards(args: Args, path: str, model_class: type, samples: Sequence[Sample]) -> list[Any] | None:
     """One call of ``compute_reward`` for all samples, in their order; None (and the samples marked) without an answer.
 
     Raises:
@@ -38,7 +41,7 @@ async def model_rewards(args: Any, path: str, model_class: type, samples: Sequen
         ValueError: it wants a model path, and there is none.
         RuntimeError: the model could not be made, or ``compute_reward`` raised.
     """
-    model_path = getattr(args, "rm_model_path", None)
+    model_path = args.rm_model_path
     check_class(model_class, model_path)
     columns = [
         [sample.prompt for sample in samples],
@@ -48,7 +51,7 @@ async def model_rewards(args: Any, path: str, model_class: type, samples: Sequen
     ]
     setup = (f"{_WORKER}:load", path, model_path)
     run = _pool(path, model_path).run
-    verdict = await run(f"{_WORKER}:compute", path, model_path, *columns, timeout=time_limit(args), setup=setup)
+    verdict = await run(f"{_WORKER}:compute", path, model_path, *columns, timeout=args.reward_timeout, setup=setup)
     if verdict.ok:
         return list(verdict.value)
     if verdict.status == "error":
@@ -100,7 +103,7 @@ def compute(
     """Rewards of one batch, as floats or dicts."""
     load(path, model_path)
     function = _models[path, model_path].compute_reward
-    rewards = function(prompts, responses, **accepted(function, labels=labels, metadata=metadata))
+    rewards = function(prompts, responses, **supported_kwargs(function, labels=labels, metadata=metadata))
     if inspect.isawaitable(rewards):
         import asyncio
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
-from slime.rollout.verifier import Verdict, VerifierPool, shared_pool
+from slime.rollout.verifier import Verdict, shared_pool
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 FAILURE_KEY = "reward_failure"
@@ -34,19 +37,9 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
         )
 
 
-def time_limit(args: Any) -> float:
-    """``--reward-timeout`` in seconds."""
-    return float(getattr(args, "reward_timeout", None) or 30.0)
-
-
-def verifier_pool(args: Any) -> VerifierPool:
-    """The pool that ``--reward-workers`` asks for."""
-    return shared_pool(getattr(args, "reward_workers", None))
-
-
-async def verify(args: Any, sample: Sample, function: str, *call_args: Any) -> Any:
+async def verify(args: Args, sample: Sample, function: str, *call_args: Any) -> Any:
     """Run a verifier in the pool under ``--reward-timeout``; without a result, mark the sample and return None."""
-    verdict: Verdict = await verifier_pool(args).run(function, *call_args, timeout=time_limit(args))
+    verdict: Verdict = await shared_pool(args.reward_workers).run(function, *call_args, timeout=args.reward_timeout)
     if verdict.ok:
         return verdict.value
     mark_unscored(sample, verdict.status, verdict.detail)

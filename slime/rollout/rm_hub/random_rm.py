@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
-def random_reward(args: Any, sample: Sample) -> int:
+
+def random_reward(args: Args, sample: Sample) -> int:
     """The same for the same run seed and sample index."""
-    return derive_seed(int(getattr(args, "rollout_seed", 42)), "random reward", sample.index or 0) & 1
+    return derive_seed(args.rollout_seed, "random reward", sample.index or 0) & 1

@@ -6,10 +6,13 @@ import asyncio
 import logging
 import random
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample
-from slime.rollout.rm_hub.outcome import mark_unscored, time_limit
+from slime.rollout.rm_hub.outcome import mark_unscored
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 TRIES = 10
@@ -17,10 +20,9 @@ FIRST_PAUSE = 0.5  # seconds, doubled after each failure
 LONGEST_PAUSE = 15.0
 UNKNOWN_SERVER_SECONDS = 300.0  # a server that has never answered is more likely a wrong address than a restart
 _FIRST_REPORT = 10.0  # seconds of an outage after which it is reported, then after twice as many each time
-_DEFAULT_PHASE_SECONDS = 3600.0
 
 
-async def remote_reward(args: Any, sample: Sample) -> Any:
+async def remote_reward(args: Args, sample: Sample) -> Any:
     """Score one sample; see :func:`ask`.
 
     Raises:
@@ -32,7 +34,7 @@ async def remote_reward(args: Any, sample: Sample) -> Any:
     return await ask(args, sample, args.rm_url, payload)
 
 
-async def ask(args: Any, sample: Sample, url: str, payload: dict[str, Any]) -> Any:
+async def ask(args: Args, sample: Sample, url: str, payload: dict[str, Any]) -> Any:
     """POST and wait for a server that is away, as for engines: connection errors, 5xx, 408 and 429 are tried again for
     ``--phase-timeout`` seconds, with exponential back-off; the wait is reported.
 
@@ -45,7 +47,7 @@ async def ask(args: Any, sample: Sample, url: str, payload: dict[str, Any]) -> A
     """
     from slime.engines.http import HttpError, request
 
-    limit = time_limit(args)
+    limit = args.reward_timeout
     server = _servers.setdefault(url, _Server(url))
     begun, pause, timeouts, faults = time.monotonic(), FIRST_PAUSE, 0, 0
     while True:
@@ -67,7 +69,7 @@ async def ask(args: Any, sample: Sample, url: str, payload: dict[str, Any]) -> A
             if faults >= TRIES and server.last_answer > begun:
                 mark_unscored(sample, "error", f"{url} failed {faults} times on this sample; last: {error}")
                 return None
-            server.failed(error, time.monotonic() - begun, _patience(args, server))
+            server.failed(error, time.monotonic() - begun, _patience(args.phase_timeout, server))
             retry_after = error.retry_after or 0.0
         await asyncio.sleep(max(pause * random.uniform(0.75, 1.25), retry_after))
         pause = min(2 * pause, LONGEST_PAUSE)
@@ -106,6 +108,5 @@ class _Server:
 _servers: dict[str, _Server] = {}
 
 
-def _patience(args: Any, server: _Server) -> float:
-    phase = float(getattr(args, "phase_timeout", None) or _DEFAULT_PHASE_SECONDS)
+def _patience(phase: float, server: _Server) -> float:
     return min(phase, UNKNOWN_SERVER_SECONDS) if server.last_answer == float("-inf") else phase

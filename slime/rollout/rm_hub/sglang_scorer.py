@@ -1,5 +1,4 @@
 """Rewards from a model that an SGLang server (or the embedded engine) serves; ``--rm-url`` says where and how.
-
 ``--custom-rm-path slime.rollout.rm_hub.sglang_scorer.score --rm-url http://HOST:PORT/FORM``, with the form by
 the last part of the address:
 
@@ -19,11 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.data.sample import Sample
 from slime.engines.http import post
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 JUDGE = (
     "Question:\n{prompt}\n\nReference answer: {label}\n\nAnswer to judge:\n{response}\n\n"
@@ -33,19 +35,19 @@ YES, NO = " Yes", " No"  # the first token of each is what is compared
 _RETRIES = 5
 
 
-async def score(args: Any, sample: Sample, **kwargs: Any) -> float:
+async def score(args: Args, sample: Sample, **kwargs: Any) -> float:
     """Score one sample."""
     return (await score_group(args, [sample]))[0]
 
 
-async def score_group(args: Any, samples: Sequence[Sample], **kwargs: Any) -> list[float]:
+async def score_group(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[float]:
     """Score samples in one request.
 
     Raises:
         ValueError: no ``--rm-url``, or one that ends in none of the four forms.
         HttpError: the server refused, or failed again and again.
     """
-    url = getattr(args, "rm_url", None) or ""
+    url = args.rm_url or ""
     form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
     if form is None:
         raise ValueError(
@@ -55,7 +57,7 @@ async def score_group(args: Any, samples: Sequence[Sample], **kwargs: Any) -> li
     return scores
 
 
-async def _generate(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+async def _generate(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
     tokenizer, ids = _judge_tokens(args)
     body = {
         "input_ids": [_encode(tokenizer, _judge_text(args, tokenizer, sample)) for sample in samples],
@@ -71,7 +73,7 @@ async def _generate(args: Any, url: str, samples: Sequence[Sample]) -> list[floa
     return rewards
 
 
-async def _v1_score(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+async def _v1_score(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
     tokenizer, ids = _judge_tokens(args)
     texts = [_encode(tokenizer, _judge_text(args, tokenizer, sample)) for sample in samples]
     body = {
@@ -85,14 +87,14 @@ async def _v1_score(args: Any, url: str, samples: Sequence[Sample]) -> list[floa
     return [float(row[0]) for row in answer["scores"]]
 
 
-async def _classify(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+async def _classify(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
     tokenizer = _tokenizer(args)
     body = {"input_ids": [_encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]}
     answers = await post(url, body, max_retries=_RETRIES)
     return [float(answer["embedding"][0]) for answer in (answers if isinstance(answers, list) else [answers])]
 
 
-async def _embeddings(args: Any, url: str, samples: Sequence[Sample]) -> list[float]:
+async def _embeddings(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
     texts = [text or " " for sample in samples for text in (sample.response, str(sample.label))]
     answer = await post(url, {"model": "default", "input": texts}, max_retries=_RETRIES)
     vectors = [item["embedding"] for item in sorted(answer["data"], key=lambda item: item["index"])]
@@ -102,17 +104,17 @@ async def _embeddings(args: Any, url: str, samples: Sequence[Sample]) -> list[fl
 _FORMS = {"/generate": _generate, "/v1/score": _v1_score, "/classify": _classify, "/v1/embeddings": _embeddings}
 
 
-def _tokenizer(args: Any) -> Any:
-    from slime.utils.processing_utils import load_tokenizer
+def _tokenizer(args: Args) -> Any:
+    from slime.data.tokenizers import load_tokenizer
 
-    return load_tokenizer(getattr(args, "rm_model_path", None) or args.hf_checkpoint)
+    return load_tokenizer(args.rm_model_path or args.hf_checkpoint)
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _judge_tokens(args: Any) -> tuple[Any, tuple[int, int]]:
+def _judge_tokens(args: Args) -> tuple[Any, tuple[int, int]]:
     tokenizer = _tokenizer(args)
     yes, no = (_encode(tokenizer, word)[0] for word in (YES, NO))
     if yes == no:
@@ -120,8 +122,8 @@ def _judge_tokens(args: Any) -> tuple[Any, tuple[int, int]]:
     return tokenizer, (yes, no)
 
 
-def _judge_text(args: Any, tokenizer: Any, sample: Sample) -> str:
-    template = getattr(args, "judge_template", None) or JUDGE
+def _judge_text(args: Args, tokenizer: Any, sample: Sample) -> str:
+    template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
     fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
     for name, value in fields.items():  # not str.format: answers are full of braces
         template = template.replace("{" + name + "}", value)

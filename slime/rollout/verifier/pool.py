@@ -269,7 +269,7 @@ _shared_lock = threading.Lock()
 
 def default_workers() -> int:
     """Half of the cores, the other half being the rollout's and the engines', and at least two where there are two."""
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     return min(cores, max(2, cores // 2))
 
 

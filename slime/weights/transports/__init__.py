@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from slime.weights.settings import WeightSyncSettings
 from slime.weights.transports.base import SendResult, Transport
 
-__all__ = ["SendResult", "Transport", "create_transport", "ranks_of_engines", "sync_deadline"]
+__all__ = ["SendResult", "Transport", "create_transport", "ranks_of_engines"]
 
-_DRIVER_MARGIN = 0.9  # of --phase-timeout: a sync ends with an error of its own before the driver gives up
-
-
-def sync_deadline(args: Any) -> float:
-    """Seconds that one step of a sync may take (one bucket on all engines, one control call)."""
-    return float(min(args.distributed_timeout_minutes * 60, args.phase_timeout * _DRIVER_MARGIN))
+ENGINES_PER_SENDER = 16
+"""Unless ``--update-weight-senders`` says otherwise: at most so many engines wait for one another in a broadcast, and
+are torn when one of them is lost."""
 
 
 def ranks_of_engines(
-    args: Any, urls: Sequence[str], slots: Mapping[str, range], world_size: int, same_host: bool
+    settings: WeightSyncSettings, urls: Sequence[str], slots: Mapping[str, range], world_size: int, same_host: bool
 ) -> dict[str, range]:
     """For each engine the training ranks whose memory it reads the weights from; the first of them sends.
 
     A CUDA IPC handle opens only on the node of its GPU. Each tensor-parallel rank of a colocated engine therefore reads
-    from the training rank on its own GPU (:mod:`slime.weights.transports.peers`); all other engines get everything
-    from rank 0. Without GPUs the processes of one host that would share a GPU are paired in the same way.
+    from the training rank on its own GPU (:mod:`slime.weights.transports.peers`). Without GPUs the processes of one
+    host that would share a GPU are paired in the same way. Engines that get broadcasts are divided among
+    ``--update-weight-senders`` ranks. All other engines get everything from rank 0.
 
     Args:
         slots: engine URL to its places among the rollout's GPUs, which colocated are the trainer's.
@@ -35,7 +33,11 @@ def ranks_of_engines(
         ValueError: a colocated engine is on a GPU that no rank is on.
     """
     rank_0 = {url: range(1) for url in urls}
-    if not (args.colocate and args.update_weight_transport == "nccl" and world_size > 1):
+    if settings.transport == "disk":
+        return rank_0
+    if not _by_handle(settings, same_host):
+        return _divided(settings.senders, urls, slots, world_size)
+    if not settings.colocate or world_size == 1:
         return rank_0
     alone = [url for url in urls if url not in slots or slots[url].stop > world_size]
     if not _on_cuda():
@@ -48,29 +50,52 @@ def ranks_of_engines(
     return {url: slots[url] for url in urls}
 
 
-def create_transport(args: Any, colocated_host: bool) -> Transport:
+def _divided(senders: int | None, urls: Sequence[str], slots: Mapping[str, range], world_size: int) -> dict[str, range]:
+    """Engines divided among senders, by their places so that an engine keeps its sender when others are lost.
+
+    Each sender brings all weights to its own engines, in a process group of its own with them, at the same time as the
+    other senders. Senders do not divide the *tensors*: SGLang serves one weight request after the other, so an engine
+    receives from one group at a time however many there are, and groups with common engines would have to be
+    served in the same order by all of them, or wait for one another for ever. The senders are spread evenly over the
+    training ranks, which are numbered node by node, so they use the network interfaces of different nodes.
+    """
+    wanted = senders or -(-len(urls) // ENGINES_PER_SENDER)
+    count = max(min(wanted, world_size, len(urls)), 1)
+    places = dict(zip(urls, range(len(urls)), strict=True))
+    if slots.keys() >= places.keys():
+        places = {url: slots[url].start for url in urls}
+    end = max(places.values(), default=0) + 1
+    ranks = {url: (place * count // end) * world_size // count for url, place in places.items()}
+    return {url: range(rank, rank + 1) for url, rank in ranks.items()}
+
+
+def _by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
+    """Whether engines open the trainer's memory; otherwise they take part in broadcasts."""
+    if _on_cuda():
+        return bool(settings.colocate or (same_host and _gpus_of_this_host() == 1))
+    return same_host
+
+
+def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
     """Choose a transport from the flags and the placement.
 
     Args:
-        args: reads ``update_weight_mode``, ``update_weight_transport``, ``update_weight_disk_dir``,
-            ``update_weight_disk_keep_files``, ``update_weight_delta_encoding``, ``update_weight_delta_checksum``,
-            ``custom_update_weight_post_write_path``, ``hf_checkpoint``, ``colocate``,
-            ``distributed_timeout_minutes``, ``phase_timeout``.
         colocated_host: all engines run on the host of rank 0. On GPUs IPC is for engines on the *same* GPU
             (``--colocate``, whatever the host): NCCL refuses two ranks on one, and across GPUs it is faster and
             needs no peer access by handle.
+
+    Raises:
+        ValueError: a transport through files has no folder.
     """
-    deadline = sync_deadline(args)
-    if args.update_weight_transport == "disk":
-        return _through_folder(args, deadline)
-    own_gpu = _on_cuda() and (args.colocate or (colocated_host and _gpus_of_this_host() == 1))
-    if own_gpu or (colocated_host and not _on_cuda()):
+    if settings.transport == "disk":
+        return _through_folder(settings)
+    if _by_handle(settings, colocated_host):
         from slime.weights.transports.ipc import IpcTransport
 
-        return IpcTransport(deadline)
+        return IpcTransport(settings.step_seconds)
     from slime.weights.transports.distributed import DistributedTransport
 
-    return DistributedTransport("nccl" if _on_cuda() else "gloo", deadline)
+    return DistributedTransport("nccl" if _on_cuda() else "gloo", settings.step_seconds)
 
 
 def _gpus_of_this_host() -> int:
@@ -84,34 +109,23 @@ def _on_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _through_folder(args: Any, deadline: float) -> Transport:
-    if not args.update_weight_disk_dir:
+def _through_folder(settings: WeightSyncSettings) -> Transport:
+    if not settings.disk_dir:
         raise ValueError(
             "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines see"
         )
-    model = Path(args.hf_checkpoint).expanduser()
+    model = Path(settings.model).expanduser()
     if not model.is_dir():
         from huggingface_hub import snapshot_download
 
-        model = Path(snapshot_download(args.hf_checkpoint, local_files_only=True))
-    folder, keep = Path(args.update_weight_disk_dir), args.update_weight_disk_keep_files
-    written = _post_write_hook(args)
-    if args.update_weight_mode == "delta":
+        model = Path(snapshot_download(settings.model, local_files_only=True))
+    folder, deadline = Path(settings.disk_dir), settings.step_seconds
+    keep, written = settings.keep_files, settings.on_written
+    if settings.delta:
         from slime.weights.transports.delta import DeltaTransport
 
-        encoding, checksum = args.update_weight_delta_encoding, args.update_weight_delta_checksum
+        encoding, checksum = settings.delta_encoding, settings.delta_checksum
         return DeltaTransport(folder, model, deadline, encoding, checksum, keep, written)
     from slime.weights.transports.disk import DiskTransport
 
     return DiskTransport(folder, model, deadline, keep, written)
-
-
-def _post_write_hook(args: Any) -> Any:
-    """``--custom-update-weight-post-write-path``: ``fn(args, version_dir, rollout_engines)``."""
-    from slime.config.hooks import load_function
-
-    path = args.custom_update_weight_post_write_path
-    if path is None:
-        return None
-    hook = load_function(path)
-    return lambda folder, engines: hook(args, str(folder), engines)

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slime.engines.fan_out import Failures
+from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
-from slime.weights.fleet import Failures
-from slime.weights.update import Bucket, WeightUpdate
+from slime.weights.update import WeightUpdate
 
 OpenWindow = Callable[[], Awaitable[Sequence[EngineHandle]]]
 """Pauses the engines and opens the update on them; returns those that are ready."""
@@ -35,6 +36,7 @@ class Transport(Protocol):
 
     name: str
     bracketed: bool  # tensors go between begin_update and end_update
+    bucket_bytes: int  # without --update-weight-buffer-size
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
         """Get ready to send to exactly these engines; cheap when nothing changed. Engines keep generating.

@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from slime.engines.handle import DELTA_LOADER, EngineError, EngineHandle, EngineInfo
+from slime.engines.fan_out import Failures, on_each
+from slime.engines.flat import Bucket
+from slime.engines.handle import EngineHandle
+from slime.engines.sglang_api import DELTA_LOADER, EngineError, EngineInfo
 from slime.weights.delta import Changes, Encoding, HostCopy, digests
-from slime.weights.fleet import Failures, on_each
 from slime.weights.published import Manifest, PublishedBucket, Status, publishing, reports_folder, request
+from slime.weights.settings import Written
 from slime.weights.transports.base import OpenWindow, SendResult, stream
-from slime.weights.transports.disk import Written, copy_model_files, write_index, write_shard
-from slime.weights.update import Bucket, WeightUpdate
+from slime.weights.transports.disk import copy_model_files, write_index, write_shard
+from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 _PACKERS = min(8, os.cpu_count() or 1)
 
@@ -35,6 +38,7 @@ class DeltaTransport:
 
     name = "delta"
     bracketed = True
+    bucket_bytes = DEFAULT_BUCKET_BYTES
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class DeltaTransport:
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
         result = SendResult()
-        base = self.copy.version if update.kind == "delta" else None
+        base = self.copy.version if update.allow_delta else None
         current = {e.url for e in engines if base is not None and self._infos[e.url].weight_version == base}
         old, self._published = self._published, []
         delta = await self._take_in(update, base if current else None, result)

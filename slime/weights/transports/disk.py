@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from slime.engines.fan_out import Failures, on_each
+from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
-from slime.weights.fleet import Failures, on_each
 from slime.weights.published import publishing
+from slime.weights.settings import Written
 from slime.weights.transports.base import OpenWindow, SendResult, stream
-from slime.weights.update import Bucket, WeightUpdate
+from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json")
-
-Written = Callable[[Path, Sequence[EngineHandle]], object]
 
 
 class DiskTransport:
@@ -35,6 +35,7 @@ class DiskTransport:
 
     name = "disk"
     bracketed = False
+    bucket_bytes = DEFAULT_BUCKET_BYTES
 
     def __init__(
         self, folder: Path, model: Path, deadline: float, keep_files: bool = False, written: Written | None = None

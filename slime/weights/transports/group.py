@@ -17,8 +17,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime.engines.flat import flatten, layout
+
 if TYPE_CHECKING:
     import torch
+
+    from slime.engines.flat import NamedTensor
 
 T = TypeVar("T")
 _NEVER = timedelta(days=1)  # NCCL's own watchdog would end this process; we abort the communicator instead
@@ -62,26 +66,36 @@ class BroadcastGroup:
         self._group: Any = make(store, rendezvous, stall)
         self._stream: torch.cuda.Stream | None = None
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """One broadcast per tensor, in order; returns when all of it was sent. Raises what the backend raises."""
+    def broadcast(self, tensors: Sequence[NamedTensor], flat: bool = False) -> None:
+        """Send tensors in order; returns when all of it was sent. Raises what the backend raises.
+
+        Args:
+            flat: as one buffer of bytes without gaps, in one broadcast; otherwise in one broadcast per tensor.
+        """
         import torch
 
         if self.backend != "nccl":
-            self._launch(tensors)
+            self._launch(tensors, flat)
             return
-        device = tensors[0].device
+        device = tensors[0][1].device
         with torch.cuda.device(device):
             self._stream = self._stream or torch.cuda.Stream(device)
             with torch.cuda.stream(self._stream):
-                self._launch(tensors)
+                self._launch(tensors, flat)
             self._stream.synchronize()
 
-    def _launch(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _launch(self, tensors: Sequence[NamedTensor], flat: bool) -> None:
+        import torch
         from torch.distributed import BroadcastOptions
 
+        if flat:
+            entries, size = layout(tensors, alignment=1)
+            parts = [flatten(tensors, entries, size, torch.empty(size, dtype=torch.uint8, device=tensors[0][1].device))]
+        else:
+            parts = [tensor.detach().contiguous() for _, tensor in tensors]
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        works = [self._group.broadcast([tensor], options) for tensor in tensors]
+        works = [self._group.broadcast([part], options) for part in parts]
         for work in works:
             work.wait()
 
@@ -99,7 +113,8 @@ def _gloo(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=stall)
-    options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.address)]
+    # As the engines do, whatever the trainer's own groups do: a group crashes when its members differ in this.
+    options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.address, lazy_init=False)]
     return ProcessGroupGloo(store, 0, rendezvous.world_size, options)
 
 

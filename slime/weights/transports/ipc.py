@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.engines.flat import flatten, layout
+from slime.engines.fan_out import Failures, on_each
+from slime.engines.flat import Bucket, flatten, layout
 from slime.engines.handle import EngineHandle
 from slime.engines.tensor_payload import entry
-from slime.weights.fleet import Failures, on_each
 from slime.weights.transports.base import OpenWindow, SendResult, stream
 from slime.weights.transports.peers import PeerLink, contribute
 from slime.weights.transports.shared_memory import Buffer, FileList, Leftover, allocate, sweep_shared_memory
-from slime.weights.update import Bucket, WeightUpdate
+from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,7 @@ class IpcTransport:
 
     name = "ipc"
     bracketed = True
+    bucket_bytes = DEFAULT_BUCKET_BYTES
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline

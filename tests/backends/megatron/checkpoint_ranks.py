@@ -36,6 +36,11 @@ def in_bf16(model: str, **megatron: Any) -> Layout:
     return Layout(model, 2, {"grad_reduce_in_bf16": True, **megatron}, {**FLAGS, "train_dtype": "bfloat16"})
 
 
+def one_layer(model: str, **megatron: Any) -> Layout:
+    """The last layer alone is trained, so the first pipeline stage has no optimizer state."""
+    return Layout(model, 2, megatron, {**FLAGS, "only_train_params_name_list": [r"layers\.3\."]})
+
+
 CASES = [
     Case(
         layout("qwen3", **{TP: 2, SP: True}),
@@ -75,6 +80,7 @@ CASES = [
         (in_bf16("qwen3_moe", **{EP: 2}), in_bf16("qwen3_moe", **{EP: 2, **OFFLOAD})),
     ),
     Case(layout("qwen3", **{TP: 2, **OFFLOAD}), (layout("qwen3", **OFFLOAD), layout("qwen3", **{PP: 2, **OFFLOAD}))),
+    Case(one_layer("qwen3", **{PP: 2}), (one_layer("qwen3", **{PP: 2}),)),
     Case(rank_files("qwen3", **{PP: 2, VPP: 2}), (rank_files("qwen3", **{PP: 2, VPP: 2}),)),
     Case(rank_files("qwen3_moe", **{EP: 2}), (rank_files("qwen3_moe", **{EP: 2}),), async_save=True),
     Case(
@@ -97,11 +103,10 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     results: list[Any] = []
     for number, case in enumerate([*CASES, *REFUSED]):
         folder = paths["output"] / f"case{number}"
-        backend = make(case.saved, rank, paths, ports)
+        backend = make(case.saved, rank, paths, ports, case.async_save)
         train(backend, 0)
         backend.copy_weights("actor", "old_actor")
         train(backend, 1)
-        backend.args.async_save = case.async_save
         backend.save(folder)
         straight = after(backend)
         if case.async_save:
@@ -119,12 +124,13 @@ def worker(rank: int, ports: Any, paths: dict[str, Path]) -> None:
     torch.save(results, paths["output"] / f"rank{rank}.pt")
 
 
-def make(layout: Layout, rank: int, paths: dict[str, Path], ports: Any) -> Any:
+def make(layout: Layout, rank: int, paths: dict[str, Path], ports: Any, async_save: bool = False) -> Any:
     from slime.backends.create import create_backend
 
     leave_groups()
     MADE.append(layout)
     args = make_arguments(layout, paths, "megatron")
+    args.async_save = async_save
     return create_backend(args, "actor", rank, layout.world, "127.0.0.1", ports.get(len(MADE)))
 
 

@@ -19,6 +19,7 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
     import torch
     import torch.distributed as dist
     from fsdp_helpers import make_args
+    from megatron.core import parallel_state as mpu
     from megatron_ranks import leave_groups
 
     from slime.backends.create import create_backend
@@ -42,6 +43,8 @@ def gather(rank: int, ports: Any, path: Path, output: Path) -> None:
         args = make_args(path, train_backend="megatron", world_size=2, train_dtype="bfloat16")
         args.megatron = dict(layout)
         backend: Any = create_backend(args, "actor", rank, 2, "127.0.0.1", ports.get(number))
+        gloo = [name for name in vars(mpu) if name.endswith("_GLOO") and getattr(mpu, name) is not None]
+        assert not gloo, f"nothing uses {gloo}, and each is a group of TCP connections"
         by_size: dict[int, Any] = {}
         for size in (gathering.BATCH_BYTES, 20_000, 1):
             gathering.BATCH_BYTES, kept = size, gathering.BATCH_BYTES

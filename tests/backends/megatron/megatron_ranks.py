@@ -18,10 +18,13 @@ class Layout:
     megatron: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, Any] = field(default_factory=dict)
     role: str = "actor"
+    rehearse: bool = False
+    """Measure memory with passes over other samples first, which must leave no trace."""
 
     @property
     def name(self) -> str:
         words = [self.model, *(f"{k}={v}" for k, v in {**self.megatron, **self.flags}.items())]
+        words += ["rehearsed"] if self.rehearse else []
         return " ".join([*words, f"on {self.world}", *([self.role] if self.role != "actor" else [])])
 
     @property
@@ -93,6 +96,30 @@ PLAN: list[Layout] = [
     Layout("qwen3", 2, {CP: 2}, dict(advantage_estimator="ppo"), role="critic"),
 ]
 
+# passes without a backward in packs of their own: fewer than in training; with several stages more
+FORWARD_PACKS = [
+    Layout(model, world, sizes, dict(log_probs_max_tokens_per_gpu=budget), role)
+    for model, world, sizes, budget, role in (
+        ("qwen3", 1, {}, 100, "actor"),
+        ("qwen3", 2, {CP: 2}, 50, "actor"),
+        ("qwen3", 2, {PP: 2}, 20, "actor"),
+        ("qwen3", 2, {PP: 2, VPP: 2}, 25, "actor"),
+        ("qwen3_moe", 2, {EP: 2}, 100, "actor"),
+    )
+]
+PLAN += FORWARD_PACKS
+
+PLAN += [
+    Layout(model, world, sizes, role=role, rehearse=True)
+    for model, world, sizes, role in (
+        ("llama", 1, {}, "actor"),
+        ("qwen3", 2, {PP: 2, VPP: 2, **OVERLAP}, "actor"),
+        ("qwen3", 2, {CP: 2}, "actor"),
+        ("glm4_moe", 2, {**OVERLAP, EP: 2}, "actor"),  # its router counts tokens for the experts' biases
+        ("qwen3", 2, {TP: 2, **OFFLOAD}, "actor"),
+    )
+]
+
 RECORDED = dict(use_routing_replay=True)
 PLAN += [
     # experts as in the pass of the old log-probs: the same ones, if every row finds its own
@@ -101,6 +128,7 @@ PLAN += [
     Layout("glm4_moe", 2, {PP: 2, **FULL}, RECORDED),
     Layout("deepseek_v3", 2, {CP: 2}, RECORDED),
     Layout("qwen3_moe", 2, {EP: 2}, RECORDED),
+    Layout("qwen3_moe", 2, {TP: 2}, {**RECORDED, "log_probs_max_tokens_per_gpu": 120}),
 ]
 OF_ENGINE = dict(use_rollout_routing_replay=True, use_routing_replay=True)
 ROUTED: list[Layout] = [
@@ -120,11 +148,21 @@ def results_of(backend: Any, args: Any, samples_of: Any) -> dict[str, Any]:
 
     out: dict[str, Any] = {}
     critic = backend.role == "critic"
+    ran: list[int] = []  # micro-batches of each pass
+
+    def aligned(*given: Any) -> Any:
+        micro_batches = type(backend).aligned(backend, *given)
+        ran.append(len(micro_batches))
+        return micro_batches
+
+    backend.aligned = aligned
     if not critic:
         out["loaded"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
         out.update(backend.log_probs(samples_of(0, 0), with_entropy=True, temperature=1.0))
     else:
         out["values"] = backend.values(samples_of(0, 0))
+    out["packs"] = ran[-1]
+    del backend.aligned
     out["metrics"] = [train_on_rollout(backend, args, samples_of(seed, zero))[0] for seed, zero in ((0, 0), (3, 2))]
     if not critic:
         out["weights"] = {name: tensor.clone() for name, tensor in backend.named_weights()}
@@ -176,6 +214,8 @@ def run(layout: Layout, rank: int, paths: dict[str, Path], port: int) -> dict[st
         batch = rank_batch(seed, zero, *mine)
         return batch | {"rollout_routed_experts": engine_routing(batch)} if layout in ROUTED else batch
 
+    if layout.rehearse:
+        backend.rehearse(48)
     out = results_of(backend, args, samples_of)
     return out | {"data_rank": mine}
 

@@ -53,26 +53,29 @@ def measure(
     from slime.backends.train_loop import train_on_rollout
 
     dtype = "bfloat16" if backend_name == "megatron" else "float32"
-    args = make_args(paths["model"], train_backend=backend_name, world_size=world, train_dtype=dtype)
+    args = make_args(paths["model"], train_backend=backend_name, world_size=world, train_dtype=dtype, async_save=True)
     args.megatron = dict(megatron)
     backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(1))
     train_on_rollout(backend, args, rank_batch(0, 0, backend.data_parallel_rank, backend.data_parallel_size))
     found: dict[str, Any] = {"state_bytes": state_bytes(backend)}
-    for in_background in (False, True):  # imports, pools and groups that stay
-        args.async_save = in_background
-        backend.save(paths["output"] / f"warm_{in_background}")
-    backend.saving.finish(300)
-    for name, in_background in (("save", False), ("async", True)):
+    args.async_save = False
+    backend.save(paths["output"] / "warm")  # imports and pools that stay
+    with PeakMemory() as memory:  # after the first step
+        backend.take_save_memory()
+        backend.save_memory._taking.join()
+    found["take_growth"] = memory.growth
+    for name, in_background in (("save", False), ("first_async", True), ("later_async", True)):
         folder = paths["output"] / name
         args.async_save = in_background
-        dist.barrier()
-        start = time.perf_counter()
         with PeakMemory() as memory:
+            dist.barrier()
+            start, cpu = time.perf_counter(), time.thread_time()
             files = backend.save(folder)
             found[f"{name}_blocked_seconds"] = time.perf_counter() - start
+            found[f"{name}_blocked_cpu_seconds"] = time.thread_time() - cpu
             if in_background:
                 files = backend.saving.finish(300)
-        found[f"{name}_seconds"] = time.perf_counter() - start
+            found[f"{name}_seconds"] = time.perf_counter() - start
         found[f"{name}_growth"] = memory.growth
         found["written_bytes"] = sum(file["size"] for file in files)
     dist.barrier()

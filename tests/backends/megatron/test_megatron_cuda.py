@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_helpers import make_args, make_backend, save_tiny_qwen3
+from fsdp_helpers import make_args, make_backend, save_tiny_qwen3, whole_batch
 from megatron_ranks import leave_groups, rank_batch
 from tiny_families import save_family
 
+from slime.backends import token_budget
 from slime.backends.train_loop import train_on_rollout
 from slime.engines.process import free_port
 
@@ -81,8 +82,9 @@ def test_cpu_offload_takes_the_optimizer_off_the_gpu(in_bf16: bool, tmp_path: Pa
             backend.save(tmp_path / "saved")
             again = on_gpu(path, megatron, train_dtype="bfloat16")
             again.load(tmp_path / "saved")
-            pairs = zip(again.optimizer.tensors(), backend.optimizer.tensors(), strict=True)
-            assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+            for loaded, saved in zip(again.optimizer.kept(), backend.optimizer.kept(), strict=True):
+                assert loaded.keys() == saved.keys()
+                assert all(torch.equal(loaded[name], saved[name]) for name in saved)
             # Kernels of the backward pass that add atomically give another last bit each time.
             assert train(again, 2) == pytest.approx(train(backend, 2), rel=2e-3)
             del again
@@ -98,3 +100,39 @@ def test_cpu_offload_takes_the_optimizer_off_the_gpu(in_bf16: bool, tmp_path: Pa
 def train(backend: Any, seed: int) -> tuple[float, float]:
     metrics = train_on_rollout(backend, backend.args, rank_batch(seed, 0, 0, 1))[0]
     return metrics["train/loss"], metrics["train/grad_norm"]
+
+
+class MeterOfOnce(token_budget.CudaMeter):
+    """Keeps what was available, which another process on the GPU may change."""
+
+    found = 0
+
+    def available(self) -> int:
+        self.found = super().available()
+        return self.found
+
+
+def test_the_measured_budget_predicts_the_memory_of_a_training_step(tmp_path: Path) -> None:
+    """A real step over packs four times as large as the smaller of the measured ones takes no more memory than
+    predicted, and not much less. On an H200 it took 0.81 (FSDP) and 0.87 (Megatron) of it: in a model of four layers
+    with 152,000 words, the logits outweigh what grows with the tokens. Measuring changes no weight."""
+    shape = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, head_dim=64)
+    shape |= dict(num_key_value_heads=4, vocab_size=151_936, initializer_range=0.02)
+    path = save_tiny_qwen3(tmp_path / "model", max_position_embeddings=4096, **shape)
+    backend = on_gpu(path, train_dtype="bfloat16")
+    before = {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
+    meter = MeterOfOnce()
+    found = token_budget.measure(backend, 0.85, meter)
+    for name, tensor in backend.named_weights():
+        assert torch.equal(tensor.cpu(), before[name]), name
+    assert found.tokens > 16_384, found
+    usable = 0.85 * meter.found
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        dict(tokens=torch.randint(1000, (1024,), generator=generator).tolist(), mask=[1] * 1023, reward=i % 2, group=i)
+        for i in range(32)
+    ]
+    meter.start()
+    train_on_rollout(backend, backend.args, whole_batch(samples, micro_batch_size=16))
+    predicted = usable - (found.tokens - 16 * 1024) * found.bytes_per_token
+    assert 0.75 * predicted < meter.peak() < 1.02 * predicted, (meter.peak() / 2**30, predicted / 2**30, found)

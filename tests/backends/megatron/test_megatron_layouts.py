@@ -13,7 +13,7 @@ import pytest
 import torch
 from fsdp_helpers import make_backend
 from launch import run_ranks
-from megatron_ranks import PLAN, ROUTED, Layout, make_arguments, rank_batch, results_of
+from megatron_ranks import FORWARD_PACKS, PLAN, PP, ROUTED, VPP, Layout, make_arguments, rank_batch, results_of
 from tiny_families import CONFIGS, save_family
 
 pytestmark = [pytest.mark.megatron, pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -99,6 +99,21 @@ def test_scores_and_round_trip(layout: Layout, ranks: list[Results], expected: d
         assert set(mine["loaded"]) == set(reference["loaded"])
         for name, tensor in reference["loaded"].items():
             assert torch.equal(mine["loaded"][name], tensor), name
+
+
+@pytest.mark.parametrize("layout", FORWARD_PACKS, ids=lambda layout: layout.name)
+def test_a_pass_without_a_backward_has_packs_of_its_own(layout: Layout, ranks: list[Results]) -> None:
+    """Their scores are compared above."""
+    counts = {result(ranks, layout, rank)["packs"] for rank in range(layout.world)}
+    assert len(counts) == 1, "ranks run as many"
+    stages = layout.megatron.get(PP, 1)
+    groups = 4 // result(ranks, layout, 0)["data_rank"][1]  # training has one micro-batch each
+    (count,) = counts
+    if stages > 1:
+        assert count > groups
+        assert count % layout.megatron.get(VPP, 1) == 0, "an interleaved pipeline takes multiples"
+    else:
+        assert count < groups
 
 
 @pytest.mark.parametrize("layout", [x for x in PLAN if x.role == "critic"], ids=lambda layout: layout.name)

@@ -1,0 +1,170 @@
+"""What a client requires of an answer: tool calls (``tool_choice``) and the form of its text (``response_format``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slime.agent.fields import OBJECT, TEXT, ApiError, Json, check_fields
+from slime.data.json_text import parse_json
+
+Schema = Json | bool
+ANY_OBJECT: Schema = {"type": "object"}
+UNMET = "answer_not_as_required"
+"""The code of the error for an answer that does not meet a demand."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What an answer must be.
+
+    Attributes:
+        calls: it calls at least one tool.
+        names: the tools that it may call; None for all of the request.
+        schema: JSON schema of its text where it calls no tool; None for any text.
+    """
+
+    calls: bool = False
+    names: tuple[str, ...] | None = None
+    schema: Schema | None = None
+
+    def unmet(self, content: str, called: list[str]) -> str | None:
+        """Why an answer is not what the client requires; None where it is.
+
+        Args:
+            content: its text, without tool calls.
+            called: names of the tools that it calls.
+        """
+        if self.calls and not called:
+            return "tool_choice requires a tool call, and the model made none that can be read"
+        others = [name for name in called if self.names is not None and name not in self.names]
+        if others:
+            allowed = ", ".join(self.names or ())
+            return f"the model called {', '.join(others)}, and tool_choice allows {allowed} only"
+        if self.schema is None or called:
+            return None
+        try:
+            value = parse_json(content.strip())
+        except ValueError as error:
+            return f"response_format requires JSON, and the text of the answer is none: {error}"
+        return _violation(self.schema, value)
+
+
+def demand_of(wanted: tuple[bool, tuple[str, ...] | None], schema: Schema | None, tools: list[Json]) -> Demand | None:
+    """The demand of a request; None where the model is free.
+
+    Args:
+        wanted: of :func:`openai_choice` or :func:`anthropic_choice`.
+        schema: of :func:`schema_of`.
+        tools: of the request that the model is told of.
+
+    Raises:
+        ApiError: nothing could meet it.
+    """
+    calls, names = wanted
+    known = [entry["function"]["name"] for entry in tools]
+    for name in names or ():
+        if name not in known:
+            raise ApiError(400, f"tool_choice names {name!r}, which is no function among the tools of the request")
+    if calls and not known:
+        raise ApiError(400, "tool_choice requires a tool call, and the request has no tools that are functions")
+    return Demand(calls, names, schema) if calls or names is not None or schema is not None else None
+
+
+def openai_choice(choice: Any) -> tuple[bool, tuple[str, ...] | None]:
+    """Whether ``tool_choice`` of Chat Completions or Responses requires a call, and the names that it allows."""
+    if choice in (None, "auto", "none"):
+        return False, None
+    if choice == "required":
+        return True, None
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "function":
+        return True, (_name(choice),)
+    if kind == "allowed_tools":
+        inner = choice.get("allowed_tools") or choice
+        entries = inner.get("tools")
+        if inner.get("mode") not in ("auto", "required") or not isinstance(entries, list):
+            raise ApiError(400, "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools")
+        return inner["mode"] == "required", tuple(_name(entry) for entry in entries)
+    raise ApiError(400, f"tool_choice must be none, auto, required, a function or allowed_tools, got {choice!r}"[:200])
+
+
+def anthropic_choice(choice: Json | None) -> tuple[bool, tuple[str, ...] | None]:
+    """The same of Anthropic's Messages."""
+    kind = (choice or {}).get("type")
+    if choice is None or kind in ("auto", "none"):
+        return False, None
+    if kind == "any":
+        return True, None
+    if kind == "tool":
+        return True, (_name(choice),)
+    raise ApiError(400, f"tool_choice.type must be auto, any, tool or none, got {kind!r}"[:200])
+
+
+def schema_of(form: Json | None, where: str) -> Schema | None:
+    """The JSON schema that ``response_format`` and its like require; None where any text will do.
+
+    Args:
+        where: name of the field, for errors.
+
+    Raises:
+        ApiError: it is of another type, or its schema is none.
+    """
+    kind = (form or {}).get("type")
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind != "json_schema":
+        raise ApiError(400, f"{where}.type must be text, json_object or json_schema, got {kind!r}"[:200])
+    inner = form.get("json_schema", form)
+    check_fields({"json_schema": inner}, {"json_schema": OBJECT}, f"{where}.")
+    schema = inner.get("schema")
+    if not isinstance(schema, dict | bool):
+        raise ApiError(400, f"{where}: json_schema needs a schema, an object")
+    _check(schema, where)
+    return schema
+
+
+def _name(entry: Json) -> str:
+    inner = entry.get("function") or entry
+    check_fields(inner, {"name": TEXT}, "tool_choice.")
+    if not inner.get("name"):
+        raise ApiError(400, "tool_choice must name its functions")
+    return str(inner["name"])
+
+
+def _check(schema: Schema, where: str) -> None:
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        _validator(schema).check_schema(schema)
+    except (SchemaError, RecursionError) as error:
+        words = error.message if isinstance(error, SchemaError) else "nested too deeply"
+        raise ApiError(400, f"{where}: the JSON schema is not valid: {words}"[:500]) from error
+
+
+def _validator(schema: Schema) -> Any:
+    """The class for the schema's ``$schema``."""
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    return validator_for(schema, default=Draft202012Validator)
+
+
+def _violation(schema: Schema, value: Any) -> str | None:
+    """The first place where a value is not what its schema says.
+
+    Raises:
+        ApiError: the schema cannot be used, for instance since it refers to others: none are fetched.
+    """
+    from jsonschema.exceptions import best_match
+    from referencing import Registry
+    from referencing.exceptions import Unresolvable
+
+    try:
+        error = best_match(_validator(schema)(schema, registry=Registry()).iter_errors(value))
+    except (Unresolvable, RecursionError) as unusable:
+        raise ApiError(400, f"the JSON schema of response_format cannot be used: {unusable}"[:500]) from unusable
+    if error is None:
+        return None
+    return f"response_format: the answer does not fit its JSON schema at {error.json_path}: {error.message}"[:500]

@@ -1,0 +1,153 @@
+"""Advantages and returns of one rollout, before its first training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.algorithms.algorithm import Algorithm, custom_setting
+from slime.algorithms.distillation import distilled_advantages, reverse_kl
+from slime.algorithms.kl import compute_approx_kl
+from slime.algorithms.mis import MisConfig, mean_weight
+from slime.algorithms.reduce import Reduce
+from slime.algorithms.sequences import flatten, keep_where
+from slime.algorithms.whitening import normalize_advantages
+from slime.config.args import Args
+from slime.config.estimator import create_algorithm
+from slime.config.hooks import load_function
+from slime.data.fields import on_hook_names
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """What :func:`compute_advantages` does beside the estimator's own formula."""
+
+    enabled: bool
+    """False with ``--disable-compute-advantages-and-returns``."""
+    algorithm: Algorithm
+    custom: Callable[[Args, dict[str, Any]], None] | None
+    """The function of ``--custom-advantage-function-path``, which replaces the estimator's formula."""
+    kl_coef: float
+    kl_type: str
+    use_rollout_logprobs: bool
+    distillation_coef: float | None
+    """``--opd-kl-coef``; None without ``--use-opd``."""
+    normalize: bool
+    weights_to_average: MisConfig | None
+    """Where the loss divides importance weights by their mean over the rollout (``tis_batch_normalize``): how these
+    weights are computed."""
+    args: Args
+    """Only for the user's function."""
+
+    @classmethod
+    def from_args(cls, args: Args) -> AdvantageSettings:
+        path = args.custom_advantage_function_path
+        averages = args.use_tis and custom_setting(args, "tis_batch_normalize", False)
+        return cls(
+            enabled=args.compute_advantages_and_returns,
+            algorithm=create_algorithm(args),
+            custom=on_hook_names(load_function(path)) if path else None,
+            kl_coef=args.kl_coef,
+            kl_type=args.kl_loss_type,
+            use_rollout_logprobs=args.use_rollout_logprobs,
+            distillation_coef=args.opd_kl_coef if args.use_opd else None,
+            normalize=args.normalize_advantages,
+            weights_to_average=MisConfig.from_args(args) if averages else None,
+            args=args,
+        )
+
+    def for_critic(self) -> AdvantageSettings:
+        """The critic's returns are of rewards only: it has no log-probs to penalise, to compare with a teacher's or to
+        hand to a user's function, and whitening is for the actor's advantages."""
+        return replace(self, custom=None, kl_coef=0.0, distillation_coef=None, normalize=False, weights_to_average=None)
+
+
+def compute_advantages(settings: AdvantageSettings, batch: dict[str, Any], reduce: Reduce) -> None:
+    """Set ``advantages``, ``returns`` and ``kl`` (per sample ``[response_length]``) in the batch.
+
+    In this order: KL to the reference (0 when ``--kl-coef`` is 0); the estimator, or the user's function; the
+    distillation term (sets ``opd_reverse_kl``); whitening; and the mean importance weight
+    (``mis_weight_mean``) where the loss will divide by it.
+
+    Log-probs that were not recomputed (``old_log_probs`` absent: the loss takes the current ones) are fine
+    unless one of these steps needs them.
+
+    Args:
+        batch: a rank batch (``slime.data.fields``) over *whole* responses: a context-parallel
+            backend gathers them first.
+        reduce: ``over_data`` must count each of those responses once.
+
+    Raises:
+        ValueError: an entry that the flags call for is missing; the message names both.
+    """
+    if not settings.enabled:
+        return
+    batch["kl"] = _kl_to_reference(settings, batch)
+    if settings.custom is None:
+        batch["advantages"], batch["returns"] = settings.algorithm.advantages(batch)
+        _check_lengths(batch, f"{type(settings.algorithm).__name__}.advantages")
+    else:
+        settings.custom(settings.args, batch)
+        _check_lengths(batch, f"--custom-advantage-function-path {settings.args.custom_advantage_function_path}")
+    if settings.distillation_coef is not None:
+        _add_distillation(settings, settings.distillation_coef, batch)
+    if settings.normalize:
+        batch["advantages"] = normalize_advantages(batch["advantages"], batch["loss_masks"], reduce)
+    if settings.weights_to_average is not None:
+        batch["mis_weight_mean"] = _mean_weight(settings.weights_to_average, batch, reduce)
+
+
+def _policy_log_probs(settings: AdvantageSettings, batch: dict[str, Any]) -> list[Tensor] | None:
+    """log π_old as training will use it: the engine's, the recomputed ones, or None (the current ones)."""
+    if settings.use_rollout_logprobs and batch.get("rollout_log_probs") is not None:
+        return batch["rollout_log_probs"]
+    return batch.get("old_log_probs")
+
+
+def _kl_to_reference(settings: AdvantageSettings, batch: dict[str, Any]) -> list[Tensor]:
+    if settings.kl_coef == 0:
+        return [
+            torch.zeros(length, dtype=torch.float32, device=mask.device)
+            for length, mask in zip(batch["response_lengths"], batch["loss_masks"], strict=True)
+        ]
+    why = f"--kl-coef {settings.kl_coef}"
+    log_probs = _require(_policy_log_probs(settings, batch), "old log-probs (old_log_probs)", why)
+    ref = _require(batch.get("ref_log_probs"), "ref_log_probs", why)
+    return [compute_approx_kl(p, q, settings.kl_type) for p, q in zip(log_probs, ref, strict=True)]
+
+
+def _check_lengths(batch: dict[str, Any], what: str) -> None:
+    for name in ("advantages", "returns"):
+        lengths = [len(x) for x in _require(batch.get(name), name, what)]
+        if lengths != list(batch["response_lengths"]):
+            raise ValueError(f"{what} set {name} with lengths {lengths}; responses have {batch['response_lengths']}")
+
+
+def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: dict[str, Any]) -> None:
+    student = _require(_policy_log_probs(settings, batch), "old log-probs (old_log_probs)", "--use-opd")
+    teacher = _require(batch.get("teacher_log_probs"), "teacher_log_probs", "--use-opd")
+    kl = [reverse_kl(s, t, m) for s, t, m in zip(student, teacher, batch["loss_masks"], strict=True)]
+    batch["opd_reverse_kl"] = kl
+    batch["advantages"] = [
+        distilled_advantages(a, k, coefficient) for a, k in zip(batch["advantages"], kl, strict=True)
+    ]
+
+
+def _mean_weight(config: MisConfig, batch: dict[str, Any], reduce: Reduce) -> float:
+    # The mean is taken over the whole rollout, once: a mean per micro-batch would make the loss depend on how samples
+    # are packed.
+    train = flatten(_require(batch.get("old_log_probs"), "old_log_probs", "tis_batch_normalize"))
+    rollout = flatten(_require(batch.get("rollout_log_probs"), "rollout_log_probs", "tis_batch_normalize"))
+    mask = flatten(batch["loss_masks"])
+    difference = keep_where(mask, train - rollout)
+    return mean_weight(config, difference, mask.to(train.dtype), list(batch["response_lengths"]), reduce)
+
+
+def _require(value: Any, what: str, why: str) -> Any:
+    if value is None:
+        raise ValueError(f"{why} needs {what} in the batch, and it is not there")
+    return value

@@ -1,0 +1,147 @@
+"""An engine with a script for ``slime check-hooks``: answers that call a tool, and answers that an abort has cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from aiohttp import ClientSession, web
+
+_MOST_AFTER_ABORT = 20
+LAST = "The answer is 4."
+
+
+@dataclass
+class Request:
+    """What one ``POST /generate`` asked for and got."""
+
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    aborted: bool = False
+
+
+class ScriptedEngine:
+    """Stands before a real engine and replaces what it writes, by the number of the request.
+
+    The real engine answers each request with one token, so that errors and the other fields of an answer are its own.
+
+    Args:
+        url: of the real engine.
+        answers: texts of the first answers; later ones say :data:`LAST`.
+        abort_at: number of the first request, from 0, whose answer an abort cuts, as all later ones; None for none.
+        on_abort: called then, before the answer.
+    """
+
+    def __init__(
+        self, url: str, tokenizer: Any, answers: list[str], abort_at: int | None, on_abort: Callable[[], None]
+    ) -> None:
+        self.url, self.tokenizer, self.answers, self.abort_at, self.on_abort = (
+            url,
+            tokenizer,
+            answers,
+            abort_at,
+            on_abort,
+        )
+        self.requests: list[Request] = []
+        self.runaway = asyncio.Event()  # the function asks again and again although all is aborted
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_route("*", "/{path:.*}", self._forward)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        self._client: ClientSession | None = None
+
+    async def __aenter__(self) -> ScriptedEngine:
+        self._client = ClientSession()
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = int(self._runner.addresses[0][1])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._runner.cleanup()
+        assert self._client is not None
+        await self._client.close()
+
+    async def _forward(self, request: web.Request) -> web.Response:
+        if request.path == "/abort_request":
+            return web.json_response({"success": True})
+        return await self._send(request.method, request.path_qs, await request.read())
+
+    async def _send(self, method: str, path: str, body: bytes) -> web.Response:
+        assert self._client is not None
+        headers = {"Content-Type": "application/json"}
+        async with self._client.request(method, f"{self.url}{path}", data=body or None, headers=headers) as answer:
+            return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        single = isinstance(body, dict) and (isinstance(body.get("text"), str) or _flat(body.get("input_ids")))
+        if not single or (body.get("sampling_params") or {}).get("n", 1) != 1:
+            return await self._send("POST", "/generate", json.dumps(body).encode())
+        number, params = len(self.requests), dict(body.get("sampling_params") or {})
+        asked = Request(body.get("input_ids") or list(self.tokenizer(body["text"])["input_ids"]))
+        self.requests.append(asked)
+        one = {**body, "stream": False, "return_logprob": True, "sampling_params": {**params, "max_new_tokens": 1}}
+        one["sampling_params"].pop("min_new_tokens", None)
+        sent = await self._send("POST", "/generate", json.dumps(one).encode())
+        if sent.status != 200 or not isinstance(sent.body, bytes):
+            return sent
+        answer = self._written(json.loads(sent.body), number, asked, params)
+        if asked.aborted:
+            self.on_abort()
+            if self.abort_at is not None and number - self.abort_at >= _MOST_AFTER_ABORT:
+                self.runaway.set()
+        if not body.get("return_logprob"):
+            answer["meta_info"].pop("output_token_logprobs", None)
+        if not body.get("stream"):
+            return web.json_response(answer)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
+
+    def _written(self, answer: dict[str, Any], number: int, asked: Request, params: dict[str, Any]) -> dict[str, Any]:
+        """The real engine's answer with the script's words."""
+        text = self.answers[number] if number < len(self.answers) else LAST
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        asked.aborted = self.abort_at is not None and number >= self.abort_at
+        finish: dict[str, Any]
+        if asked.aborted:
+            ids = ids[: len(ids) // 2] if number == self.abort_at else []
+            text, finish = self.tokenizer.decode(ids), {"type": "abort", "message": "Abort in waiting queue"}
+        else:
+            text, ids, finish = self._ended(text, ids, params)
+        asked.ids, asked.log_probs = ids, [-0.5 - (number * 37 + place) % 64 / 64 for place in range(len(ids))]
+        scored = [[value, token, None] for value, token in zip(asked.log_probs, ids, strict=True)]
+        meta = {**answer["meta_info"], "finish_reason": finish, "completion_tokens": len(ids)}
+        new = {"text": text, "meta_info": {**meta, "output_token_logprobs": scored}}
+        return {**answer, **new, **({"output_ids": ids} if "output_ids" in answer else {})}
+
+    def _ended(self, text: str, ids: list[int], params: dict[str, Any]) -> tuple[str, list[int], dict[str, Any]]:
+        """A text as an engine ends it: at a stop string, at the limit of tokens, or with the end token."""
+        stops = params.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else stops
+        at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, ""))
+        finish: dict[str, Any] = {"type": "stop", "matched": self.tokenizer.eos_token_id}
+        if at >= 0:
+            count = next(n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n]))
+            ids, finish = ids[:count], {"type": "stop", "matched": stop}
+            text = text[: at + len(stop)] if params.get("no_stop_trim") else text[:at]
+        elif self.tokenizer.eos_token_id is not None:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        most = int(params.get("max_new_tokens") or len(ids))
+        if len(ids) > most:
+            ids = ids[:most]
+            text, finish = self.tokenizer.decode(ids), {"type": "length", "length": most}
+        return text, ids, finish
+
+
+def _flat(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and isinstance(ids[0], int)

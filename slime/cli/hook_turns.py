@@ -1,0 +1,199 @@
+"""A generate function with a tool turn that is forced on it, and with an abort under way: whether what it returns
+agrees with what the engine sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slime.cli.hook_bench import Bench
+from slime.cli.hook_guard import Complaint, check_picklable, guarded, wrong
+from slime.cli.hook_script import Request, ScriptedEngine
+from slime.data.sample import Sample, flatten
+from slime.rollout.custom_generate import call_list, call_single, takes_list
+from slime.rollout.settings import SamplingSettings
+from slime.rollout.state import GenerateState
+
+TOOL_TURNS = (  # common forms in which models ask for a tool; none of them does harm
+    '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+    "<search>2 + 2</search>",
+    "<code>print(2 + 2)</code>",
+    "```python\nprint(2 + 2)\n```",
+    "<python>print(2 + 2)</python>",
+)
+_ROOM = 512  # tokens of a response, so that no turn is cut by accident
+_CLOSE = 1e-4
+
+
+class _Try:
+    """The function on the first prompts, with one scripted engine."""
+
+    def __init__(self, bench: Bench, fn: Any) -> None:
+        self.bench, self.fn = bench, fn
+        self.url = f"http://{bench.args.sglang_router_ip}:{bench.args.sglang_router_port}"
+        self.listed = takes_list(fn)
+        group = flatten(bench.prompts()[0])
+        self.samples = group if self.listed else group[:1]
+
+    def run(
+        self, answers: list[str], abort_at: int | None = None, go_on: bool = False
+    ) -> tuple[list[list[Sample]], list[list[Sample]], list[Request]]:
+        """What each sample became, what each became when it went on after the abort, and the requests.
+
+        Args:
+            answers: per turn; each sample gets them all.
+        """
+        args = copy.copy(self.bench.args)
+        args.rollout_max_response_len = _ROOM
+        params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
+        count = len(self.samples)
+        script = [text for text in answers for _ in range(count)]
+        at = None if abort_at is None else abort_at * count
+
+        async def call(samples: list[Sample]) -> list[Any]:
+            if self.listed:
+                return list(await call_list(self.fn, args, samples, False))
+            return [await call_single(self.fn, args, one, dict(params), False) for one in samples]
+
+        async def work() -> tuple[list[Any], list[Any], list[Request]]:
+            state = GenerateState(args)
+            stop = lambda: setattr(state, "aborted", True)  # noqa: E731
+            async with ScriptedEngine(self.url, self.bench.tokenizer, script, at, stop) as engine:
+                args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", engine.port
+                first = await self._unless_runaway(call(copy.deepcopy(self.samples)), engine)
+                again: list[Any] = []
+                if go_on and all(isinstance(part, Sample) for part in first):
+                    before = copy.deepcopy(first)
+                    engine.abort_at, state.aborted = None, False
+                    again, first = await self._unless_runaway(call(first), engine), before
+                return first, again, engine.requests
+
+        first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
+        return [flatten([part]) for part in first], [flatten([part]) for part in again], requests
+
+    async def _unless_runaway(self, work: Any, engine: ScriptedEngine) -> list[Any]:
+        task, runaway = asyncio.ensure_future(work), asyncio.ensure_future(engine.runaway.wait())
+        try:
+            await asyncio.wait({task, runaway}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise wrong(
+                    self.fn,
+                    "it goes on asking after an abort: when an answer's finish_reason is abort, set the sample "
+                    "ABORTED and return it (GenerateState(args).aborted says that the rollout is over)",
+                )
+            return list(task.result())
+        finally:
+            task.cancel()
+            runaway.cancel()
+            await asyncio.gather(task, runaway, return_exceptions=True)
+
+
+def check_turns(bench: Bench, fn: Any) -> str:
+    """Force a tool turn, then abort, then go on.
+
+    Returns:
+        A few words about what was seen.
+
+    Raises:
+        Complaint: what it returns does not agree with what was sampled.
+    """
+    tried = _Try(bench, fn)
+    turn, said = None, "no tool turn in the forms that were tried"
+    for form in [bench.tool_answer] if bench.tool_answer else list(map(_filled(tried.samples), TOOL_TURNS)):
+        results, _, requests = tried.run([form])
+        for sample in flatten(results):
+            check_sampled(bench, fn, sample, requests)
+        if not requests:
+            return "asks no /generate: turns and aborts are not tried"
+        if len(requests) > len(tried.samples):
+            turn, said = form, f"a tool turn of {len(requests) // len(tried.samples)} answers"
+            break
+    if bench.tool_answer and turn is None:
+        raise wrong(fn, f"after the answer {bench.tool_answer!r} (--check-tool-answer) it asked for no other")
+    _check_abort(bench, fn, tried, turn)
+    return f"{said}, an abort"
+
+
+def _filled(samples: Sequence[Sample]) -> Any:
+    """The forms with the first tool that the data names."""
+    tools = next((one.metadata.get("tools") for one in samples if isinstance(one.metadata, dict)), None)
+    tool = tools[0] if isinstance(tools, list) and tools and isinstance(tools[0], dict) else {}
+    function = tool.get("function")
+    name = str((function if isinstance(function, dict) else tool).get("name") or "python")
+    return lambda form: form.format(name=name, arguments='{"code": "print(2 + 2)"}') if "{name}" in form else form
+
+
+def _check_abort(bench: Bench, fn: Any, tried: _Try, turn: str | None) -> None:
+    """The last answer is cut by an abort: the first one, or that after a tool turn."""
+    answers, at = ([], 0) if turn is None else ([turn], 1)
+    results, again, requests = tried.run(answers, at, go_on=bench.resumes)
+    if not any(request.aborted for request in requests):
+        return  # another number of requests than before: nothing was aborted
+    for samples in results:
+        for sample in samples:
+            check_picklable("sample", sample)
+            check_sampled(bench, fn, sample, requests)
+        if all(sample.status is not Sample.Status.ABORTED for sample in samples):
+            text = (
+                f"it leaves a sample {samples[-1].status.value} whose last answer an abort has cut: where "
+                'meta_info["finish_reason"]["type"] is "abort", set Sample.Status.ABORTED '
+                "(append_response_tokens with meta_info does it)"
+            )
+            if bench.resumes:
+                raise wrong(fn, text)
+            bench.notes.append(f"{text}. With these flags aborted samples are not kept, so nothing is trained wrongly")
+    for sample in flatten(again):
+        if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+            raise wrong(fn, f"called again with a sample that was aborted, it leaves it {sample.status.value}")
+        check_sampled(bench, fn, sample, requests)
+
+
+def check_sampled(bench: Bench, fn: Any, sample: Sample, requests: Sequence[Request]) -> None:
+    """Compare a sample with what the engine was asked and answered.
+
+    Raises:
+        Complaint: it trains tokens that no engine sampled, or its log-probs are those of other tokens.
+    """
+    length = sample.response_length
+    if not length:
+        return
+    tokens = list(sample.tokens)
+    sampled, scores = np.zeros(len(tokens), bool), np.zeros(len(tokens))
+    for request in requests:
+        begin = len(request.prompt)
+        if tokens[:begin] != request.prompt:
+            continue
+        pairs = zip(tokens[begin:], request.ids, strict=False)
+        count = next(
+            (i for i, (mine, its) in enumerate(pairs) if mine != its), min(len(tokens) - begin, len(request.ids))
+        )
+        sampled[begin : begin + count], scores[begin : begin + count] = True, request.log_probs[:count]
+    sampled, scores = sampled[-length:], scores[-length:]
+    if not sampled.any():
+        if any(request.ids for request in requests):
+            bench.notes.append("its tokens are not those that the engine sampled: its mask cannot be checked")
+        return
+    mask = sample.array("loss_mask")
+    trained = np.ones(length, bool) if mask is None else mask != 0
+    foreign = np.flatnonzero(trained & ~sampled)
+    if len(foreign):
+        ids = [tokens[len(tokens) - length + place] for place in foreign[:8]]
+        raise Complaint(
+            f"{len(foreign)} tokens that no engine sampled would be trained, the first at {foreign[0]} of {length} "
+            f"in the response ({bench.tokenizer.decode(ids)!r}): what a tool or the template added needs loss_mask 0",
+            wrong(fn, "").place,
+        )
+    if sample.rollout_log_probs is None:
+        return
+    given = np.asarray(sample.rollout_log_probs, np.float64)
+    off = np.flatnonzero(trained & (np.abs(given - scores) > _CLOSE))
+    if len(off):
+        raise wrong(
+            fn,
+            f"rollout_log_probs of {len(off)} trained tokens are not those that the engine gave for them, the first at "
+            f"{off[0]} of {length} in the response: {given[off[0]]:.3f} instead of {scores[off[0]]:.3f}",
+        )

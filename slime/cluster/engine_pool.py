@@ -1,0 +1,330 @@
+"""The inference engines as the driver sees them: which are alive, which weights they hold, and how they get new ones.
+
+The order of a weight sync (in brackets: only where trainer and engines share accelerators)::
+
+    driver (EnginePool)                 trainer (all ranks)              engines
+    begin_update  ------------------------------------------------->    health checks pause
+    [make room    ------------------->  only weights stay]
+    [onload       ------------------------------------------------->    memory for weights]
+    send          ------------------->  send, compare checksums ---->   pause, load, continue
+    [sleep        ------------------->  nothing stays]
+    [onload       ------------------------------------------------->    memory for the KV cache]
+    audit         ------------------->  rank 0 compares log-probs -->   score a fixed sequence
+    end_update    ------------------------------------------------->    health checks go on, requests come
+
+Each arrow is a call that the driver waits for; an engine that fails one is left out and the call is repeated.
+Which engines are lost is decided beside them (``engine_fleet.py``, ``health.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from slime.cluster.engine import EnginesLost
+from slime.engines.sglang_api import EngineError
+from slime.weights.update import WeightSyncError
+
+if TYPE_CHECKING:
+    from slime.cluster.engine import EngineStatus
+    from slime.cluster.manager_client import ManagerClient
+    from slime.cluster.step_log import StepLog
+    from slime.cluster.train_group import TrainGroup
+    from slime.cluster.trainer import Trainer
+    from slime.config.args import Args
+    from slime.weights.update import UpdateReport
+
+T = TypeVar("T")
+POLL_SECONDS = 0.5  # between two questions of sync_recovered_engines
+ANSWER_SECONDS = 60.0
+RESTART_SECONDS = 1200.0
+
+
+@dataclass(frozen=True)
+class EnginePoolSettings:
+    """What the pool reads of the flags; ``check_*`` are of ``--check-weight-update-equal``."""
+
+    use_fault_tolerance: bool
+    offload_train: bool
+    offload_rollout: bool
+    audit_weights: bool
+    check_equal: bool
+    check_interval: int
+    health_check_timeout: float
+
+    @classmethod
+    def from_args(cls, args: Args) -> EnginePoolSettings:
+        return cls(
+            use_fault_tolerance=bool(args.use_fault_tolerance),
+            offload_train=bool(args.offload_train),
+            offload_rollout=bool(args.offload_rollout),
+            audit_weights=bool(args.audit_weights),
+            check_equal=bool(args.check_weight_update_equal),
+            check_interval=args.check_weight_update_interval,
+            health_check_timeout=args.rollout_health_check_timeout,
+        )
+
+
+class EnginePool:
+    """The engines of one run; used by the driver's main thread only, so the trainer is idle during every call.
+
+    Args:
+        urls: of the engines that were started; none in a run without engines.
+        attempt: how often the run was resumed, the first part of a weight version.
+        first_rollout: where this process began.
+
+    Attributes:
+        urls: of the engines that hold the current weights; never empty in a run with engines, since engines that
+            are all lost are being replaced.
+        version: of the weights that the engines hold: ``<attempt>.<steps that had trained them>``.
+        held_step: the second part of ``version``.
+    """
+
+    def __init__(
+        self,
+        settings: EnginePoolSettings,
+        manager: ManagerClient,
+        trainer: Trainer,
+        log: StepLog,
+        urls: Sequence[str] = (),
+        attempt: int = 0,
+        first_rollout: int = 0,
+    ) -> None:
+        self.settings, self.urls = settings, list(urls)
+        self.version, self.held_step = "", 0
+        self._manager, self._trainer, self._log = manager, trainer, log
+        self._attempt, self._first_rollout = attempt, first_rollout
+        self._slots: dict[str, range] = {}  # engine URL to the GPU slots that it occupies, of the rollout's
+        self._trained_at_update: int | None = None  # what ``trainer.trained`` was when the engines got their weights
+        self._updates_since_check: int | None = None  # of --check-weight-update-equal; None before the first
+        self._syncing = False
+        self._next_poll = 0.0  # time.monotonic()
+
+    # --- weights -----------------------------------------------------------------------------
+
+    def update_weights(self) -> None:
+        """Bring the actor's weights to every engine, as in the picture above; engines that are lost are left out."""
+        actor = self._trainer.actor
+        if actor is None or not self.urls:
+            return
+        # The last engine may be lost after it got its weights. Then the update is repeated with its replacements.
+        while not self._update_once(actor):
+            self.offload()
+
+    def _update_once(self, actor: TrainGroup) -> bool:
+        """Returns whether an engine holds the weights at the end."""
+        settings, trainer, log = self.settings, self._trainer, self._log
+        with log.phase("update_weights"):
+            urls = self._begin_update()
+            trainer.make_room_for_weights()
+            self._onload("weights")
+            held = self._first_rollout
+            if trainer.trained is not None:
+                held = max(trainer.trained + 1, held)
+            self.version = f"{self._attempt}.{held}"
+            report, urls = self._call_with_failover(partial(self._send, actor), urls, replace=True)
+            assert report is not None
+            self._trained_at_update, self.held_step = trainer.trained, held
+            trainer.old_actor.updated(actor, self.version)
+        trainer.log_memory("update_weights")
+        if settings.offload_train:
+            with log.timed("sleep"):
+                trainer.sleep()
+            trainer.log_memory("sleep")
+        if settings.offload_rollout:
+            with log.timed("onload"):
+                self._onload("kv_cache", "cuda_graph")
+            trainer.log_memory("onload")
+        if settings.audit_weights:
+            with log.phase("audit_weights"):
+                worst, urls = self._call_with_failover(actor.check_probe, urls)
+                log.pending["perf/audit_logprob_diff"] = worst if worst is not None else math.nan
+        if not urls:
+            return False
+        self._end_update(urls)
+        log.pending["perf/update_weights_pause_time"] = report.pause_seconds
+        log.pending["perf/update_weights_wire_bytes"] = float(report.nbytes)
+        log.pending["perf/update_weights_density"] = report.density
+        log.pending["perf/update_weights_audit_time"] = report.audit_seconds
+        return True
+
+    def _send(self, actor: TrainGroup, urls: list[str]) -> UpdateReport:
+        same_host = all(urlsplit(url).hostname == actor.host for url in urls)
+        send = partial(actor.update_weights, urls, self.version, same_host, self._slots)
+        report = send()
+        if self._check_is_due():
+            send(check_equal=True)  # The engines hold these weights already: overwrite them, send again, compare.
+        return report
+
+    def _check_is_due(self) -> bool:
+        """Whether ``--check-weight-update-equal`` applies to this update.
+
+        Where an engine's checksums cannot be predicted, only this check notices that a part of a tensor was not
+        written, so it is repeated every ``--check-weight-update-interval`` updates.
+        """
+        count, every = self._updates_since_check, self.settings.check_interval
+        due = self.settings.check_equal and (count is None or 0 < every <= count + 1)
+        self._updates_since_check = 0 if due or count is None else count + 1
+        return due
+
+    # --- memory of colocated runs ------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Colocated: the engines release their memory, and the trainer takes it."""
+        if self.settings.offload_rollout and self.urls:
+            self._trainer.log_memory("rollout")
+            with self._log.phase("offload"):
+                self._release()
+            self._trainer.log_memory("offload")
+        self._trainer.wake()
+
+    def _release(self) -> None:
+        self._manager.wait(self._manager.handle.offload.remote(), "the engines to release memory")
+
+    def _onload(self, *tags: str) -> None:
+        if self.settings.offload_rollout:
+            self._manager.wait(self._manager.handle.onload.remote(tags), f"the engines to get {', '.join(tags)} back")
+
+    def end_for_save(self) -> None:
+        """Before the last snapshot of a run that is stopped: end the engines where the trainer needs their memory.
+
+        Engines cannot release memory while they generate, and nobody will use what they generate.
+        """
+        if self.settings.offload_train and self.urls:
+            self._manager.wait(self._manager.handle.end_engines.remote(), "the engines to end")
+
+    # --- engines that are lost ---------------------------------------------------------------
+
+    def _begin_update(self) -> list[str]:
+        """The engines that an update goes to; their health checks are paused until :meth:`_end_update`.
+
+        Raises:
+            EnginesLost: the run cannot go on.
+        """
+        return self._alive(self._pause_checks()) or self._replace()
+
+    def _pause_checks(self) -> EngineStatus:
+        return self._status(self._manager.handle.begin_update.remote(), "the engines before an update")
+
+    def _end_update(self, urls: Sequence[str]) -> None:
+        """These engines hold the current weights and passed the audit: they may get requests."""
+        status = self._status(self._manager.handle.end_update.remote(list(urls)), "the engines after an update")
+        self.urls = self._alive(status) or self.urls
+
+    def _call_with_failover(
+        self, call: Callable[[list[str]], T], urls: list[str], replace: bool = False
+    ) -> tuple[T | None, list[str]]:
+        """``call(urls)``; if engines are lost during it, the same call again without them.
+
+        An engine whose update was interrupted because another one failed is among the remaining ones: the repeated
+        call sends it everything. Without ``--use-fault-tolerance``, and if no engine is to blame, the error propagates.
+
+        Args:
+            replace: if none remains, go on with engines that are started now; otherwise return ``(None, [])``.
+
+        Returns:
+            The call's result, and the URLs of the remaining engines.
+        """
+        while urls:
+            try:
+                return call(urls), urls
+            except (WeightSyncError, EngineError) as error:
+                if not self.settings.use_fault_tolerance:
+                    raise
+                # Through Ray, an error arrives as an instance of a derived class with the original in ``cause``.
+                failed = getattr(getattr(error, "cause", error), "failed", {})
+                blamed = {url: str(reason) for url, reason in failed.items()}
+                lose = self._manager.handle.lose_engines.remote(blamed)
+                alive = self._alive(self._status(lose, "the engines that failed"))
+                left = [url for url in urls if url in alive]
+                if len(left) == len(urls):
+                    raise
+                lost = ", ".join(url for url in urls if url not in left)
+                self._log.note(f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}")
+                urls = left
+                if replace and not left:
+                    urls = self._replace()
+                    self._onload("weights")  # as _update_once did for those that were lost
+        return None, []
+
+    def _replace(self) -> list[str]:
+        """No engine is left: wait until lost ones have been started again, and return their URLs.
+
+        An engine that starts takes its share of the memory that it finds free, so in a colocated run the trainer gives
+        up all of it first. Afterwards the engines have released theirs, and the trainer's weights are back.
+        """
+        if not self.settings.use_fault_tolerance:
+            raise EnginesLost("no engine is left")
+        self._trainer.sleep()
+        restart = self._manager.handle.start_lost_engines.remote()
+        urls = self._alive(self._status(restart, "engines that are started again", RESTART_SECONDS))
+        if not urls:
+            raise EnginesLost("no engine could be started again; see the logs")
+        if self.settings.offload_rollout:
+            self._release()
+        self._trainer.make_room_for_weights()
+        return urls
+
+    def sync_recovered_engines(self, keep_version: bool = False) -> None:
+        """Give engines that were started again the current weights, after which they get requests.
+
+        Called again and again while the driver waits for generation; asks at most every :data:`POLL_SECONDS`.
+
+        Args:
+            keep_version: as long as an engine serves, none gets newer weights than it has (during an evaluation,
+                which is of one version).
+
+        Raises:
+            EnginesLost: the run cannot go on.
+        """
+        now = time.monotonic()
+        # The update below waits for the manager, too, and those waits may call this method again.
+        if self._syncing or now < self._next_poll or not self.urls:
+            return
+        self._next_poll, self._syncing = now + POLL_SECONDS, True
+        try:
+            status = self._status(self._manager.handle.engine_status.remote(), "the engines")
+            self._alive(status)
+            if status.unsynced and self._trainer.actor is not None:
+                self._sync_recovered(self._trainer.actor, status, keep_version)
+        finally:
+            self._syncing = False
+
+    def _sync_recovered(self, actor: TrainGroup, status: EngineStatus, keep_version: bool) -> None:
+        """The engines of one run never hold different versions.
+
+        Where the trainer has trained since the last update, the weights of that update are gone; then all engines get
+        the newest.
+        """
+        if self.settings.offload_train or self.settings.offload_rollout:
+            if status.serving:
+                return  # There is no memory for the trainer: the new engines wait for the next update.
+            self.offload()
+            self.update_weights()
+        elif self._trainer.trained != self._trained_at_update:
+            if keep_version and status.serving:
+                return
+            self.update_weights()
+        else:
+            self._pause_checks()
+            _, urls = self._call_with_failover(partial(self._send, actor), status.unsynced)
+            if self.settings.audit_weights:
+                _, urls = self._call_with_failover(actor.check_probe, urls)
+            self._end_update(urls)
+        self._log.note(f"started again, with the current weights: {', '.join(status.unsynced)}")
+
+    def _status(self, ref: Any, what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
+        check_under_way = 4 * self.settings.health_check_timeout  # which the manager may have to wait for
+        status: EngineStatus = self._manager.wait(ref, what, deadline + check_under_way)
+        return status
+
+    def _alive(self, status: EngineStatus) -> list[str]:
+        if status.fatal:
+            raise EnginesLost(status.fatal)
+        self._slots = status.slots
+        return [*status.serving, *status.unsynced]

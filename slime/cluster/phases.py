@@ -1,0 +1,128 @@
+"""The phases of one iteration, as the loops in ``train.py`` and ``train_async.py`` call them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slime.backends.lr_schedule import zero_lr_warning
+from slime.cluster.evaluations import Evaluations
+from slime.cluster.prefetch import Prefetcher, PrefetchSettings
+from slime.weights.audit import gap_alarm
+
+if TYPE_CHECKING:
+    from slime.cluster.engine_pool import EnginePool
+    from slime.cluster.manager_client import ManagerClient, RolloutBatch
+    from slime.cluster.snapshots import Snapshots
+    from slime.cluster.step_log import StepLog
+    from slime.cluster.stop_signals import StopSignals
+    from slime.cluster.trainer import Trainer
+    from slime.config.args import Args
+
+
+class Run:
+    """A run that has been started. Every method waits until its phase is complete.
+
+    Each phase is shown while it runs, ends with an error after ``--phase-timeout``, and adds its seconds to the
+    metrics of the step.
+
+    Attributes:
+        first_rollout, num_rollout: the loop trains rollouts ``first_rollout .. num_rollout - 1``.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        first_rollout: int,
+        num_rollout: int,
+        *,
+        manager: ManagerClient,
+        trainer: Trainer,
+        pool: EnginePool,
+        snapshots: Snapshots,
+        log: StepLog,
+        stop: StopSignals,
+    ) -> None:
+        self.args, self.first_rollout, self.num_rollout = args, first_rollout, num_rollout
+        self.manager, self.trainer, self.pool, self.snapshots = manager, trainer, pool, snapshots
+        self.log, self.stop = log, stop
+        self.evaluations = Evaluations(manager, pool, log)
+        self._warned_of_zero_lr = False
+
+    def generate(self, rollout_id: int) -> RolloutBatch:
+        """Prompts to rewarded samples, split over the data-parallel ranks."""
+        with self.log.phase("rollout"):
+            batch: RolloutBatch = self.manager.wait(
+                self.manager.handle.generate.remote(rollout_id),
+                f"rollout {rollout_id} to be generated",
+                meanwhile=self.pool.sync_recovered_engines,
+            )
+        self.log.add_rollout(batch)
+        return batch
+
+    def prefetch(self) -> Prefetcher:
+        """Generation of all rollouts of the loop on a thread of its own, for the asynchronous loop."""
+        return Prefetcher(
+            PrefetchSettings.from_args(self.args),
+            range(self.first_rollout, self.num_rollout),
+            manager=self.manager,
+            pool=self.pool,
+            evaluations=self.evaluations,
+            snapshots=self.snapshots,
+            log=self.log,
+            stop=self.stop,
+        )
+
+    def offload_engines(self) -> None:
+        """Colocated: the engines' memory goes to the trainer."""
+        self.pool.offload()
+
+    def train(self, rollout_id: int, batch: RolloutBatch) -> None:
+        """Train critic and actor on a rollout; nothing with ``--debug-rollout-only``."""
+        if self.trainer.actor is None:
+            return
+        with self.log.phase("train"):
+            self.trainer.train(rollout_id, batch.refs)
+            dtypes = (self.args.train_dtype, self.args.rollout_dtype)
+            if (alarm := gap_alarm(self.log.pending, self.args.logprob_gap_threshold, dtypes)) is not None:
+                self.log.note(alarm)
+            warning = zero_lr_warning(self.args, self.log.pending, rollout_id)
+            if warning is not None and not self._warned_of_zero_lr:
+                self._warned_of_zero_lr = True
+                self.log.note(warning)
+        closed = self.manager.handle.trained.remote(rollout_id)
+        self.manager.wait(closed, "the rollout manager to note that a step is trained")
+        self.trainer.log_memory("train")
+
+    def save(self, rollout_id: int) -> None:
+        """Write a snapshot; see :meth:`Snapshots.save`."""
+        self.snapshots.save(rollout_id)
+
+    def update_weights(self) -> None:
+        """Bring the actor's weights to every engine; see :meth:`EnginePool.update_weights`."""
+        self.pool.update_weights()
+
+    def evaluate(self, step: int) -> None:
+        """All evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
+        self.evaluations.run(step)
+
+    def end_step(self, rollout_id: int) -> None:
+        """Log the step's metrics and begin the next step."""
+        self.snapshots.commit_if_written()
+        phases = self.log.end_step(rollout_id, self.num_rollout)
+        written = self.manager.handle.add_phases.remote(rollout_id, phases)
+        self.manager.wait(written, "the trace of a rollout to be completed")
+
+    # --- when --------------------------------------------------------------------------------
+
+    def is_due(self, rollout_id: int, interval: int | None) -> bool:
+        """Whether something is done after this rollout that is done every ``interval`` rollouts and after the last."""
+        return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout)
+
+    def evaluates_at_start(self) -> bool:
+        """Whether to evaluate before the first step.
+
+        A resumed run does so if it was interrupted between a step and the evaluation that was due after it.
+        """
+        if self.first_rollout == 0:
+            return bool(self.args.eval_interval) and not self.args.skip_eval_before_train
+        return self.is_due(self.first_rollout - 1, self.args.eval_interval)

@@ -1,0 +1,189 @@
+"""The snapshots of one run: the one that it resumes from, and those that it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.cluster.supervisor import REPORTS
+
+if TYPE_CHECKING:
+    from slime.checkpoint.snapshot import Snapshot
+    from slime.cluster.engine_pool import EnginePool
+    from slime.cluster.manager_client import ManagerClient
+    from slime.cluster.step_log import StepLog
+    from slime.cluster.stop_signals import StopSignals
+    from slime.cluster.trainer import Trainer
+    from slime.config.args import Args
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where a run begins.
+
+    Attributes:
+        snapshot: to resume from, or (with ``--finetune``) to take the weights of; None for a fresh start.
+        resumes: whether the run continues the snapshot's.
+        trained: the last rollout that the resumed run has trained; None in a new run.
+        first_rollout: the first one of this process.
+        attempt: how often the run was resumed.
+    """
+
+    snapshot: Snapshot | None = None
+    resumes: bool = False
+    trained: int | None = None
+    first_rollout: int = 0
+    attempt: int = 0
+
+    @classmethod
+    def from_args(cls, args: Args) -> StartingPoint:
+        """Reads the manifests below ``--load``."""
+        from slime.checkpoint.snapshot import latest
+
+        snapshot = latest(Path(args.load), args.ckpt_step) if args.load else None
+        trained, first, attempt = None, 0, 0
+        resumes = snapshot is not None and not args.finetune
+        if snapshot is not None and resumes:
+            trained = snapshot.iteration
+            first, attempt = trained + 1, int(snapshot.manifest["attempt"]) + 1
+        if args.start_rollout_id is not None:
+            first = args.start_rollout_id
+        return cls(snapshot, resumes, trained, first, attempt)
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """Of the snapshot that the run continues; None in a new run."""
+        return self.snapshot.manifest if self.snapshot is not None and self.resumes else None
+
+
+def settings_of(args: Args) -> dict[str, Any]:
+    """The settings that shape a run, but not those that say what is shown or kept of it."""
+    from slime.checkpoint.manifest import settings
+    from slime.config.args import FLAGS
+    from slime.config.overrides import to_dict
+
+    shown = {name for name, flag in FLAGS.items() if flag.group in ("observability", "debugging and profiling")}
+    return settings({name: value for name, value in to_dict(args).items() if name not in shown})
+
+
+def restore_rollouts(begin: StartingPoint, settings: dict[str, Any], manager: ManagerClient, log: StepLog) -> None:
+    """Let the rollout manager continue a resumed run's data source, and warn of settings that have changed.
+
+    Raises:
+        ResumeError: with these settings the prompts would come in another order.
+    """
+    from slime.checkpoint.manifest import changes, check_same_prompts
+
+    if begin.snapshot is None or not begin.resumes:
+        return
+    path = begin.snapshot.path
+    state = manager.handle.load_state.remote(begin.trained, str(path), begin.attempt)
+    manager.wait(state, "the data source to be restored")
+    log.note(f"resumed from {path}: going on with rollout {begin.snapshot.iteration + 1}")
+    then = begin.snapshot.manifest.get("settings", {})
+    check_same_prompts(then, settings)
+    if changed := changes(then, settings):
+        log.note("warning: settings that differ from the saved run's: " + "; ".join(changed))
+
+
+@dataclass(frozen=True)
+class SnapshotSettings:
+    """Where snapshots go, which are kept, and what their manifests say of the run (``facts``)."""
+
+    folder: Path | None
+    save_hf: str | None
+    async_save: bool
+    keep_last: int | None
+    retain_interval: int | None
+    facts: dict[str, Any]
+
+    @classmethod
+    def from_args(cls, args: Args, facts: dict[str, Any]) -> SnapshotSettings:
+        return cls(
+            Path(args.save) if args.save else None,
+            args.save_hf,
+            bool(args.async_save),
+            args.save_keep_last,
+            args.save_retain_interval,
+            facts,
+        )
+
+
+class Snapshots:
+    """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest commits them.
+
+    Args:
+        saved: the rollout of the snapshot that a resumed run began with.
+
+    Attributes:
+        saved: the rollout of the newest complete snapshot; None before the first.
+    """
+
+    def __init__(
+        self,
+        settings: SnapshotSettings,
+        manager: ManagerClient,
+        trainer: Trainer,
+        pool: EnginePool,
+        log: StepLog,
+        stop: StopSignals,
+        saved: int | None = None,
+    ) -> None:
+        self.settings, self.saved = settings, saved
+        self._manager, self._trainer, self._pool, self._log, self._stop = manager, trainer, pool, log, stop
+        self._open: tuple[Path, dict[str, Any]] | None = None  # temporary folder and manifest
+
+    def save(self, rollout_id: int) -> None:
+        """Write a snapshot of the state after rollout ``rollout_id``, and with ``--save-hf`` the weights as well.
+
+        With ``--async-save`` the ranks only copy their state here and write it while the run goes on; the snapshot
+        does not exist before :meth:`commit`.
+        """
+        from slime.checkpoint import snapshot
+
+        assert self.settings.folder is not None, "--save-interval implies --save"
+        with self._log.phase("save_model"):
+            self.commit()
+            # A stop saves the same rollout again. If it came in the middle of this save, it would remove the folder
+            # that ranks still write to.
+            with self._stop.deferred():
+                temp = snapshot.begin(self.settings.folder, rollout_id)
+                for group in self._trainer.groups:
+                    self._trainer.take_turn(group)
+                    group.save(temp)
+                state = self._manager.handle.save_state.remote(rollout_id, str(temp))
+                self._manager.wait(state, "the data source to be saved")
+                manifest = {
+                    "rollout_id": rollout_id,
+                    "weight_version": self._pool.version,
+                    # A copy: with --async-save the step's end clears them before the commit.
+                    "metrics": dict(self._log.pending),
+                }
+                self._open = temp, self.settings.facts | manifest
+            if not self.settings.async_save:
+                self.commit()
+            actor = self._trainer.actor
+            if self.settings.save_hf and actor is not None:
+                self._trainer.take_turn(actor)
+                actor.save_hf(self.settings.save_hf.format(rollout_id=rollout_id))
+
+    def commit(self) -> None:
+        """Wait until the open snapshot is written, and commit it; nothing if none is open."""
+        from slime.checkpoint import snapshot
+
+        if self._open is None:
+            return
+        temp, manifest = self._open
+        written = [entry for group in self._trainer.groups for entry in group.finish_save()]
+        snapshot.commit(temp, manifest, written)
+        self._open = None
+        self.saved = manifest["rollout_id"]
+        REPORTS.saved()
+        if self.settings.keep_last:
+            snapshot.prune(temp.parent, self.settings.keep_last, self.settings.retain_interval)
+
+    def commit_if_written(self) -> None:
+        """Commit the open snapshot if no rank writes any more."""
+        if self._open is not None and not any(group.is_saving() for group in self._trainer.groups):
+            self.commit()

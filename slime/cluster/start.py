@@ -1,0 +1,168 @@
+"""The start of a run: connect to Ray, start engines and training ranks side by side, restore a snapshot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.cluster.checks import check_schedules
+from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
+from slime.cluster.manager_client import ManagerClient
+from slime.cluster.old_actor import OldActor
+from slime.cluster.parts import Parts
+from slime.cluster.phases import Run
+from slime.cluster.ray_wait import Waiter
+from slime.cluster.snapshots import Snapshots, SnapshotSettings, StartingPoint, restore_rollouts, settings_of
+from slime.cluster.step_log import StepLog
+from slime.cluster.stop_signals import StopSignals
+from slime.cluster.token_budget import settle_token_budget
+from slime.cluster.trainer import Trainer, TrainerSettings
+from slime.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from slime.cluster.placement import Placement
+    from slime.cluster.train_group import Role, TrainGroup
+    from slime.config.args import Args
+    from slime.observability.metrics import MetricsLogger
+
+START_MARGIN_SECONDS = 180.0
+"""Beyond ``--start-timeout``: the process that waits for an engine itself reports first, with the engine's log."""
+
+
+def prepare(args: Args) -> Parts:
+    """What exists before any process: the snapshot to resume from, the run's folder, and the display."""
+    from slime.observability.display import Display
+    from slime.observability.run_dir import RunDir
+
+    begin = StartingPoint.from_args(args)
+    folder = RunDir.create(args, resume=begin.resumes)
+    return Parts(folder, begin, StepLog(Display(args, folder)), StopSignals())
+
+
+def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
+    """Start everything; what exists is in ``parts`` from the moment on in which it does.
+
+    Engines and training ranks load their models at the same time, except where both take memory of the same GPU: an
+    engine takes its share of the memory that it finds free, so there the engines come first and release it again.
+    """
+    from slime.cluster.placement import Placement
+    from slime.cluster.session import connect
+
+    begin, log = parts.begin, parts.log
+    with log.phase("start"):
+        connect(args)
+        parts.stop.install()
+        placement = parts.placement = Placement(args)
+        args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
+        waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None)
+        manager = parts.manager = _start_manager(args, parts, placement, waiter)
+        shares_memory = args.offload_rollout and placement.slots.train > 0
+        engines = None if args.debug_train_only else manager.handle.start_engines.remote(placement)
+        urls: list[str] = []
+        if engines is not None and args.offload_rollout and placement.on_gpu:
+            urls, engines = _wait_for_engines(args, parts, manager, engines, release=shares_memory), None
+        num_rollout = args.num_rollout
+        if num_rollout is None:
+            num_rollout = manager.wait(manager.handle.num_rollout.remote(), "the data source")
+        args = args.with_values(num_rollout=num_rollout)  # on which the learning rate's schedule depends
+        if placement.slots.train:
+            _start_training(args, parts, placement, waiter)
+        if args.save:
+            _check_save_folder(Path(args.save), manager, parts.groups)
+        if engines is not None:
+            urls = _wait_for_engines(args, parts, manager, engines, release=shares_memory)
+        for group in parts.groups:
+            group.wait_started()
+        old_actor = OldActor.from_args(args, asynchronous)
+        actor = next((group for group in parts.groups if group.role == "actor"), None)
+        critic = next((group for group in parts.groups if group.role == "critic"), None)
+        trainer = Trainer(TrainerSettings.from_args(args), actor, critic, old_actor, log, begin.trained)
+        args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
+        settings = settings_of(args)
+        restore_rollouts(begin, settings, manager, log)
+        metrics = open_metrics(args, parts)
+    pool_settings = EnginePoolSettings.from_args(args)
+    pool = EnginePool(pool_settings, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
+    facts = {"attempt": begin.attempt, "world_size": placement.slots.train, "seed": args.seed, "settings": settings}
+    save = SnapshotSettings.from_args(args, facts)
+    snapshots = Snapshots(save, manager, trainer, pool, log, parts.stop, begin.trained)
+    run = parts.run = Run(
+        args, begin.first_rollout, num_rollout,
+        manager=manager, trainer=trainer, pool=pool, snapshots=snapshots, log=log, stop=parts.stop,
+    )  # fmt: skip
+    log.begin_steps(metrics)
+    return run
+
+
+def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waiter) -> ManagerClient:
+    import ray
+
+    from slime.cluster.rollout_manager import RolloutManager
+    from slime.config.layout import ParallelLayout
+
+    layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
+    # Several threads: status() and engine_status() answer while generate() runs.
+    remote: Any = ray.remote(RolloutManager)
+    handle = remote.options(num_cpus=0, max_concurrency=8).remote(args, str(parts.dir.path), layout)
+    return ManagerClient(handle, waiter, args.phase_timeout)
+
+
+def _wait_for_engines(
+    args: Args, parts: Parts, manager: ManagerClient, starting: ObjectRef[Any], release: bool
+) -> list[str]:
+    """URLs of the engines once all of them answer; ``release``: they have released their memory again."""
+    urls: list[str] = manager.wait(starting, "the engines to start", args.start_timeout + START_MARGIN_SECONDS)
+    parts.engines_started = bool(urls)
+    if release and urls:
+        manager.wait(manager.handle.offload.remote(), "the engines to release memory")
+    return urls
+
+
+def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Waiter) -> None:
+    """Start the ranks of actor and critic, and let them load their models."""
+    from slime.cluster.train_group import TrainGroup
+
+    if problems := check_schedules(args):  # the run's length may have been unknown until now
+        raise ConfigError(problems)
+    roles: list[Role] = ["actor", "critic"] if args.use_critic else ["actor"]
+    snapshot = parts.begin.snapshot
+    for role in roles:
+        load = snapshot.path / role if snapshot is not None else None
+        parts.groups.append(TrainGroup(args, role, placement, waiter, parts.dir.path / "logs", load))
+
+
+def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
+    """Every process that writes snapshots reaches the folder in which the driver commits them.
+
+    This is found out before the models are loaded.
+
+    Raises:
+        FolderError: names the processes that do not, and their nodes.
+    """
+    from slime.checkpoint.shared_folder import FolderTrial
+
+    with FolderTrial(folder) as trial:
+        where = str(trial.folder), trial.token
+        answers = {"rollout manager": manager.wait(manager.handle.try_folder.remote(*where), "to look into --save")}
+        for group in groups:
+            answers |= group.try_folder(*where)
+        trial.check(answers)
+
+
+def open_metrics(args: Args, parts: Parts) -> MetricsLogger:
+    """The metrics of a resumed run go on without the rows of steps that are made again.
+
+    The row of the last step that was saved is added where it is missing: the run was killed between the snapshot and
+    the end of the step.
+    """
+    from slime.observability.metrics import MetricsLogger, read_metrics
+
+    begin = parts.begin
+    logger = MetricsLogger(args, parts.dir, begin.first_rollout if begin.resumes else None)
+    if begin.manifest is not None and begin.trained is not None and parts.dir.metrics.exists():
+        logged = [row["rollout/step"] for row in read_metrics(parts.dir.metrics) if "rollout/step" in row]
+        if begin.trained not in logged:
+            logger.log(begin.manifest["metrics"], begin.trained, "rollout/step")
+    return logger

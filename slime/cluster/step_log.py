@@ -1,0 +1,102 @@
+"""What a run shows and records of its steps: phases, notes and metrics."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from slime.cluster.manager_client import RolloutBatch
+    from slime.observability.display import Display, Phase
+    from slime.observability.metrics import MetricsLogger
+
+MOST_SPANS = 500
+"""Timed phases that are kept for the trace of a rollout, the newest ones."""
+
+
+class StepLog:
+    """Collects the metrics of the step under way and times its phases; one per run, in the driver.
+
+    Attributes:
+        pending: metrics of the step under way, by name.
+    """
+
+    def __init__(self, display: Display) -> None:
+        self.display = display
+        self.pending: dict[str, float] = {}
+        self._metrics: MetricsLogger | None = None
+        self._phase: Phase | None = None  # the innermost one that is open
+        self._spans: list[dict[str, Any]] = []
+        self._step_started = time.perf_counter()
+
+    def begin_steps(self, metrics: MetricsLogger) -> None:
+        """The start is over: metrics go to ``metrics``, and the first step's time begins now."""
+        self._metrics = metrics
+        self.display.pop_times()  # the seconds of the start belong to no step
+        self._step_started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show a phase while it runs; its seconds become ``perf/<name>_time``."""
+        outer = self._phase
+        with self.display.phase(name) as self._phase:
+            try:
+                yield
+            finally:
+                self._phase = outer
+
+    def timed(self, name: str) -> AbstractContextManager[None]:
+        """Time a part of a phase without showing it."""
+        return self.display.timers(name)
+
+    def show_status(self, status: dict[str, Any]) -> None:
+        """Show what a process that is waited for reports, beside the phase that is open."""
+        if self._phase is not None:
+            self._phase.update(status)
+
+    def note(self, text: str) -> None:
+        """Print a line of its own."""
+        self.display.note(text)
+
+    def add_rollout(self, batch: RolloutBatch) -> None:
+        """Count a rollout's metrics into the step under way, and show a few of its texts and its warnings."""
+        self.pending.update(batch.metrics)
+        self.display.samples(batch.texts)
+        for warning in batch.warnings:
+            self.note(f"warning: {warning}")
+
+    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Log an evaluation of the weights that ``step`` rollouts have trained."""
+        self._logger.log(metrics, step, "eval/step")
+        self.display.eval_line(step, metrics)
+
+    def end_step(self, rollout_id: int, num_rollout: int) -> list[dict[str, Any]]:
+        """Log the step's metrics and begin the next step; returns the newest phases, for the rollout's trace."""
+        now = time.perf_counter()
+        self._spans = [*self._spans, *self.display.timers.pop_spans()][-MOST_SPANS:]
+        times = self.display.pop_times()
+        step_seconds = now - self._step_started
+        waited = sum(seconds for name, seconds in times.items() if name != "perf/train_time")
+        self.pending |= times
+        self.pending["perf/step_time"] = step_seconds
+        self.pending["perf/wait_time_ratio"] = min(waited / step_seconds, 1.0)
+        self._step_started = now
+        self._logger.log(self.pending, rollout_id, "rollout/step")
+        self.display.step_line(rollout_id, num_rollout, self.pending, times)
+        self.pending = {}
+        return self._spans
+
+    def close(self) -> None:
+        """Close the metrics and the display; safe to call twice."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self.display.close()
+
+    @property
+    def _logger(self) -> MetricsLogger:
+        assert self._metrics is not None, "begin_steps comes first"
+        return self._metrics

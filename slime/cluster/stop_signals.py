@@ -1,0 +1,83 @@
+"""Ctrl-C and SIGTERM: the first asks for a graceful shutdown, the second ends the run at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any
+
+from slime.cluster.supervisor import FORWARDED, REPORTS
+
+_MEANT = {number: int(meant) for meant, number in FORWARDED.items()}
+
+
+class StopRequested(Exception):
+    """Ctrl-C or SIGTERM was received: the run saves a snapshot and shuts down."""
+
+
+class StopSignals:
+    """Turn the first SIGINT or SIGTERM into a request that every wait checks; the second ends the process at once.
+
+    One signal may arrive twice: directly (Ctrl-C reaches the whole process group) and forwarded by the supervisor. The
+    two ways are therefore counted separately, and the larger count decides.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self.ending = False  # the shutdown is under way, so its own waits are not interrupted
+        self._previous: dict[int, Any] = {}
+        self._received: Counter[bool] = Counter()  # keyed by whether the supervisor forwarded it
+
+    def __enter__(self) -> StopSignals:
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Install the handlers; called again after ``ray.init``, which installs its own."""
+        if threading.current_thread() is threading.main_thread():
+            forwarded = FORWARDED.values() if REPORTS.attached else ()
+            for number in (signal.SIGINT, signal.SIGTERM, *forwarded):
+                previous = signal.signal(number, self._on_signal)
+                self._previous.setdefault(number, previous)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        meant = _MEANT.get(number, number)
+        self._received[meant != number] += 1
+        if max(self._received.values()) > 1:
+            _end_at_once(128 + meant)
+        self.requested = self.requested or signal.Signals(meant).name
+
+    def check(self) -> None:
+        """Raise :class:`StopRequested` if a signal was received."""
+        if self.requested is not None and not self.ending:
+            raise StopRequested(self.requested)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Waits inside this block are not interrupted by a signal; the first wait after it is."""
+        before, self.ending = self.ending, True
+        try:
+            yield
+        finally:
+            self.ending = before
+
+
+def _end_at_once(code: int) -> None:
+    """Kill all child processes and exit without saving."""
+    import psutil
+
+    REPORTS.over()
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
+    os._exit(code)

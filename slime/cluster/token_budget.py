@@ -1,0 +1,96 @@
+"""The default of ``--max-tokens-per-gpu`` on GPUs: measured when the models are built, kept by a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
+from slime.config.context import longest_per_gpu
+from slime.config.hf_config import read_config
+
+if TYPE_CHECKING:
+    from slime.cluster.manager_client import ManagerClient
+    from slime.cluster.trainer import Trainer
+    from slime.config.args import Args
+
+SHARE = 0.85
+"""Of the memory that a trainer can have, which its largest micro-batch may fill: the rest is for fragmentation."""
+SHARE_WITH_EXPERTS = 0.7
+"""Tokens choose experts, so some ranks get more of them than in the measurement."""
+
+
+def settle_token_budget(
+    args: Args,
+    trainer: Trainer,
+    manager: ManagerClient,
+    on_gpu: bool,
+    manifest: Mapping[str, Any] | None,
+    note: Callable[[str], None],
+) -> Args:
+    """Find the budget and pass it to all processes that pack; nothing where the flag is given, or without a GPU.
+
+    Args:
+        manifest: of the snapshot that the run resumes. On as many GPUs, the run packs as it did before.
+        note: gets one line that explains the result.
+
+    Returns:
+        ``args`` with the budget.
+    """
+    if not args.use_dynamic_batch_size or "max_tokens_per_gpu" in args.explicit:
+        return args
+    if trainer.actor is None or not on_gpu:
+        return args
+    if args.deterministic or args.train_dtype == "float32":
+        # Two deterministic runs pack alike even if one finds less memory. In float32 there is no varlen kernel on
+        # GPUs: memory grows with the square of a sample's length, which the measurement does not see.
+        return args
+    tokens = _recorded(manifest, len(trainer.actor.ranks))
+    if tokens is not None:
+        note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
+    else:
+        found: list[Measurement] = []
+        for group in reversed(trainer.groups):  # the actor is awake at the end
+            trainer.take_turn(group)
+            found += group.measure_memory(memory_share(args))
+        tokens = budget(found, longest_per_gpu(args))
+        note(explanation(args, tokens, found))
+    given = args.log_probs_max_tokens_per_gpu if "log_probs_max_tokens_per_gpu" in args.explicit else None
+    forward_only = given or tokens
+    for group in trainer.groups:
+        group.set_token_budgets(tokens, forward_only)
+    told = manager.handle.set_token_budgets.remote(tokens, forward_only)
+    manager.wait(told, "the rollout manager to take the token budget")
+    return args.with_values(max_tokens_per_gpu=tokens, log_probs_max_tokens_per_gpu=forward_only)
+
+
+def _recorded(manifest: Mapping[str, Any] | None, world_size: int) -> int | None:
+    if manifest is None or manifest.get("world_size") != world_size:
+        return None
+    tokens = manifest.get("settings", {}).get("max_tokens_per_gpu")
+    return int(tokens) if tokens else None
+
+
+def memory_share(args: Args) -> float:
+    config = read_config(str(args.hf_checkpoint)) or {}
+    text = config.get("text_config") or config
+    experts = any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    return SHARE_WITH_EXPERTS if experts else SHARE
+
+
+def explanation(args: Args, tokens: int, found: list[Measurement]) -> str:
+    """One line: what was measured, and what follows."""
+    least = min(found, key=lambda one: one.tokens)
+    said = (
+        f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in training, and the "
+        f"tightest of {len(found)} rank(s) has {least.bytes_for_tokens / 2**30:.1f} GiB for them"
+    )
+    if least.tokens > tokens and tokens >= MOST_TOKENS:
+        said += " (more would not train faster)"
+    longest = longest_per_gpu(args)
+    if tokens < longest:
+        said += (
+            f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: lower "
+            "--rollout-max-response-len, or use --gradient-checkpointing or --context-parallel-size"
+        )
+    return said

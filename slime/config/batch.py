@@ -1,0 +1,167 @@
+"""Batches: how the samples of a rollout are split into optimizer steps and micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.config.context import longest_per_gpu
+from slime.config.flag import DERIVED, flag
+from slime.config.layout import ParallelLayout
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+MIN_TOKEN_BUDGET = 4096
+"""Tokens of a micro-batch that every machine is expected to train."""
+
+
+@dataclass
+class BatchConfig:
+    _title = "batches"
+
+    rollout_batch_size: int = flag(32, low=1, help="prompts per rollout")
+    n_samples_per_prompt: int = flag(8, low=1, help="samples per prompt: the group; with --loss-type sft_loss 1")
+    global_batch_size: int = flag(
+        DERIVED,
+        low=1,
+        help="samples per optimizer step; default: rollout batch x samples / steps",
+    )
+    num_steps_per_rollout: int = flag(DERIVED, low=1, help="optimizer steps per rollout; default 1")
+    micro_batch_size: int = flag(1, low=1, help="samples per micro-batch; turns --use-dynamic-batch-size off")
+    use_dynamic_batch_size: bool = flag(
+        DERIVED,
+        kind="toggle",
+        help="fill micro-batches up to --max-tokens-per-gpu; default: unless --micro-batch-size is given or batches "
+        "are padded (--attn-implementation)",
+    )
+    max_tokens_per_gpu: int | None = flag(
+        None,
+        low=1,
+        help="token budget of a micro-batch on one GPU; default: measured on GPUs, else (on a CPU, with "
+        "--deterministic, in float32) the longest prompt and response that the flags allow, at least 4096",
+    )
+    log_probs_max_tokens_per_gpu: int | None = flag(
+        None,
+        low=1,
+        help="token budget of a micro-batch in passes without a backward (log-probs, entropy, the critic's values), "
+        "which keep no activations: 2 to 4 times --max-tokens-per-gpu usually fits; default: the micro-batches of "
+        "training",
+    )
+    balance_data: bool = flag(
+        DERIVED,
+        kind="toggle",
+        help="pack micro-batches so that all ranks have the same work in each (estimated FLOPs); default: with "
+        "--use-dynamic-batch-size",
+    )
+    balance_by_flops: bool = flag(False, help="the same as --balance-data, with --use-dynamic-batch-size")
+    data_pad_size_multiplier: int = flag(128, low=1, help="packs are padded to a multiple of this")
+
+
+def derive_batch(args: Args) -> list[str]:
+    """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+    if args.loss_type == "sft_loss" and "n_samples_per_prompt" not in args.explicit:
+        args.n_samples_per_prompt = 1  # nothing is sampled: copies of a conversation teach nothing new
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    given = (
+        f"--rollout-batch-size {args.rollout_batch_size} x "
+        f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
+    )
+    _micro_batches(args)
+    if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:
+        return []
+    if args.global_batch_size is None:
+        steps = args.num_steps_per_rollout or 1
+        if samples % max(steps, 1):
+            return [f"{given} samples cannot be split into --num-steps-per-rollout {steps} equal steps"]
+        args.num_steps_per_rollout = steps
+        args.global_batch_size = samples // max(steps, 1)
+        return []
+    if args.global_batch_size < 1:
+        return []
+    steps = args.num_steps_per_rollout
+    if steps is None and samples % args.global_batch_size == 0:
+        args.num_steps_per_rollout = samples // args.global_batch_size
+        return []
+    if steps is None:
+        fits = [n for n in range(1, samples + 1) if samples % n == 0]
+        near = min(fits, key=lambda n: (abs(n - args.global_batch_size), -n))
+        return [f"{given}, which is no multiple of --global-batch-size {args.global_batch_size}: {near} would fit"]
+    if samples != args.global_batch_size * steps:
+        wanted = args.global_batch_size * steps
+        return [
+            f"{given}, but --global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} = {wanted}: "
+            "leave one of the last two out, and it follows"
+        ]
+    return []
+
+
+def _micro_batches(args: Args) -> None:
+    """Micro-batches by tokens, unless the user counts them in samples.
+
+    Here the budget follows from flags alone. Its default needs no more memory than the longest sample alone, which has
+    to fit in any case. On GPUs the driver replaces the default by what it measures (``cluster/token_budget.py``); on a
+    CPU it stays, since engines, object store and trainer share the memory, and larger packs are not faster there.
+    """
+    if args.use_dynamic_batch_size is None:
+        padded = args.attn_implementation not in (None, "varlen")
+        args.use_dynamic_batch_size = "micro_batch_size" not in args.explicit and not padded
+    if args.balance_data is None:
+        args.balance_data = args.use_dynamic_batch_size or args.balance_by_flops
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        args.max_tokens_per_gpu = max(MIN_TOKEN_BUDGET, longest_per_gpu(args))
+    if args.log_probs_max_tokens_per_gpu is None:
+        args.log_probs_max_tokens_per_gpu = args.max_tokens_per_gpu
+
+
+def check_batch(args: Args) -> list[str]:
+    problems = []
+    if args.over_sampling_batch_size < args.rollout_batch_size:
+        problems.append(
+            f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
+            f"{args.rollout_batch_size}: it must fetch at least one rollout"
+        )
+    if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
+        args.notices.append("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size")
+    padded = args.attn_implementation not in (None, "varlen")
+    if padded and "log_probs_max_tokens_per_gpu" in args.explicit:
+        args.notices.append("--log-probs-max-tokens-per-gpu has no effect on padded batches (--attn-implementation)")
+    if args.balance_by_flops and not args.use_dynamic_batch_size:
+        problems.append("--balance-by-flops needs --use-dynamic-batch-size (--micro-batch-size turns it off)")
+    if "num_rollout" in args.explicit and "num_epoch" in args.explicit:
+        args.notices.append(f"--num-rollout {args.num_rollout} wins over --num-epoch {args.num_epoch}")
+    return problems + _static_split(args) + _enough_samples(args)
+
+
+def _static_split(args: Args) -> list[str]:
+    """Fixed micro-batches must deal out evenly over the data-parallel ranks."""
+    if args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only:
+        return []
+    layout = ParallelLayout.from_args(args)
+    unit = args.micro_batch_size * layout.dp * layout.vpp_group
+    if args.num_steps_per_rollout is None or unit < 1 or args.global_batch_size % unit == 0:
+        return []
+    return [
+        f"--global-batch-size {args.global_batch_size} does not split into --micro-batch-size "
+        f"{args.micro_batch_size} x {layout.dp} data-parallel training ranks"
+        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
+        + f" = {unit}: change one of them, or pass --use-dynamic-batch-size"
+    ]
+
+
+def _enough_samples(args: Args) -> list[str]:
+    """Every rank needs a sample per step. Only a hook can make several samples of one rollout."""
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
+    fans_out = args.custom_generate_function_path or own_rollout
+    if not args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only or fans_out:
+        return []
+    layout = ParallelLayout.from_args(args)
+    if args.global_batch_size >= layout.dp * layout.vpp_group:
+        return []
+    return [
+        f"--global-batch-size {args.global_batch_size} is less than one sample for each of {layout.dp} data-parallel "
+        "training ranks"
+        + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
+        + ": use a larger batch or fewer ranks"
+    ]

@@ -1,0 +1,250 @@
+"""What slime does not support, with the reasons: flags that are refused or have no effect, flags that are gone or
+belong to other frameworks, and environment variables that nothing reads."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from slime.config.flag import Flag, Kind, Status, flag, flags_of
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+_NO_BUFFER = "there is no buffer server; write the exchange as --rollout-function-path or --data-source-path"
+_NO_MTP = "multi-token prediction layers are not trained; leave it out"
+_NO_SERVER = "there is no Megatron server; a teacher answers from SGLang (--opd-type sglang) or sits in the trainer"
+_NO_DSA = "there are no DSA models here yet"
+_NO_DEEPGEMM = "there are no DeepGEMM kernels here"
+_NO_CI = "tests check what --ci-test would; its numbers are in metrics.jsonl"
+
+
+def refused(default: Any, help: str, reason: str, *, kind: Kind | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A flag that is refused with the reason at any value but its default."""
+    return flag(default, help=help, status="refused", reason=reason, kind=kind, choices=choices)
+
+
+def ignored(default: Any, help: str, reason: str, *, kind: Kind | None = None, option: str | None = None) -> Any:
+    """A flag that is accepted, with a notice that it has no effect."""
+    return flag(default, help=help, status="notice", reason=reason, kind=kind, option=option)
+
+
+@dataclass
+class UnsupportedConfig:
+    """The flags of the original interface that slime refuses or ignores. They remain attributes of Args."""
+
+    _title = "not supported"
+
+    config: str | None = refused(None, "YAML file of default values", "use --override FILE", kind="path")
+    fp16: bool = refused(False, "train in float16", "use --train-dtype bfloat16 or float32")
+    fsdp_cpu_offload: bool = refused(
+        False,
+        "keep FSDP shards in CPU memory",
+        "shards stay where they compute; --offload-train moves them out between the trainer's phases",
+    )
+    custom_model_provider_path: str | None = refused(
+        None,
+        "function that builds Megatron's model",
+        "a model needs a weight map, too: add a family in slime/weights/maps",
+        kind="hook",
+    )
+    qwen_gdn_backend: str = refused(
+        "fla", "kernels of gated delta nets", "no kernels for Qwen3-Next layers yet", choices=("fla", "flashqla")
+    )
+    freeze_indexer: bool = refused(False, "freeze the indexers of DSA models", _NO_DSA)
+    allgather_cp: bool = refused(False, "contiguous layout of context parallelism", "it is for DSA models only")
+    release_train: bool = refused(
+        False,
+        "end the trainer's processes during a rollout",
+        "--offload-train gives their memory back, and nothing has to be loaded again",
+    )
+    rollout_task_type: str = refused("math", "task of an external rollout buffer", _NO_BUFFER)
+    rollout_buffer_url: str | None = refused(None, "URL of an external rollout buffer", _NO_BUFFER)
+    fetch_trajectory_retry_times: int = refused(-1, "attempts to fetch from an external rollout buffer", _NO_BUFFER)
+    ci_test: bool = refused(False, "assertions for CI in the training loop", _NO_CI)
+    ci_disable_kl_checker: bool = refused(False, "switch off the KL assertion of --ci-test", _NO_CI)
+    ci_train_rollout_logprob_abs_diff_threshold: float = refused(
+        0.1, "largest gap between log-probs of trainer and engine in --ci-test", _NO_CI
+    )
+    ci_save_grad_norm: str | None = refused(None, "file to which --ci-test writes gradient norms", _NO_CI)
+    ci_load_grad_norm: str | None = refused(None, "file with which --ci-test compares gradient norms", _NO_CI)
+    mtp_num_layers: int | None = refused(None, "number of multi-token prediction layers", _NO_MTP)
+    mtp_loss_scaling_factor: float = refused(0.2, "coefficient of the multi-token prediction loss", _NO_MTP)
+    enable_mtp_training: bool = refused(False, "train the multi-token prediction layers", _NO_MTP)
+    megatron_deepgemm_forward_layers: list[int] | None = refused(None, "layers that run in FP8 DeepGEMM", _NO_DEEPGEMM)
+    megatron_deepgemm_forward_modules: list[str] | None = refused(
+        None, "modules that run in FP8 DeepGEMM", _NO_DEEPGEMM
+    )
+    megatron_deepgemm_moe_forward_layers: list[int] | None = refused(
+        None, "MoE layers that run in FP8 DeepGEMM", _NO_DEEPGEMM
+    )
+    megatron_deepgemm_moe_forward_modules: list[str] | None = refused(
+        None, "MoE modules that run in FP8 DeepGEMM", _NO_DEEPGEMM
+    )
+    teacher_port: int = refused(7999, "port of a Megatron teacher server", _NO_SERVER)
+    teacher_warmup_port: int = refused(7999, "warm-up port of a Megatron teacher server", _NO_SERVER)
+    teacher_warmup_timeout_s: int = refused(3000, "warm-up deadline of a Megatron teacher server", _NO_SERVER)
+    teacher_sample_reduction_chunk_size: int = refused(4096, "samples per chunk of a teacher server", _NO_SERVER)
+    teacher_label_reduction_chunk_size: int = refused(4096, "labels per chunk of a teacher server", _NO_SERVER)
+    megatron_server_max_length: int = refused(0, "longest sequence of a Megatron server", _NO_SERVER)
+    megatron_server_update_timeout_s: int = refused(
+        3600, "deadline of a weight update of a Megatron server", _NO_SERVER
+    )
+    megatron_server_warmup: bool = refused(True, "warm up a Megatron server", _NO_SERVER, kind="toggle")
+    ref_ckpt_step: int | None = refused(
+        None,
+        "iteration of the reference checkpoint",
+        "--ref-load is a Hugging Face folder, which has no iterations",
+    )
+    num_gpus_per_node: int | None = ignored(None, "GPUs per node", "Ray is asked what each node has")
+    distributed_backend: str | None = ignored(
+        None, "backend of torch.distributed", "it is nccl on CUDA and gloo on the CPU"
+    )
+    use_distributed_post: bool = ignored(
+        False, "send HTTP requests from one actor per node", "the rollout manager has one HTTP client"
+    )
+    http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "engines are reached directly")
+    model_name: str | None = ignored(
+        None, "model family for the names of weights", "the names follow from the checkpoint"
+    )
+    recompute_loss_function: bool = ignored(
+        False,
+        "recompute logits in the backward pass",
+        "it is always done: logits of a whole batch are never kept",
+    )
+    fsdp_state_dict_cpu_offload: bool = ignored(
+        True, "gather FSDP state dicts in CPU memory", "checkpoints are always written from CPU memory", kind="toggle"
+    )
+    fsdp_cpu_backend: str = ignored("gloo", "backend of FSDP's collectives on the CPU", "it is always gloo")
+    update_weight_local_checkpoint_dir: str | None = ignored(
+        None,
+        "folder on each host in which deltas are applied",
+        "each engine keeps what deltas patch in memory and needs no folder",
+    )
+    min_batch_collection_ratio: float = ignored(
+        1.0, "share of a batch that a rollout waits for", "a rollout always collects the whole batch"
+    )
+    wandb_random_suffix: bool = ignored(
+        True,
+        "no random suffix of the W&B group's name",
+        "names have no random suffix",
+        option="--disable-wandb-random-suffix",
+        kind="negative",
+    )
+
+
+def state_of(flag: Flag, value: object) -> tuple[Status, str]:
+    """State of one flag at one value; the default of a flag always works."""
+    if value == flag.default or value is None:
+        return "works", ""
+    if isinstance(value, Hashable) and value in flag.limits:
+        return flag.limits[value]
+    return flag.status, flag.reason
+
+
+def check_states(args: Args) -> tuple[list[str], list[str]]:
+    """``(problems, notices)`` for the flags that the user set."""
+    problems, notices = [], []
+    for name, entry in flags_of(type(args)).items():
+        if name not in args.explicit:
+            continue
+        value = getattr(args, name)
+        status, reason = state_of(entry, value)
+        typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {value}"
+        if status == "notice":
+            notices.append(f"{typed}: no effect: {reason}")
+        elif status == "refused":
+            problems.append(f"{typed} is not supported: {reason}")
+    return problems, notices
+
+
+GONE: dict[str, str] = {
+    "--use-critic": "--advantage-estimator ppo brings the critic",
+    "--critic-load": "the critic starts from --hf-checkpoint and is kept in the run's snapshot",
+    "--critic-save": "the critic is kept in the run's snapshot (--save)",
+    "--critic-num-nodes": "the critic shares the trainer's GPUs",
+    "--critic-num-gpus-per-node": "the critic shares the trainer's GPUs",
+    "--use-slime-router": "sglang-router is the only router; --use-router puts it before a single engine",
+    "--slime-router-middleware-paths": "sglang-router is the only router",
+    "--slime-router-max-connections": "use --sglang-server-concurrency",
+    "--slime-router-timeout": "use --sglang-router-request-timeout-secs",
+    "--slime-router-health-check-failure-threshold": "use --use-fault-tolerance",
+    "--megatron-to-hf-mode": "there is one conversion, and it is exact",
+    "--qkv-format": "sequences are always packed",
+    "--rollout-external": "name the servers with --rollout-external-engine-addrs",
+    "--disable-rollout-trim-samples": "samples that fill no step are kept for the next rollout",
+    "--disable-weights-backuper": "copies of weights are kept only where a flag needs them",
+    "--train-memory-margin-bytes": "lower --max-tokens-per-gpu instead",
+    "--true-on-policy-mode": "use --deterministic",
+    "--use-dynamic-global-batch-size": "--global-batch-size counts rollouts, so it needs no adjustment",
+    "--ci-metric-checker-key": "read metrics.jsonl of the run",
+    "--ci-metric-checker-threshold": "read metrics.jsonl of the run",
+    "--over-sampling-filter-path": "use --dynamic-sampling-filter-path",
+    "--over-sampling-filter-input-size": "use --over-sampling-batch-size",
+    "--rollout-num-gpus-per-node": "use --rollout-num-gpus",
+    "--use-http2": "HTTP/1.1 with a connection pool is used",
+}
+
+_LORA = "LoRA is not supported yet; all weights are trained, or those that --only-train-params-name-list names"
+_VLLM = "vLLM is not supported; --rollout-backend is sglang or embedded"
+_DEEPSPEED = "DeepSpeed is not supported; --train-backend is fsdp or megatron"
+_QUANTIZED = "quantized weights cannot be trained"
+OTHER_FRAMEWORKS: dict[str, str] = {
+    "--lora-": _LORA,
+    "--use-lora": _LORA,
+    "--enable-lora": _LORA,
+    "--peft-": _LORA,
+    "--use-peft": _LORA,
+    "--qlora": _LORA,
+    "--vllm-": _VLLM,
+    "--use-vllm": _VLLM,
+    "--deepspeed": _DEEPSPEED,
+    "--zero-stage": _DEEPSPEED,
+    "--load-in-4bit": _QUANTIZED,
+    "--load-in-8bit": _QUANTIZED,
+}
+"""What the flags of other frameworks begin with, and why slime has no such flag."""
+
+
+def why_missing(option: str) -> str | None:
+    """What to say of a flag that does not exist, or None where nothing is known about it.
+
+    Args:
+        option: as typed, with ``--``; ``_`` counts as ``-``.
+    """
+    option = option.replace("_", "-")
+    if option in GONE:
+        return f"is gone: {GONE[option]}"
+    reason = next((reason for start, reason in OTHER_FRAMEWORKS.items() if option.startswith(start)), None)
+    return f"does not exist: {reason}" if reason else None
+
+
+UNREAD_VARIABLES: dict[str, str] = {
+    "SLIME_HOST_IP": "addresses are Ray's: ray start --node-ip-address",
+    "SLIME_PREFER_IPV6": "addresses are Ray's: ray start --node-ip-address",
+    "SLIME_ACCELERATOR": "CUDA is used where there is one",
+    "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups end with their processes",
+    "SLIME_GRAD_COALESCE_CHUNK_BYTES": "gradients are reduced by FSDP and Megatron",
+    "SLIME_ENABLE_EXPANDABLE_SEGMENTS": "set PYTORCH_CUDA_ALLOC_CONF with --train-env-vars",
+    "ENABLE_ROUTING_REPLAY": "use --use-routing-replay",
+    "ROUTING_REPLAY_STAGE": "use --use-routing-replay",
+    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "there is no int4 training",
+    "OPEN_TRAINING_INT4_FAKE_QAT_GROUP_SIZE": "there is no int4 training",
+}
+"""Environment variables of older releases that change nothing here."""
+_PREFIXES = {
+    "SLIME_LAYERWISE_ALIGNMENT_": "there is no such comparison",
+    "SLIME_DEEPGEMM_MOE_": "there are no DeepGEMM kernels here",
+}
+
+
+def unread_variables(environment: Mapping[str, str]) -> list[str]:
+    """One line for each variable that is set and that nothing reads."""
+    found = []
+    for name in sorted(environment):
+        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+        reason = UNREAD_VARIABLES.get(name) or _PREFIXES.get(prefix)
+        if reason:
+            found.append(f"environment variable {name}: no effect: {reason}")
+    return found

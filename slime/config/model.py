@@ -1,0 +1,242 @@
+"""The model that is trained, its numerics, and the checkpoints that it starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime.config.files import read_yaml
+from slime.config.flag import DERIVED, flag
+from slime.config.hf_config import (
+    SHAPE,
+    is_hf_folder,
+    looks_like_hub_id,
+    lookup_dimension,
+    media_token_ids,
+    megatron_folder,
+    read_config,
+)
+from slime.config.machine import Machine, installed
+from slime.config.megatron_names import ARCHITECTURE
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+
+@dataclass
+class ModelConfig:
+    _title = "model and trainer"
+
+    hf_checkpoint: str = flag(
+        DERIVED,
+        help="Hugging Face folder or hub id: tokenizer, engines and (FSDP) the model that is trained",
+    )
+    trust_remote_code: bool = flag(False, help="run model code that comes with the checkpoint")
+    train_dtype: str = flag(
+        DERIVED,
+        choices=("float32", "bfloat16"),
+        help="default: bfloat16 on CUDA, float32 on the CPU",
+    )
+    bf16: bool = flag(False, help="Megatron's name for --train-dtype bfloat16")
+    attn_implementation: str | None = flag(
+        None,
+        help="attention of the trainer; default: packed, without a mask (varlen on CUDA, its equal on the CPU)",
+    )
+    gradient_checkpointing: bool = flag(
+        False,
+        help="recompute activations in the backward pass; --recompute-activations means the same",
+    )
+    compile_layers: bool = flag(
+        DERIVED,
+        kind="toggle",
+        help="compile each decoder layer and the passes over logits (torch.compile); default: on CUDA",
+    )
+    log_probs_chunk_size: int = flag(
+        -1, low=1, off=-1, help="tokens per chunk of logits -> log-prob; -1: chosen for you"
+    )
+    share_prompt_in_pack: bool = flag(
+        True,
+        kind="toggle",
+        help="store the prompt of a group once per pack; same gradients, less work",
+    )
+    skip_zero_advantage_groups: bool = flag(
+        True,
+        kind="toggle",
+        help="no forward and backward pass for groups that cannot move the weights",
+    )
+    only_train_params_name_list: list[str] | None = flag(None, help="regular expressions: train only these")
+    freeze_params_name_list: list[str] | None = flag(None, help="regular expressions: freeze these")
+    keep_old_actor: bool = flag(
+        False,
+        help="keep a copy of the weights that made the samples, and compute old log-probs with it; refused in "
+        "train_async.py where samples are of several ages (--async-buffer-size above 1, fully asynchronous rollout)",
+    )
+    fsdp_shard_size: int | None = flag(
+        None,
+        low=1,
+        help="FSDP: split parameters, gradients and optimizer state over groups of this many neighbouring ranks. Each "
+        "group holds a replica of the model, and sums its gradients with the other groups once per optimizer step. The "
+        "number must divide the number of training ranks. Default: all ranks are one group",
+    )
+    fsdp_reshard_after_forward: bool = flag(
+        True,
+        kind="toggle",
+        help="FSDP: free a layer's gathered parameters after its forward pass and gather them again for the backward "
+        "pass. --no-fsdp-reshard-after-forward keeps them from the first forward pass of an optimizer step to its last "
+        "backward pass (or for a whole log-prob pass), for models whose parameters fit on every rank in --train-dtype",
+    )
+    fsdp_accumulate_unsharded_gradients: bool = flag(
+        False,
+        help="FSDP: reduce the gradients once per optimizer step, not after every micro-batch. Until then every rank "
+        "adds up the whole model's gradients in float32, which takes 4 bytes per trained parameter",
+    )
+    deterministic_mode: bool = flag(False, help="Megatron's name for --deterministic")
+    megatron_config_path: str | None = flag(
+        None, kind="path", help="YAML with other values of flags for a role: actor: {...}, critic: {...}"
+    )
+
+
+def derive_model(args: Args, machine: Machine) -> None:
+    if args.hf_checkpoint is None:
+        for name in ("ref_load", "load"):
+            if is_hf_folder(getattr(args, name)):
+                args.hf_checkpoint = getattr(args, name)
+                args.notices.append(
+                    f"--hf-checkpoint is not given: --{name.replace('_', '-')} {args.hf_checkpoint} is used"
+                )
+                break
+    if args.ref_load is None:
+        args.ref_load = args.hf_checkpoint
+    if args.deterministic is None:
+        # On the CPU it costs 2-3% of a decode step at 8 running requests and more (17% at one alone). A rollout that
+        # goes on with aborted samples is a matter of timing by its nature.
+        on_cpu = args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
+        args.deterministic = args.deterministic_mode or (on_cpu and not args.partial_rollout)
+    if args.bf16 and args.train_dtype is None:
+        args.train_dtype = "bfloat16"
+    if args.train_dtype is None:
+        args.train_dtype = "bfloat16" if machine.cuda else "float32"
+    if args.compile_layers is None:
+        args.compile_layers = machine.cuda and installed("triton")
+    if args.rollout_dtype is None:
+        args.rollout_dtype = args.train_dtype
+    if args.megatron.get("recompute_activations") or args.megatron.get("recompute_granularity"):
+        args.gradient_checkpointing = True
+    if args.lr_warmup_fraction is None:
+        args.lr_warmup_fraction = args.warmup_ratio
+    if args.critic_lr is None:
+        args.critic_lr = args.lr
+    if args.critic_lr_warmup_iters is None:
+        args.critic_lr_warmup_iters = args.lr_warmup_iters
+
+
+def check_checkpoint(args: Args) -> list[str]:
+    if args.hf_checkpoint is None:
+        return [
+            "no --hf-checkpoint: name a Hugging Face folder or hub id with the weights and the tokenizer "
+            "(MODEL_ARGS describe only the shape)"
+        ]
+    return _hf_problem("--hf-checkpoint", args.hf_checkpoint)
+
+
+def _hf_problem(option: str, name: str) -> list[str]:
+    folder = Path(name).expanduser()
+    if is_hf_folder(name) or (not folder.exists() and looks_like_hub_id(name)):
+        return []
+    if folder.is_dir():
+        return [f"{option} {name}: no config.json there; it needs a Hugging Face folder"]
+    return [f"{option} {name}: no such folder, and not the form of a hub id (owner/model)"]
+
+
+def check_reference(args: Args) -> list[str]:
+    uses = args.use_kl_loss or args.kl_coef != 0
+    if args.ref_load is None or args.ref_load == args.hf_checkpoint:
+        return []
+    if args.train_backend == "megatron" and megatron_folder(args.ref_load):
+        return []
+    problems = _hf_problem("--ref-load", args.ref_load)
+    if not problems:
+        return []
+    if not uses:
+        args.notices.append(f"{problems[0]}; nothing uses a reference model, so it is left aside")
+        return []
+    return [
+        f"{problem}; the KL needs it (without --ref-load, --hf-checkpoint is the reference)" for problem in problems
+    ]
+
+
+def check_teacher(args: Args) -> list[str]:
+    if not args.opd_teacher_load or (args.train_backend == "megatron" and megatron_folder(args.opd_teacher_load)):
+        return []
+    return _hf_problem("--opd-teacher-load", args.opd_teacher_load)
+
+
+def check_shape(args: Args) -> list[str]:
+    """Every difference between the shape flags and config.json, named."""
+    return [
+        f"{difference}: source the model script of this checkpoint, or leave the flag out"
+        for difference in _differences(args)
+    ]
+
+
+def check_media(args: Args) -> list[str]:
+    """Images for a model that can see them."""
+    folder = Path(args.hf_checkpoint or "").expanduser()
+    if not args.multimodal_keys or not folder.is_dir() or media_token_ids(args.hf_checkpoint):
+        return []
+    if any((folder / f"{name}_config.json").is_file() for name in ("preprocessor", "processor")):
+        return []
+    return [
+        f"--multimodal-keys: {args.hf_checkpoint} is a text model (no image token in its config.json, no "
+        "preprocessor_config.json); take a vision-language model, or leave the flag out"
+    ]
+
+
+def drop_other_model(args: Args, override: str) -> None:
+    """An override that names a checkpoint scales the model: MODEL_ARGS of another one give way to its config.json."""
+    differences = _differences(args) if _names_checkpoint(override) else []
+    if not differences:
+        return
+    args.notices.append(
+        f"MODEL_ARGS describe another model than the override's hf_checkpoint ({len(differences)} differences): "
+        "its own config.json is used"
+    )
+    for name in (*SHAPE, *ARCHITECTURE, "untie_embeddings_and_output_weights"):
+        args.megatron.pop(name, None)
+
+
+def _differences(args: Args) -> list[str]:
+    given = {name: args.megatron[name] for name in SHAPE if name in args.megatron}
+    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    if config is None or not given:
+        return []
+    differences = [
+        f"--{name.replace('_', '-')} {value}, but config.json of {args.hf_checkpoint} has {key} {config_value}"
+        for name, value in given.items()
+        for key, config_value in [lookup_dimension(config, name)]
+        if config_value is not None and not _same(value, config_value)
+    ]
+    return differences + _tied(args, config)
+
+
+def _names_checkpoint(override: str) -> bool:
+
+    return any(key.replace("-", "_") == "hf_checkpoint" for key in map(str, read_yaml(override, "--override")[0]))
+
+
+def _same(flag: Any, config: Any) -> bool:
+    if isinstance(flag, (int, float)) and isinstance(config, (int, float)):
+        return abs(float(flag) - float(config)) <= 1e-9 * max(abs(float(config)), 1e-30) or float(flag) == float(config)
+    return bool(flag == config)
+
+
+def _tied(args: Args, config: dict[str, Any]) -> list[str]:
+    tied = config.get("tie_word_embeddings")
+    if tied is None or "num_layers" not in args.megatron:
+        return []
+    untied = bool(args.megatron.get("untie_embeddings_and_output_weights", False))
+    if untied != bool(tied):
+        return []
+    has = "has --untie-embeddings-and-output-weights" if untied else "lacks --untie-embeddings-and-output-weights"
+    return [f"MODEL_ARGS {has}, but config.json of {args.hf_checkpoint} has tie_word_embeddings {tied}"]

@@ -1,0 +1,249 @@
+"""Every entry of the batch that a training rank gets, in one table.
+
+Everything that lists entries is made from :data:`FIELDS`: how they travel (:mod:`slime.data.wire`), what a converter
+may return (:mod:`slime.data.convert`), the fields of ``TokenBatch`` that the loss reads, the ``rollout/`` metrics of
+the trainer, and the page ``docs/en/reference/batch.md`` (``python -m slime.data.fields``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Per = Literal["sample", "token", "response token", "other", "batch"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One entry of the batch.
+
+    Attributes:
+        per: what the entry holds one value for. ``sample``: a list with one value per sample. ``token`` and
+            ``response token``: a list with one tensor per sample, ``[total_length]`` or ``[response_length]``.
+            ``other``: a list with one tensor per sample, whose length ``meaning`` tells. ``batch``: one value.
+        meaning: for the documentation.
+        wire: numpy dtype in Ray's object store; ``""`` keeps the dtype that the values have, None means that the values
+            do not travel as one array (Python objects, or entries that the trainer computes).
+        tensor: torch dtype on a training rank; ``""`` keeps that of the wire. None for lists of Python values.
+        always: whether every batch has it.
+        in_loss: whether ``TokenBatch`` has a field of this name.
+        metric: whether the trainer reports its mean as ``rollout/<hook_name>``.
+        hook_name: the documented name in users' functions, metrics and dumps, where it is another one.
+    """
+
+    name: str
+    per: Per
+    meaning: str
+    wire: str | None = None
+    tensor: str | None = None
+    always: bool = False
+    in_loss: bool = False
+    metric: bool = False
+    hook_name: str = ""
+
+    @property
+    def public_name(self) -> str:
+        return self.hook_name or self.name
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its entry holds a sequence for each sample."""
+        return self.per in ("token", "response token", "other")
+
+
+def _number(name: str, dtype: str, meaning: str, metric: bool = False) -> Field:
+    return Field(name, "sample", meaning, wire=dtype, always=True, metric=metric)
+
+
+def _scores(name: str, meaning: str, wire: str | None = "float32", hook_name: str = "", in_loss: bool = True) -> Field:
+    return Field(name, "response token", meaning, wire, "float32", False, in_loss, True, hook_name)
+
+
+FIELDS: tuple[Field, ...] = (
+    Field("tokens", "token", "ids of the prompt and the response", "int32", "int64", always=True),
+    _number("total_lengths", "int64", "number of tokens", metric=True),
+    _number("response_lengths", "int64", "number of response tokens, which are the last ones", metric=True),
+    Field("loss_masks", "response token", "1 where the token is trained on", "int8", "int32", always=True),
+    _number("rewards", "float64", "post-processed reward; GRPO's advantage", metric=True),
+    _number("raw_reward", "float64", "reward as the reward function gave it", metric=True),
+    _number("truncated", "int8", "1 if the response was cut off by the length limit", metric=True),
+    _number("sample_indices", "int64", "`Sample.index`"),
+    _number("group_indices", "int64", "`Sample.group_index`"),
+    _number("rollout_ids", "int64", "samples into which one rollout fanned out share one"),
+    _number("rollout_mask_sums", "float64", "sum of the loss masks over all samples of the rollout"),
+    Field("partition", "sample", "position in the whole rollout", "int64"),
+    _scores("old_log_probs", "of the trainer's weights before the first step; if absent, the current ones are used",
+            hook_name="log_probs"),
+    _scores("ref_log_probs", "of the reference model"),
+    _scores("rollout_log_probs", "of the engine that sampled the tokens"),
+    _scores("teacher_log_probs", "of the teacher (on-policy distillation)"),
+    _scores("advantages", "set before the first step"),
+    _scores("returns", "set before the first step"),
+    _scores("old_values", "of the critic before its update", hook_name="values"),
+    _scores("kl", "KL estimate against the reference model, 0 unless `--kl-coef` is given", wire=None, in_loss=False),
+    _scores("entropy", "of the trainer's weights before the first step (`--use-rollout-entropy`)", wire=None,
+            in_loss=False),
+    _scores("opd_reverse_kl", "reverse KL against the teacher (on-policy distillation)", wire=None),
+    Field("staleness", "response token", "steps since the weights that sampled the token; -1: unknown; absent: all 0",
+          "int16", "float32", in_loss=True),
+    Field("rollout_top_p_token_ids", "other", "ids of the nuclei of all response tokens, end to end", "int32", "int32"),
+    Field("rollout_top_p_token_offsets", "other", "`[response_length + 1]`: where each token's nucleus begins",
+          "int32", "int32"),
+    Field("rollout_routed_experts", "other", "`[total_length - 1, layers, topk]`: the experts that the engine chose",
+          "", ""),
+    Field("routing_choices", "sample", "the experts that the trainer chose, by layer (`--use-routing-replay`)"),
+    Field("weight_versions", "sample", "list of the weight versions that sampled the response"),
+    Field("multimodal_train_inputs", "sample", "dict of the processor's tensors, or None"),
+    Field("metadata", "sample", "`Sample.train_metadata`, a dict or None"),
+    Field("train_metadata", "sample", "the same list as `metadata`"),
+    Field("round_number", "sample", "`Sample.metadata[\"round_number\"]`"),
+    Field("source_names", "sample", "`Sample.metadata[\"source_name\"]`"),
+    Field("micro_batch_indices", "batch", "per micro-batch, in the order trained, a list of sample positions",
+          always=True),
+    Field("num_microbatches", "batch", "per optimizer step, the number of micro-batches of each rank", always=True),
+    Field("global_batch_sizes", "batch", "per optimizer step, the number of rollouts over all ranks", always=True),
+    Field("global_token_counts", "batch", "per optimizer step, the sum of max(mask sum, 1) over all ranks' samples",
+          always=True),
+    Field("rollout_id", "batch", "number of the rollout", always=True),
+    Field("mis_weight_mean", "batch", "mean importance weight over the batch (`tis_batch_normalize`)"),
+)  # fmt: skip
+
+BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
+LOSS_FIELDS = tuple(field.name for field in FIELDS if field.in_loss)
+_PACKAGE_NAMES = {field.public_name: field.name for field in FIELDS}
+_HIDDEN = {field.name: field.hook_name for field in FIELDS if field.hook_name}
+"""Names that hooks neither see nor set, and the documented name of each."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"`` with the most similar known name, or an empty string."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def from_hook_names(entries: Mapping[str, Any], hook: str) -> dict[str, Any]:
+    """What a user's function returned or changed, under the names of the package.
+
+    Args:
+        hook: the function, for the message.
+
+    Raises:
+        ValueError: it set an entry by the package's name, so that there would be two values for one entry.
+    """
+    for name, public in _HIDDEN.items():
+        if name in entries:
+            raise ValueError(f"{hook} set {name!r}: users' functions know this entry as {public!r}")
+    return {_PACKAGE_NAMES.get(name, name): value for name, value in entries.items()}
+
+
+class RankBatch(dict[str, Any]):
+    """What one data-parallel rank trains in one rollout: the entries of :data:`FIELDS`.
+
+    Per-sample entries are lists in the rank's own order of samples; tensors are on the CPU. A name that is neither in
+    the table nor one that a user's function added raises a ``KeyError``, whether it is read or written, so that a
+    mistyped name does not pass for an absent entry.
+    """
+
+    def __init__(self, entries: Mapping[str, Any] | None = None, added: Iterable[str] = ()) -> None:
+        """
+        Args:
+            entries: by the package's names.
+            added: names of entries that a user's function added.
+        """
+        self.added = frozenset(added)
+        super().__init__()
+        self.update(entries or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by default entries are set before ``added``, and so refused
+        return RankBatch, (dict(self), self.added)
+
+    def _check(self, name: object) -> None:
+        if name in BY_NAME or name in self.added:
+            return
+        if name in _PACKAGE_NAMES:
+            hint = f"; the package calls it {_PACKAGE_NAMES[str(name)]!r}"
+        else:
+            hint = nearest(str(name), [*BY_NAME, *self.added])
+        raise KeyError(f"no entry of a rank batch is called {name!r}{hint} (slime/data/fields.py lists them)")
+
+    def __missing__(self, name: str) -> Any:
+        self._check(name)
+        raise KeyError(f"the rank batch has no {name!r}")
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._check(name)
+        super().__setitem__(name, value)
+
+    def __contains__(self, name: object) -> bool:
+        self._check(name)
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().get(name, default)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self._check(name)
+        return super().setdefault(name, default)
+
+    def update(self, entries: Mapping[str, Any]) -> None:  # type: ignore[override]
+        for name, value in entries.items():
+            self[name] = value
+
+    def under_hook_names(self) -> dict[str, Any]:
+        """A plain dict with the names that users' functions, metrics and dumps have."""
+        return {BY_NAME[name].public_name if name in BY_NAME else name: value for name, value in self.items()}
+
+    @contextmanager
+    def lent_to(self, hook: str) -> Iterator[dict[str, Any]]:
+        """A plain dict for a user's function to read and change; what it changed is then in this batch, too.
+
+        Entries that it added are known from then on, under the names that it gave them.
+        """
+        view = self.under_hook_names()
+        yield view
+        entries = from_hook_names(view, hook)
+        self.added |= entries.keys() - BY_NAME.keys()
+        self.clear()
+        self.update(entries)
+
+
+def on_hook_names(hook: Callable[[Any, dict[str, Any]], object]) -> Callable[[Any, dict[str, Any]], None]:
+    """``hook(args, rollout_data)`` of a user as a function of ``(args, batch)``, where ``batch`` is a RankBatch."""
+
+    def call(args: Any, batch: dict[str, Any]) -> None:
+        assert isinstance(batch, RankBatch)
+        with batch.lent_to(getattr(hook, "__name__", repr(hook))) as view:
+            hook(args, view)
+
+    return call
+
+
+def page() -> str:
+    """The table as Markdown, by the documented names."""
+    lines = [
+        "# The training batch",
+        "",
+        "<!-- Made by `python -m slime.data.fields`; do not edit. -->",
+        "",
+        "The dict `rollout_data` of `--custom-advantage-function-path` and `--rollout-data-postprocess-path` and the",
+        "dict `batch` of `--custom-loss-function-path` hold these entries of one data-parallel rank. Entries per",
+        "sample are lists in the rank's own order; entries per token are lists with one tensor per sample. Those in",
+        "bold are always there. A converter or one of these functions may add entries of its own, which the functions",
+        "that are called later find under the same name.",
+        "",
+        "| Entry | One value per | dtype | Contents |",
+        "|---|---|---|---|",
+    ]
+    for field in FIELDS:
+        name = f"**`{field.public_name}`**" if field.always else f"`{field.public_name}`"
+        dtype = field.wire if field.tensor is None else field.tensor or "as given"
+        lines.append(f"| {name} | {field.per} | {dtype or ''} | {field.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

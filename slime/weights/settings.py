@@ -1,0 +1,101 @@
+"""What a weight sync needs of the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+    from slime.engines.handle import EngineHandle
+    from slime.weights.delta import Encoding
+
+_DRIVER_MARGIN = 0.9  # of --phase-timeout: a sync ends with an error of its own before the driver gives up
+
+Written = Callable[[Path, Sequence["EngineHandle"]], object]
+"""Called with the folder of a version and the engines, before they load it."""
+
+
+@dataclass(frozen=True)
+class WeightSyncSettings:
+    """Made once by each training process.
+
+    Attributes:
+        model: ``--hf-checkpoint``, a folder or a hub id.
+        transport: ``nccl`` (from process to process) or ``disk``.
+        buffer_bytes: size of a bucket; None for the default of the transport.
+        senders: training ranks that broadcast at the same time; None for one per
+            :data:`~slime.weights.transports.ENGINES_PER_SENDER` engines.
+        pause_mode: what happens to running requests; None and ``drain`` leave the choice to each engine's abilities.
+        train_dtype, rollout_dtype: names such as ``bfloat16``.
+        only_train, freeze: regular expressions for parameter names.
+        step_seconds: deadline of one step of a sync (one bucket on all engines, one control call).
+        phase_seconds: ``--phase-timeout``.
+        on_written: ``--custom-update-weight-post-write-path`` with its args.
+    """
+
+    model: str
+    colocate: bool
+    transport: str
+    delta: bool
+    buffer_bytes: int | None
+    senders: int | None
+    pause_mode: str | None
+    disk_dir: str | None
+    keep_files: bool
+    delta_encoding: Encoding
+    delta_checksum: str
+    train_dtype: str | None
+    rollout_dtype: str | None
+    audit: bool
+    audit_threshold: float | None
+    only_train: tuple[str, ...]
+    freeze: tuple[str, ...]
+    step_seconds: float
+    phase_seconds: float
+    on_written: Written | None = None
+
+    def bucket_bytes(self, default: int) -> int:
+        """Size of a bucket, where ``default`` is that of the transport."""
+        return self.buffer_bytes or default
+
+    @classmethod
+    def from_args(cls, args: Args) -> WeightSyncSettings:
+        return cls(
+            model=str(args.hf_checkpoint),
+            colocate=args.colocate,
+            transport=args.update_weight_transport,
+            delta=args.update_weight_mode == "delta",
+            buffer_bytes=args.update_weight_buffer_size,
+            senders=args.update_weight_senders,
+            pause_mode=args.update_weight_pause_mode,
+            disk_dir=args.update_weight_disk_dir,
+            keep_files=args.update_weight_disk_keep_files,
+            delta_encoding=cast("Encoding", args.update_weight_delta_encoding),
+            delta_checksum=args.update_weight_delta_checksum,
+            train_dtype=args.train_dtype,
+            rollout_dtype=args.rollout_dtype,
+            audit=args.audit_weights,
+            audit_threshold=args.audit_threshold,
+            only_train=tuple(args.only_train_params_name_list or ()),
+            freeze=tuple(args.freeze_params_name_list or ()),
+            step_seconds=min(args.distributed_timeout_minutes * 60.0, args.phase_timeout * _DRIVER_MARGIN),
+            phase_seconds=float(args.phase_timeout),
+            on_written=_post_write_hook(args),
+        )
+
+
+def _post_write_hook(args: Args) -> Written | None:
+    """``fn(args, version_dir, rollout_engines)``."""
+    path = args.custom_update_weight_post_write_path
+    if path is None:
+        return None
+
+    def call(folder: Path, engines: Sequence[EngineHandle]) -> object:
+        from slime.config.hooks import load_function
+
+        return load_function(path)(args, str(folder), engines)
+
+    return call

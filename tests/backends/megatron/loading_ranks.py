@@ -1,0 +1,95 @@
+"""What the ranks of ``test_loading.py`` run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, ClassVar
+
+
+def load(rank: int, ports: Any, path: Path, layouts: list[dict[str, Any]], output: Path, world: int) -> None:
+    """For each layout: this rank's parameters, those that reading whole tensors on every rank gives, and the bytes that
+    were read for both."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    from fsdp_helpers import make_args
+    from megatron_ranks import leave_groups
+
+    from slime.backends.create import create_backend
+    from slime.backends.megatron import backend as megatron_backend
+
+    megatron_backend.HfFolder = counting_folder()  # type: ignore[misc]
+    found = []
+    for number, layout in enumerate(layouts):
+        args = make_args(path, train_backend="megatron", world_size=world, train_dtype="bfloat16")
+        args.megatron = dict(layout)
+        backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(number))
+        live = {name: tensor.detach().clone() for name, tensor in backend.weights.tensors()}
+        read = sum(folder.bytes_read for folder in megatron_backend.HfFolder.made)  # type: ignore[attr-defined]
+        whole, whole_read = read_whole(backend.weights, megatron_backend.HfFolder(path))
+        assert live.keys() == whole.keys()
+        equal = all(torch.equal(tensor, whole[name].view_as(tensor)) for name, tensor in live.items())
+        found.append({"equal": equal, "read": read, "whole_read": whole_read})
+        megatron_backend.HfFolder.made.clear()  # type: ignore[attr-defined]
+        leave_groups()
+    torch.save(found, output / f"rank{rank}.pt")
+
+
+def counting_folder() -> Any:
+    """A class like HfFolder that counts the bytes of what it gives."""
+    from torch import Tensor
+
+    from slime.weights.hf_folder import HfFolder
+
+    class CountingFolder(HfFolder):
+        made: ClassVar[list[CountingFolder]] = []
+
+        def __init__(self, path: str | Path) -> None:
+            super().__init__(path)
+            self.bytes_read = 0
+            self.made.append(self)
+
+        def get(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
+            tensor = super().get(name, index)
+            self.bytes_read += tensor.nbytes
+            return tensor
+
+    return CountingFolder
+
+
+def read_whole(weights: Any, folder: Any) -> tuple[dict[str, Any], int]:
+    """This rank's parameters cut from whole tensors, and the bytes of those tensors."""
+    import torch
+    from megatron.core import parallel_state as mpu
+
+    from slime.backends.megatron.gathering import tensor_group
+
+    found = {}
+    for name, tensor in weights.tensors():
+        entry = weights.entries[name.removeprefix("duplicate.")]
+        group = tensor_group(entry)
+        count = tensor.shape[0] if entry.experts else 1
+        first = mpu.get_expert_model_parallel_rank() * count
+        parts = []
+        for expert in range(first, first + count):
+            full = entry.layout.join([folder.get(hf.format(expert=expert)) for hf in entry.hf])
+            axis = entry.layout.axis
+            parts.append(full if axis is None else full.chunk(group.size(), axis)[group.rank()])
+        found[name] = torch.stack(parts).to(tensor.dtype)
+    return found, folder.bytes_read
+
+
+def load_damaged(rank: int, ports: Any, path: Path, output: Path) -> None:
+    """Read a checkpoint in which one value is not finite; write the error."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    from fsdp_helpers import make_args
+
+    from slime.backends.create import create_backend
+
+    args = make_args(path, train_backend="megatron", world_size=4, train_dtype="bfloat16")
+    args.megatron = {"tensor_model_parallel_size": 2}
+    try:
+        create_backend(args, "actor", rank, 4, "127.0.0.1", ports.get(0))
+    except Exception as error:
+        (output / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")

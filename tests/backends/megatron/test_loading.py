@@ -1,0 +1,57 @@
+"""What each rank reads of a Hugging Face checkpoint; ``pytest -s`` prints the bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_families import save_family
+
+pytestmark = pytest.mark.megatron
+
+TP, EP, ETP, PP = (
+    "tensor_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "pipeline_model_parallel_size",
+)
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "qwen3": [{TP: 2}, {}, {TP: 4}, {TP: 2, PP: 2}],  # tied embeddings: read by both stages
+    "qwen3_moe": [{TP: 2, EP: 2, ETP: 1}, {EP: 2}, {TP: 2, ETP: 2}],
+    "glm4": [{TP: 2}],
+    "deepseek_v3": [{TP: 2, EP: 2, ETP: 1}, {PP: 2, EP: 2}],
+}
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_replicas_share_the_reading_and_ranks_read_their_parts(family: str, tmp_path: Path) -> None:
+    """Four ranks together read the checkpoint about once; each had read all that its stage has."""
+    path = save_family(family, tmp_path / "model")
+    stored = sum(tensor.nbytes for tensor in load_file(path / "model.safetensors").values())
+    run_ranks("loading_ranks:load", 4, path, LAYOUTS[family], tmp_path, 4, seconds=300)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(4)]
+    for number, layout in enumerate(LAYOUTS[family]):
+        found = [rank[number] for rank in ranks]
+        before, after = [x["whole_read"] for x in found], [x["read"] for x in found]
+        print(f"{family} {layout}, checkpoint {stored} bytes: read by each rank {before} before, {after} now")
+        assert all(x["equal"] for x in found), layout
+        # Norms and routers are read by each tensor-parallel rank, a tied embedding by each pipeline stage.
+        assert stored <= sum(after) < 1.3 * stored, layout
+        assert max(after) < 0.45 * stored, layout
+
+
+def test_what_one_rank_finds_damaged_ends_all(tmp_path: Path) -> None:
+    """Of one tensor only two rows are damaged, and they are read by one of four ranks."""
+    path = save_family("qwen3", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name][-2:] = float("nan")
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    run_ranks("loading_ranks:load_damaged", 4, path, tmp_path, seconds=200)
+    errors = [(tmp_path / f"rank{rank}.txt").read_text() for rank in range(4)]
+    assert all(name in error and "NaN" in error and error.startswith("ModelError") for error in errors), errors
+    assert sum("could not read the checkpoint" in error for error in errors) == 3, errors

@@ -1,0 +1,173 @@
+"""``--keep-old-actor``: the copy that scores a rollout holds the weights that made it, however fast either side is."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slime.cluster.old_actor import OldActor
+from slime.cluster.train_group import TrainActor
+from slime.config.args import Args
+from slime.config.defaults import default_args
+from slime.config.rollout import FULLY_ASYNC_FUNCTION, check_loop, old_actor_lag
+from slime.rollout.admission import Admission
+
+
+class Copies:
+    """A training group that has numbers for weights."""
+
+    def __init__(self) -> None:
+        self.weights = {"actor": 0, "old_actor": 0}
+        self.moving_copies = {"old_actor"}
+        self.rank: Any = TrainActor.__new__(TrainActor)
+        self.rank.backend = self
+
+    def copy_weights(self, source: str, target: str) -> None:
+        self.weights[target] = self.weights[source]
+        self.moving_copies.add(target)
+
+    def refresh_old_actor(self, behind: bool) -> None:
+        self.rank.refresh_old_actor(behind)
+
+
+class Loop:
+    """The order of events of ``train_async.py``, with seconds that are only numbers: one rollout after the other is
+    made while steps are trained; an update waits for the rollout under way, and none starts meanwhile."""
+
+    def __init__(self, args: Args, making: list[float]) -> None:
+        self.args, self.making = args, making
+        self.admission = Admission(1, args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
+        self.actor, self.old = Copies(), OldActor.from_args(args, asynchronous=True)
+        self.now, self.busy_until, self.holding = 0.0, None, False
+        self.made_with: list[int] = []
+        self.finished = 0
+
+    now: float
+    busy_until: float | None
+
+    def start(self) -> None:
+        free = self.busy_until is None and not self.holding and self.admission.room() > 0
+        if free and len(self.made_with) < len(self.making):
+            self.admission.admit()
+            self.busy_until = self.now + self.making[len(self.made_with)]
+            self.made_with.append(self.admission.version)
+
+    def pass_until(self, end: float) -> None:
+        while self.busy_until is not None and self.busy_until <= end:
+            self.now, self.busy_until = self.busy_until, None
+            self.finished += 1
+            self.start()
+        self.now = end
+
+    def run(self, training: list[float]) -> list[tuple[int, int]]:
+        """For each step the weights that made its rollout, and those that score it."""
+        found = []
+        self.old.updated(self.actor, "0.0")
+        self.start()
+        for step, seconds in enumerate(training):
+            while self.finished <= step:
+                assert self.busy_until is not None, "nothing is made"
+                self.pass_until(self.busy_until)
+            self.admission.taken()
+            self.start()
+            self.old.before_step(self.actor)
+            found.append((self.made_with[step], self.actor.weights["old_actor"]))
+            self.pass_until(self.now + seconds)
+            self.actor.weights["actor"] = step + 1
+            if (step + 1) % self.args.update_weights_interval == 0:
+                self.holding = True
+                self.pass_until(self.now if self.busy_until is None else self.busy_until)
+                self.admission.version_changed(step + 1)
+                self.old.updated(self.actor, f"0.{step + 1}")
+                self.holding = False
+            self.admission.trained()
+            self.start()
+        return found
+
+
+def arguments(buffered: int, interval: int, bound: int | None, **more: object) -> Args:
+    return default_args(
+        keep_old_actor=True, async_buffer_size=buffered, update_weights_interval=interval, max_weight_staleness=bound,
+        **more,
+    )  # fmt: skip
+
+
+SECONDS = st.lists(st.sampled_from([0.1, 1.0, 5.0]), min_size=9, max_size=9)
+
+
+@settings(max_examples=400)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.booleans(), SECONDS, SECONDS)
+def test_the_old_actor_made_the_samples(
+    buffered: int, interval: int, more: int, bounded: bool, making: list[float], training: list[float]
+) -> None:
+    args = arguments(buffered, interval, interval - 1 + more if bounded else None)
+    if old_actor_lag(args) is None:
+        assert any("--keep-old-actor" in problem for problem in check_loop(args, asynchronous=True))
+        return
+    assert check_loop(args, asynchronous=True) == []
+    made_with, scored_with = zip(*Loop(args, making).run(training), strict=True)
+    assert scored_with == made_with
+
+
+@pytest.mark.parametrize(
+    ("buffered", "interval", "bound", "in_flight", "lag"),
+    [
+        (1, 1, None, False, 1),
+        (1, 1, 0, False, 0),
+        (1, 2, None, False, 1),
+        (1, 2, 1, False, 0),
+        (3, 2, 2, False, 1),
+        (2, 1, None, False, None),
+        (3, 2, 3, False, None),
+        (1, 1, None, True, None),
+        (1, 1, 0, True, 0),
+        (4, 2, 1, True, 0),
+    ],
+)
+def test_lag(buffered: int, interval: int, bound: int | None, in_flight: bool, lag: int | None) -> None:
+    function = {"rollout_function_path": FULLY_ASYNC_FUNCTION} if in_flight else {}
+    args = arguments(buffered, interval, bound, **function)
+    assert old_actor_lag(args) == lag
+    problems = check_loop(args, asynchronous=True)
+    assert len(problems) == (lag is None) and check_loop(arguments(3, 1, None), asynchronous=False) == []
+    if lag is None:
+        advice = re.findall(r"--(async-buffer-size|max-weight-staleness) (\d+)", problems[0].partition(": pass ")[2])
+        assert advice
+        for name, value in advice:
+            fixed = arguments(buffered, interval, bound, **function)
+            setattr(fixed, name.replace("-", "_"), int(value))
+            assert old_actor_lag(fixed) is not None, name
+
+
+def test_in_train_py_each_update_is_followed() -> None:
+    actor = Copies()
+    old = OldActor.from_args(arguments(1, 1, None), asynchronous=False)
+    for step in range(4):
+        old.updated(actor, f"0.{step}")
+        old.updated(actor, f"0.{step}")  # sent again to engines that were lost
+        old.before_step(actor)
+        assert actor.weights["old_actor"] == step
+        actor.weights["actor"] += 1
+
+
+def test_a_run_without_engines_keeps_the_copy() -> None:
+    """``--debug-train-only`` makes no update."""
+    actor = Copies()
+    old = OldActor.from_args(arguments(1, 2, None), asynchronous=True)
+    for _ in range(3):
+        old.before_step(actor)
+        actor.weights["actor"] += 1
+    assert actor.weights["old_actor"] == 0
+
+
+def test_a_run_that_resumes_from_the_synchronous_loop() -> None:
+    """Its old actor made the last rollout before the snapshot; what is trained next is made with the loaded weights."""
+    actor = Copies()
+    actor.weights.update(actor=7, old_actor=6)
+    OldActor.from_args(SimpleNamespace(**vars(arguments(1, 1, None))), asynchronous=True).updated(actor, "1.7")
+    assert actor.weights["old_actor"] == 7

@@ -1,0 +1,134 @@
+"""Waits over a real local Ray: deadlines with a report, failures of one rank, signals."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from slime.cluster.polling import WaitExpired, wait_for
+from slime.cluster.ray_wait import Waiter
+from slime.cluster.stop_signals import StopRequested, StopSignals
+
+pytestmark = pytest.mark.real
+
+
+class Worker:
+    def work(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+    def die(self) -> None:
+        os._exit(1)
+
+    def fail(self) -> None:
+        raise ValueError("bad row 7")
+
+    def try_folder(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def status(self) -> dict:
+        return {"phase": "multiply", "done": 3, "total": 8, "since": time.time() - 5}
+
+
+@pytest.fixture(scope="module")
+def worker_class() -> Iterator:
+    from slime.cluster.session import connect
+
+    connect(SimpleNamespace())
+    import ray
+
+    from slime.cluster.train_group import remote_class
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import this file
+    yield remote_class(Worker).options(num_cpus=0.01)
+    ray.shutdown()
+
+
+def test_the_private_cluster_listens_on_the_loopback_only(worker_class) -> None:
+    import ray
+
+    mine = psutil.Process().children(recursive=True)
+    names = {p.name() for p in mine}
+    assert {"raylet", "gcs_server"} <= names
+    for process in mine:
+        for connection in process.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                address = connection.laddr.ip.removeprefix("::ffff:")
+                assert address in ("127.0.0.1", "::1"), (process.name(), connection)
+    assert ray.util.get_node_ip_address() == "127.0.0.1"
+
+
+def test_results_in_order_with_status(worker_class) -> None:
+    workers = [worker_class.remote() for _ in range(2)]
+    seen: list[dict] = []
+    waiter = Waiter(StopSignals(), seen.append)
+    refs = [workers[0].work.remote(1.5), workers[1].work.remote(0.0)]
+    pids = waiter.get(refs, "work", 30, actors={"rank 0": workers[0]})
+    assert len(set(pids)) == 2
+    assert seen and seen[0]["phase"] == "multiply"
+
+
+def test_expiry_says_what_the_processes_do(worker_class) -> None:
+    worker = worker_class.remote()
+    waiter = Waiter(StopSignals())
+    waiter.get([worker.work.remote(0.0)], "warm up", 30)
+    with pytest.raises(WaitExpired, match=r"for rank 0 to work\n.*\n  rank 0: multiply 3/8 for 5 s"):
+        waiter.get([worker.work.remote(20)], "rank 0 to work", 1.5, actors={"rank 0": worker})
+
+
+def test_status_answers_while_a_folder_hangs_and_a_step_runs(worker_class) -> None:
+    import ray
+
+    worker = worker_class.remote()
+    ray.get(worker.work.remote(0.0))
+    hanging = [worker.try_folder.remote(300), worker.work.remote(300)]
+    assert ray.get(worker.status.remote(), timeout=60)["phase"] == "multiply"
+    assert not ray.wait(hanging, timeout=0)[0]
+    ray.kill(worker)
+
+
+@pytest.mark.parametrize("failure", ["die", "fail"])
+def test_one_failed_rank_ends_the_wait_for_all(worker_class, failure: str) -> None:
+    import ray
+
+    healthy, broken = worker_class.remote(), worker_class.remote()
+    with pytest.raises((ray.exceptions.ActorDiedError, ValueError)):  # and not that the wait has expired
+        Waiter(StopSignals()).get([healthy.work.remote(60), getattr(broken, failure).remote()], "both", 60)
+
+
+def test_a_signal_ends_an_interruptible_wait_and_spares_the_other(worker_class) -> None:
+    worker = worker_class.remote()
+    with StopSignals() as stop:
+        waiter = Waiter(stop)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        waiter.get([worker.work.remote(1.5)], "a training step", 30, interruptible=False)
+        assert stop.requested == "SIGTERM"
+        with pytest.raises(StopRequested):
+            waiter.get([worker.work.remote(30)], "generation", 60)
+
+
+def test_a_frozen_actor_does_not_answer(worker_class, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from slime.cluster import restart
+
+    worker, dead = worker_class.remote(), worker_class.remote()
+    pid = ray.get(worker.work.remote(0.0))
+    assert restart.answers(worker) and restart.answers(dead)
+    monkeypatch.setattr(restart, "ASK_SECONDS", 1.0)
+    os.kill(pid, signal.SIGSTOP)
+    assert not restart.answers(worker)
+    ray.kill(worker)  # also one that is stopped
+    ray.kill(dead)
+    wait_for("the killed actor to be gone", lambda: not restart.answers(dead), 60.0)  # Ray kills it in the background
+    until = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -1,0 +1,125 @@
+"""How a run ends: well, by a signal, with an error, or to be restarted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver_parts import Driver
+
+from slime.cluster import end as end_module
+from slime.cluster.end import RunEnd, snapshot_before_stop
+from slime.cluster.parts import Parts
+from slime.cluster.snapshots import StartingPoint
+from slime.cluster.stop_signals import StopRequested
+from slime.observability.run_dir import RunDir
+
+
+class Ended(BaseException):
+    """Stands for the end of the process."""
+
+
+def parts_of(driver: Driver, folder: Path) -> Parts:
+    return Parts(RunDir(folder), StartingPoint(), driver.log, driver.stop, manager=driver.manager, run=driver.run)
+
+
+class Ending:
+    """The end of a run, in which the last commit fails with ``failure``, and what happens then."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.driver, self.did = Driver(), list[str]()
+        self.failure: Exception = RuntimeError("disk")
+        self.lost: list[str] = []
+        self.end = RunEnd(self.driver.args.with_values(max_restarts=2), parts_of(self.driver, folder))
+
+        def fail() -> None:
+            raise self.failure
+
+        def leave() -> None:
+            raise Ended
+
+        patch.setattr(self.driver.snapshots, "commit", fail)
+        patch.setattr(end_module, "shut_down", lambda _, failed: self.did.append(f"shutdown, failed: {failed}"))
+        patch.setattr(end_module, "snapshot_before_stop", lambda _: self.did.append("snapshot before the stop"))
+        patch.setattr(end_module, "lost_parts", lambda actors, error: self.lost if error is self.failure else [])
+        patch.setattr(end_module, "exit_for_restart", leave)
+        patch.setattr(type(end_module.REPORTS), "attached", True)
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ending:
+    return Ending(monkeypatch, tmp_path)
+
+
+def test_a_rank_that_dies_while_it_writes_the_last_snapshot_is_a_loss(ending: Ending) -> None:
+    """With ``--async-save`` this is when the last save is waited for."""
+    ending.lost, ending.driver.snapshots.saved = ["the actor's rank 1"], 3
+    with pytest.raises(Ended):
+        ending.end.__exit__(None, None, None)
+    assert ending.did == ["shutdown, failed: True"]
+    words = "lost the actor's rank 1: going on from the snapshot of rollout 3 (1 more restarts, --max-restarts)"
+    assert words in ending.driver.printed.getvalue()
+
+
+def test_another_error_of_the_end_is_raised_after_the_shutdown(ending: Ending) -> None:
+    with pytest.raises(RuntimeError, match="disk"):
+        ending.end.__exit__(None, None, None)
+    assert ending.did == ["shutdown, failed: True"], "which reports on engines and names the logs"
+
+
+def test_a_signal_during_the_end_stops_in_order(ending: Ending) -> None:
+    ending.failure = StopRequested("SIGTERM")
+    with pytest.raises(SystemExit) as raised:
+        ending.end.__exit__(None, None, None)
+    assert raised.value.code == 143
+    assert ending.did == ["snapshot before the stop", "shutdown, failed: False"]
+
+
+@pytest.mark.parametrize("lost", [[], ["the rollout manager"]])
+def test_an_error_of_the_start_ends_what_was_started(ending: Ending, lost: list[str]) -> None:
+    ending.end.parts.run, ending.lost = None, lost
+    with pytest.raises(Ended if lost else RuntimeError), ending.end:
+        raise ending.failure
+    assert ending.did == ["shutdown, failed: True"]
+    assert ("going on from where it began" in ending.driver.printed.getvalue()) == bool(lost)
+
+
+def test_a_run_that_is_through_commits_closes_the_ledger_and_prints(tmp_path: Path) -> None:
+    driver = Driver(save=str(tmp_path), async_save=True)
+    driver.run.save(2)
+    driver.trainer.trained = 2
+    end_module.complete(driver.run)
+    assert driver.snapshots.saved == 2 and driver.actor_manager.arguments["close_account"] == [(2,)]
+    assert "ledger: 3 groups asked for: 3 trained" in driver.printed.getvalue()
+
+
+# --- a stop -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("colocated", "saved"), [(True, 1), (True, 2), (False, 1)])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_at_a_stop_engines_end_before_a_trainer_wakes_to_save(
+    tmp_path: Path, colocated: bool, saved: int, async_save: bool
+) -> None:
+    """There is no room for both; where nothing is left to save, nobody wakes. The snapshot is complete before the
+    shutdown, also with ``--async-save``."""
+    driver = Driver(colocated, critic=True, trained=2, save=str(tmp_path), async_save=async_save)
+    driver.snapshots.saved, driver.stop.requested = saved, "SIGTERM"
+    snapshot_before_stop(parts_of(driver, tmp_path))
+    turns = ["critic sleeps", "actor wakes", "actor saves", "actor sleeps", "critic wakes", "critic saves"]
+    saves = ["end_engines", *turns] if colocated else ["actor saves", "critic saves"]
+    assert driver.said == ([] if saved == 2 else [*saves, "save_state", "actor has saved", "critic has saved"])
+    assert driver.snapshots.saved == 2 and driver.stop.ending
+
+
+@pytest.mark.parametrize("case", ["not started", "no --save", "nothing trained"])
+def test_a_stop_with_nothing_to_save(tmp_path: Path, case: str) -> None:
+    driver = Driver(
+        trained=None if case == "nothing trained" else 2, save=None if case == "no --save" else str(tmp_path)
+    )
+    driver.snapshots.saved, driver.stop.requested = None, "SIGINT"
+    parts: Any = parts_of(driver, tmp_path)
+    parts.run = None if case == "not started" else parts.run
+    snapshot_before_stop(parts)
+    assert driver.said == [] and "SIGINT: shutting down gracefully" in driver.printed.getvalue()

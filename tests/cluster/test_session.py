@@ -1,0 +1,26 @@
+"""The private cluster of a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from slime.cluster.session import _object_store_bytes
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared", "expected"),
+    [(20, 20, 2), (2000, 1000, 200), (2000, 16, 12.8), (1, 1, 0.25), (2000, 0.06, 0.25)],
+)
+def test_the_object_store_grows_with_the_machine(
+    monkeypatch: pytest.MonkeyPatch, memory: float, shared: float, expected: float
+) -> None:
+    """A rollout of 100,000 samples of 32k tokens takes 30 GB there; it must fit into shared memory, whatever Docker
+    gives of that."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(memory * GIB)))
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=int(shared * GIB)))
+    assert _object_store_bytes() == pytest.approx(expected * GIB, abs=10)

@@ -1,0 +1,72 @@
+"""Actor and critic: what is trained, and whose turn on the accelerator it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from driver_parts import Driver
+
+from slime.cluster.train_group import TrainGroup
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, ["actor sleeps", "critic wakes", "critic trains", "critic sleeps", "actor wakes", "actor trains"]),
+        ({"num_critic_only_steps": 1}, ["actor sleeps", "critic wakes", "critic trains"]),
+        (
+            {"num_critic_only_steps": 1, "ref_update_interval": 1},
+            [
+                "actor sleeps", "critic wakes", "critic trains", "critic sleeps", "actor wakes",
+                "actor copies actor to ref",
+            ],
+        ),
+        ({"offload_train": False}, ["critic trains", "actor trains"]),
+    ],
+)  # fmt: skip
+def test_actor_and_critic_take_turns(flags: dict[str, Any], expected: list[str]) -> None:
+    driver = Driver(colocated=True, critic=True, **flags)
+    driver.trainer.train(0, [])
+    assert driver.said == expected and driver.trainer.trained == 0
+
+
+def test_the_actor_gets_the_critics_values_and_both_their_metrics_are_logged() -> None:
+    driver = Driver(critic=True)
+    assert driver.critic is not None
+    driver.critic.metrics, driver.actor.metrics = {"train/value_loss": 1.0}, {"train/loss": 2.0}
+    given: list[Any] = []
+    train = driver.actor.train
+    driver.actor.train = lambda *arguments: given.append(arguments) or train(*arguments)  # type: ignore
+    driver.trainer.train(3, ["ref"])  # type: ignore[list-item]
+    assert given == [(3, ["ref"], ["critic's values"])]
+    assert driver.log.pending == {"train/value_loss": 1.0, "train/loss": 2.0, "perf/step_time": 0.5}
+
+
+def test_the_reference_is_copied_every_so_many_rollouts() -> None:
+    driver = Driver(ref_update_interval=2)
+    for rollout_id in range(4):
+        driver.trainer.train(rollout_id, [])
+    copies = "actor copies actor to ref"
+    assert driver.said == ["actor trains", "actor trains", copies, "actor trains", "actor trains", copies]
+
+
+@pytest.mark.parametrize(("critic", "first"), [(False, "actor wakes"), (True, "critic wakes")])
+def test_who_trains_first_wakes_first(critic: bool, first: str) -> None:
+    driver = Driver(colocated=True, critic=critic)
+    driver.trainer.wake()
+    assert driver.said[-1] == first and "memory/wake_up/gib" in driver.log.pending
+
+
+def test_a_group_that_sleeps_or_is_awake_already_is_left_alone() -> None:
+    """Megatron's ranks, say, would gather weights that have no memory."""
+    calls: list[tuple[Any, ...]] = []
+    group: Any = TrainGroup.__new__(TrainGroup)
+    group.resident, group._all = "everything", lambda *call: calls.append(call)
+    group.wake()
+    group.sleep(keep_weights=True)
+    group.sleep()
+    group.sleep()
+    group.wake()
+    group.wake()
+    assert calls == [("sleep", True), ("sleep", False), ("wake",)]

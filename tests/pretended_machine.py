@@ -1,0 +1,15 @@
+"""Checks of flags as on a machine that has other hardware than this one, and every package."""
+
+from __future__ import annotations
+
+import pytest
+
+from slime.config.machine import Machine
+
+
+def pretend_machine(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
+    """Parsing finds ``machine`` with every backend installed, in defaults as in checks."""
+    for module in ("defaults", "validate"):
+        monkeypatch.setattr(f"slime.config.{module}.this_machine", lambda: machine)
+    for module in ("run", "model", "cluster"):
+        monkeypatch.setattr(f"slime.config.{module}.installed", lambda name: True)

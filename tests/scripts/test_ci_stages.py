@@ -1,0 +1,118 @@
+"""Every test is run by a stage of CI, and the quick suite leaves out what has a stage of its own."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from _pytest.mark.expression import Expression
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+# An engine of real SGLang that is killed under a run: ten minutes, typed by hand (see scripts/test_sglang.sh).
+BY_HAND = {"sglang", "slow"}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One call of a test script: which marks it selects, and the files that it is limited to or ignores."""
+
+    marks: str
+    only: tuple[str, ...]
+    ignored: tuple[str, ...]
+
+    def runs(self, file: str, marks: frozenset[str]) -> bool:
+        wanted = not self.only or file.startswith(self.only)
+        return wanted and file not in self.ignored and Expression.compile(self.marks).evaluate(lambda m: m in marks)
+
+
+def marks_of_script(name: str) -> str:
+    """The ``-m`` expression that the script gives to pytest."""
+    text = (CHECKOUT / "scripts" / name).read_text(encoding="utf-8")
+    found = re.search(r"""^exec .*?(?:-m pytest|test\.sh") -m (?:"([^"]+)"|(\w+))""", text, re.MULTILINE)
+    assert found, f"{name} gives pytest no -m"
+    return found[1] or found[2]
+
+
+def stages() -> list[Stage]:
+    found = []
+    for line in (CHECKOUT / ".ci" / "run").read_text(encoding="utf-8").splitlines():
+        if call := re.search(r"bash scripts/(test\w*\.sh)([^>&]*)", line):
+            own, arguments = marks_of_script(call[1]), shlex.split(call[2])
+            ignored = tuple(b for a, b in itertools.pairwise(arguments) if a == "--ignore")
+            marks = [b for a, b in itertools.pairwise(arguments) if a == "-m"]
+            only = tuple(word for word in arguments if word.startswith("tests/") and word not in ignored)
+            found.append(Stage((marks or [own])[-1], only, ignored))
+    return found
+
+
+STAGES = stages()
+
+
+def marks_in(nodes: list[ast.expr]) -> frozenset[str]:
+    return frozenset(re.findall(r"pytest\.mark\.(\w+)", " ".join(map(ast.unparse, nodes))))
+
+
+def _marked_tests() -> Iterator[tuple[str, str, frozenset[str]]]:
+    """File, name and marks of each test function; one with marked parameters appears with and without their marks."""
+    for path in sorted(CHECKOUT.glob("tests/**/test_*.py")):
+        file, tree = str(path.relative_to(CHECKOUT)), ast.parse(path.read_text(encoding="utf-8"))
+        of_file = marks_in([node.value for node in tree.body if isinstance(node, ast.Assign)
+                            and ast.unparse(node.targets[0]) == "pytestmark"])  # fmt: skip
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+                continue
+            parametrized = [d for d in node.decorator_list if ast.unparse(d).startswith("pytest.mark.parametrize")]
+            own = of_file | marks_in([d for d in node.decorator_list if d not in parametrized])
+            yield file, node.name, own
+            parameters = " ".join(map(ast.unparse, parametrized))
+            if of_parameters := frozenset(re.findall(r"marks=.*?pytest\.mark\.(\w+)", parameters)):
+                yield file, node.name, own | of_parameters
+
+
+@functools.cache
+def marked_tests() -> list[tuple[str, str, frozenset[str]]]:
+    return list(_marked_tests())
+
+
+def test_each_test_is_run_by_a_stage() -> None:
+    assert len(STAGES) >= 4, STAGES
+    forgotten = [
+        f"{file}::{name} {sorted(marks)}"
+        for file, name, marks in marked_tests()
+        if not marks >= BY_HAND and "cuda" not in marks and not any(stage.runs(file, marks) for stage in STAGES)
+    ]
+    assert forgotten == []
+
+
+def test_each_mark_is_declared_and_run_by_a_stage() -> None:
+    settings = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
+    declared = {line.partition(":")[0] for line in settings["markers"]} | {"capability"}  # tests/engines/conftest.py
+    tests = marked_tests()
+    used = frozenset[str]().union(*(marks for _, _, marks in tests))
+    by_plugins = {"parametrize", "skipif", "filterwarnings", "usefixtures", "timeout", "asyncio", "xfail", "skip"}
+    assert used - by_plugins <= declared
+    run = {mark for file, _, marks in tests if any(stage.runs(file, marks) for stage in STAGES) for mark in marks}
+    assert used - {"cuda"} <= run
+
+
+def test_the_quick_suite_leaves_whole_runs_out_but_for_a_few() -> None:
+    """README promises minutes: what starts train.py there is counted, so that one more is a decision."""
+    quick = STAGES[-1]
+    whole_runs = [
+        name for file, name, marks in marked_tests() if file.startswith("tests/e2e/") and "real" in marks
+        and quick.runs(file, marks)
+    ]  # fmt: skip
+    assert len(whole_runs) <= 5, whole_runs
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.marks)
+def test_each_stage_has_tests(stage: Stage) -> None:
+    assert any(stage.runs(file, marks) for file, _, marks in marked_tests())

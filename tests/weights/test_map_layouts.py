@@ -1,0 +1,74 @@
+"""The part of a parameter that one tensor-parallel rank reads, against the whole parameter cut into parts."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, Layout, QueryKeyValue, Stacked, Vocabulary
+
+
+class Counted:
+    """A tensor that counts the elements that were read of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.shape, self.read = tensor, tensor.shape, 0
+
+    def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> Tensor:
+        found = self.tensor[index]
+        self.read += found.numel()
+        return found
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Layout, list[int], int, bool]:
+    """A layout, the rows of its tensors, the number of ranks, and whether the tensors are matrices."""
+    size = draw(st.sampled_from([1, 2, 3, 4]))
+    rows = size * draw(st.integers(1, 4))
+    matrices = draw(st.booleans())
+    kind = draw(st.sampled_from(["replicated", "rows", "columns", "vocabulary", "stacked", "fused", "qkv"]))
+    if kind == "columns":
+        return COLUMNS, [draw(st.integers(1, 4))], size, True
+    if kind == "vocabulary":
+        return Vocabulary(rows=draw(st.integers(1, rows)), padded=rows), [], size, matrices
+    if kind == "stacked":
+        return Stacked(), [rows, rows], size, matrices
+    if kind == "fused":
+        return Stacked(fused=True), [2 * rows], size, matrices
+    if kind == "qkv":
+        groups, heads, dim = (draw(st.integers(1, 4)) for _ in range(3))
+        dim *= size  # more ranks than groups cut a group, perhaps within a head
+        return QueryKeyValue(groups=groups, heads_per_group=heads, dim=dim), [], size, matrices
+    return (ROWS if kind == "rows" else REPLICATED), [rows], size, matrices
+
+
+@given(cases())
+def test_a_part_is_what_the_whole_gives_and_nothing_else_is_read(case: tuple[Layout, list[int], int, bool]) -> None:
+    layout, rows, size, matrices = case
+    if isinstance(layout, Vocabulary):
+        rows = [layout.rows]
+    elif isinstance(layout, QueryKeyValue):
+        rows = [layout.groups * layout.dim * heads for heads in (layout.heads_per_group, 1, 1)]
+    columns = (3 * size,) if matrices else ()
+    tensors = [torch.randn(count, *columns) for count in rows]
+    whole = layout.join(tensors)
+    read = 0
+    for rank in range(size):
+        sources = [Counted(tensor) for tensor in tensors]
+        part = layout.part(sources, rank, size)
+        assert torch.equal(part, whole if layout.axis is None else whole.chunk(size, layout.axis)[rank])
+        read += sum(source.read for source in sources)
+    assert read == sum(tensor.numel() for tensor in tensors) * (1 if layout.axis is not None else size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rows"), [(ROWS, [4]), (Stacked(), [4, 4]), (Vocabulary(rows=4, padded=4), [4]), (COLUMNS, [1])]
+)
+def test_what_cannot_be_cut_into_equal_parts_is_refused(layout: Layout, rows: list[int]) -> None:
+    with pytest.raises(ValueError, match="4 cannot be cut into 3 tensor parallel parts"):
+        layout.part([torch.zeros(count, 4) for count in rows], 0, 3)

@@ -1,0 +1,140 @@
+"""Figures about the code of slime/: its size, its types, its comments.
+
+    python tools/measure_code.py [--rooms] [FOLDER]
+
+``tests/docs/test_measures.py`` holds the limits of these figures, and CONTRIBUTING.md names this command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "slime"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class Measures:
+    """What is counted in a folder of Python files."""
+
+    files: int = 0
+    files_above_400_lines: int = 0
+    total_lines: int = 0
+    code_lines: int = 0
+    """Lines that hold a token which is no comment and no part of a docstring."""
+    comment_lines: int = 0
+    """Lines that hold a comment and nothing else."""
+    functions: int = 0
+    functions_above_60_lines: int = 0
+    functions_with_any_parameter: int = 0
+    functions_that_take_args: int = 0
+    getattr_of_args_with_default: int = 0
+    attributes_any_none: int = 0
+    """Attributes and variables declared ``: Any = None``."""
+
+    @property
+    def any_parameter_percent(self) -> float:
+        return round(100.0 * self.functions_with_any_parameter / max(self.functions, 1), 1)
+
+    @property
+    def comments_per_1000_lines(self) -> float:
+        return round(1000.0 * self.comment_lines / max(self.total_lines, 1), 1)
+
+
+def measure(folder: Path) -> Measures:
+    """Count in every Python file below ``folder``."""
+    total = Measures()
+    for path in sorted(folder.rglob("*.py")):
+        _add_file(total, path.read_text(encoding="utf-8"))
+    return total
+
+
+def _add_file(total: Measures, text: str) -> None:
+    tree = ast.parse(text)
+    lines = text.count("\n")
+    total.files += 1
+    total.files_above_400_lines += lines > 400
+    total.total_lines += lines
+    code, comments = _lines_of_tokens(text)
+    total.code_lines += len(code - _docstring_lines(tree))
+    total.comment_lines += len(comments - code)
+    for node in ast.walk(tree):
+        if isinstance(node, Function):
+            _add_function(total, node)
+        elif isinstance(node, ast.Call):
+            total.getattr_of_args_with_default += _is_getattr_of_args(node)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            is_none = isinstance(node.value, ast.Constant) and node.value.value is None
+            total.attributes_any_none += is_none and ast.unparse(node.annotation) == "Any"
+
+
+def _add_function(total: Measures, function: Function) -> None:
+    parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    named = {p.arg: ast.unparse(p.annotation) for p in parameters if p.annotation is not None}
+    total.functions += 1
+    total.functions_above_60_lines += (function.end_lineno or function.lineno) - function.lineno + 1 > 60
+    total.functions_with_any_parameter += "Any" in named.values()
+    total.functions_that_take_args += named.get("args") in ("Any", "Args")
+
+
+def _is_getattr_of_args(call: ast.Call) -> bool:
+    if not (isinstance(call.func, ast.Name) and call.func.id == "getattr" and len(call.args) == 3):
+        return False
+    return ast.unparse(call.args[0]).split(".")[-1] == "args"
+
+
+def _lines_of_tokens(text: str) -> tuple[set[int], set[int]]:
+    """Numbers of the lines with code (docstrings included) and of those with comments."""
+    empty = {tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.ENCODING}
+    code: set[int] = set()
+    comments: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in empty:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return code, comments
+
+
+def _docstring_lines(tree: ast.AST) -> set[int]:
+    return {line for node in _docstrings(tree) for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def _docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
+    """Strings that stand as statements: docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node
+
+
+def show(folder: Path) -> dict[str, float]:
+    """The figures of a folder by name, the shares included."""
+    found = measure(folder)
+    return asdict(found) | {
+        "any_parameter_percent": found.any_parameter_percent,
+        "comments_per_1000_lines": found.comments_per_1000_lines,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", default=PACKAGE, help="folder to measure; default: slime/")
+    parser.add_argument("--rooms", action="store_true", help="print the number of code lines of each subfolder, too")
+    options = parser.parse_args()
+    print(json.dumps(show(options.folder), indent=2))
+    if options.rooms:
+        rooms = Counter({room.name: measure(room).code_lines for room in options.folder.iterdir() if room.is_dir()})
+        for name, lines in rooms.most_common():
+            print(f"{name:16} {lines:6}")
+
+
+if __name__ == "__main__":
+    main()
