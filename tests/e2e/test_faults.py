@@ -78,11 +78,11 @@ def in_trainer(args, rollout_id, rollout_data):
         return
     push, pushed = handle.EngineHandle.push, []
 
-    async def deadly(self, bucket, weight_version):
+    async def deadly(self, bucket, *more):
         pushed.append(bucket.index)
         if bucket.index == 3:
             strike(self.url)
-        await push(self, bucket, weight_version)
+        await push(self, bucket, *more)
 
     handle.EngineHandle.push = deadly
 '''
