@@ -127,7 +127,8 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 def upward(found: tuple[Arrow, ...]) -> list[Arrow]:
     """Arrows between rooms that the table does not allow. Every room may import ``slime.types``."""
     inside = [arrow for arrow in found if room(arrow.module) != "slime"]
-    return [a for a in inside if room(a.target) not in MAY_IMPORT.get(room(a.module), set()) | {room(a.module), "types"}]
+    allowed = {name: below | {name, "types"} for name, below in MAY_IMPORT.items()}
+    return [arrow for arrow in inside if room(arrow.target) not in allowed.get(room(arrow.module), set())]
 
 
 STRINGS: dict[tuple[str, str], str] = {
