@@ -27,7 +27,7 @@ import orjson
 
 from slime.cluster.garbage import GarbageCollection
 from slime.cluster.rollout_state import Rollout, RolloutState
-from slime.config.defaults import default_args
+from slime.config.resolve import default_args
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSourceWithBuffer

@@ -44,7 +44,7 @@ class Phases:
 
 def walk(path: Path, rollouts: int) -> dict[str, Any]:
     """What a run does with the file, without engines and trainer."""
-    from slime.config.defaults import default_args
+    from slime.config.resolve import default_args
     from slime.data.dataset import Dataset
     from slime.data.source import RolloutDataSource
     from slime.data.validate import check_data

@@ -56,8 +56,8 @@ def parse_options() -> tuple[argparse.Namespace, list[str]]:
 
 def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
     """Flags as train.py would have them; what only a whole run needs is not asked for."""
-    from slime.config.defaults import resolve_defaults
     from slime.config.parser import read_command_line
+    from slime.config.resolve import resolve_defaults
 
     samples = options.micro_batches * max(options.tokens // options.sample_tokens, 1) * world
     on_cuda = options.device == "cuda"

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from slime.config.args import FLAGS, Args
-from slime.config.defaults import resolve_defaults
 from slime.config.machine import Machine
+from slime.config.resolve import resolve_defaults
 
 CPU_MACHINE = Machine(gpus=0, cores=2, in_cluster=False)
 DERIVED = {field.name for field in dataclasses.fields(Args)} - set(FLAGS)

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 def main() -> None:
     from slime.backends.create import create_backend
     from slime.checkpoint.snapshot import SnapshotError, latest
-    from slime.config.defaults import resolve_defaults
     from slime.config.parser import read_settings
+    from slime.config.resolve import resolve_defaults
     from slime.engines.process import free_port
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

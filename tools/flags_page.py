@@ -22,7 +22,7 @@ ALGORITHMS_PAGE = ROOT / "docs" / "en" / "algorithms.md"
 FOR_USERS = {  # no room reads them
     "eval_max_context_len": "the user's functions",
 }
-_DERIVED = tuple(f"slime/config/{name}.py" for name in ("defaults", "estimator", "overrides", "parser"))
+_DERIVED = tuple(f"slime/config/{name}.py" for name in ("resolve", "algorithm", "settings", "parser"))
 _OTHERS = ("slime/config/", "slime/cli/", "slime/checkpoint/manifest.py")  # checks, other commands, lists of names
 _MOST = 4
 _VARIABLES = {

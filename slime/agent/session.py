@@ -23,8 +23,8 @@ from slime.agent.tool_formats import KNOWN_MARKS, NoCalls
 from slime.agent.tool_parsers import Shown, ToolParser, tool_parser
 from slime.agent.trajectory import Tree, Turn
 from slime.config.agent import choose_parser
-from slime.config.context import ENGINES_OWN
 from slime.config.hf_config import read_config
+from slime.config.rollout import ENGINES_OWN
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying

@@ -16,8 +16,8 @@ from slime.algorithms.mis import MisConfig, mean_weight
 from slime.algorithms.reduce import Reduce
 from slime.algorithms.sequences import flatten, keep_where
 from slime.algorithms.whitening import normalize_advantages
+from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
-from slime.config.estimator import create_algorithm
 from slime.config.hooks import load_function
 from slime.data.fields import on_hook_names
 

@@ -42,7 +42,7 @@ def create_backend(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
-    from slime.config.estimator import algorithm_class
+    from slime.config.algorithm import algorithm_class
     from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory
 
     algorithm_class(args.advantage_estimator)  # raises before the first rollout is made

@@ -29,8 +29,8 @@ from slime.algorithms.sequences import IDENTITY, exp_ratio
 from slime.algorithms.sft import compute_sft_loss
 from slime.algorithms.value_loss import compute_value_loss
 from slime.backends.token_batch import TokenBatch
+from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
-from slime.config.estimator import create_algorithm
 from slime.config.hooks import load_function
 
 Metrics = dict[str, Tensor]

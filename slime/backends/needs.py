@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from slime.algorithms.algorithm import custom_setting
+from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
-from slime.config.estimator import algorithm_class
 
 SAFE_TIS_HOOKS = ("vanilla_tis_function", "icepop_function", "compute_mis_weights")
 

@@ -18,8 +18,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     one, and the call returns in its child, which checks nothing a second time.
     """
     from slime.cluster.supervisor import REPORTS, supervise
-    from slime.config.errors import ConfigError
-    from slime.config.parser import load_args, parse_args
+    from slime.config.parser import ConfigError, load_args, parse_args
 
     words = list(argv) if argv is not None else None
     if words is None and REPORTS.attach():
@@ -44,7 +43,7 @@ def _check_data(args: Args) -> list[str]:
 def check_schedules(args: Args) -> list[str]:
     """The learning-rate schedules of all roles can be made; nothing is said while the run's length is unknown."""
     from slime.backends.lr_schedule import LrSchedule
-    from slime.config.overrides import role_args
+    from slime.config.settings import role_args
 
     if args.num_rollout is None or args.debug_rollout_only:
         return []
@@ -190,7 +189,7 @@ def _snapshot_bytes(args: Args) -> int:
 
 def _check_server_options(args: Args) -> list[str]:
     """Ask the installed SGLang and router; what is wrong with the plan itself is told by the configuration."""
-    from slime.config.server_groups import ServerGroupError
+    from slime.config.engine import ServerGroupError
     from slime.engines.plan import plan_engines
     from slime.engines.sglang.check import check_launch
 

@@ -97,7 +97,7 @@ def check_resources(args: Args, gpus_needed: int) -> None:
     """Raise :class:`ClusterError` in one line when the cluster can never hold the run."""
     import ray
 
-    from slime.config.server_groups import engines_beside_trainer
+    from slime.config.engine import engines_beside_trainer
 
     have = int(ray.cluster_resources().get("GPU", 0))
     if have > 0 and (problems := engines_beside_trainer(args)):

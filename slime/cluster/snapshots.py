@@ -61,7 +61,7 @@ def settings_of(args: Args) -> dict[str, Any]:
     """The settings that shape a run, but not those that say what is shown or kept of it."""
     from slime.checkpoint.manifest import settings
     from slime.config.args import FLAGS
-    from slime.config.overrides import to_dict
+    from slime.config.settings import to_dict
 
     shown = {name for name, flag in FLAGS.items() if flag.group in ("observability", "debugging and profiling")}
     return settings({name: value for name, value in to_dict(args).items() if name not in shown})

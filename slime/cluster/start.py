@@ -17,7 +17,7 @@ from slime.cluster.step_log import StepLog
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.token_budget import settle_token_budget
 from slime.cluster.trainer import Trainer, TrainerSettings
-from slime.config.errors import ConfigError
+from slime.config.parser import ConfigError
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
-from slime.config.context import longest_per_gpu
 from slime.config.hf_config import read_config
+from slime.config.rollout import longest_per_gpu
 
 if TYPE_CHECKING:
     from slime.cluster.manager_client import ManagerClient

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime.cluster.placement import thread_environment
 from slime.config.layout import ParallelLayout
-from slime.config.overrides import role_args
+from slime.config.settings import role_args
 
 if TYPE_CHECKING:
     from torch.distributed import Store

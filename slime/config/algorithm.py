@@ -1,11 +1,23 @@
-"""Estimators, losses, KL, and what corrects for data that is not on-policy."""
+"""Advantage estimators and losses: the flags, the estimator's class, and the checks of both."""
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
+from slime.algorithms.dr_grpo import pg_loss_reducer
 from slime.algorithms.registry import ALGORITHMS
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, flags_of, is_hook_path
+from slime.config.hooks import HookError, load_function
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+_DR_GRPO_REDUCER = f"{pg_loss_reducer.__module__}.{pg_loss_reducer.__name__}"
 
 
 @dataclass
@@ -58,66 +70,153 @@ class AlgorithmConfig:
     use_rollout_entropy: bool = flag(False, help="entropy in the log-prob pass")
 
 
-@dataclass
-class KlConfig:
-    _title = "KL to the reference"
-
-    use_kl_loss: bool = flag(False, help="KL to the reference model in the loss")
-    kl_loss_coef: float = flag(0.0, help="its weight")
-    kl_loss_type: str = flag(
-        DERIVED,
-        choices=("k1", "k2", "k3", "low_var_kl"),
-        help="estimator of the KL; default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the loss the "
-        "expected gradient of k1 is 0, so it does not regularise",
-    )
-    kl_coef: float = flag(0.0, help="KL in the reward; excludes --kl-loss-coef")
-    use_unbiased_kl: bool = flag(False, help="weigh the KL by the importance ratio")
-    ref_update_interval: int | None = flag(None, low=1, help="copy the actor to the reference every N rollouts")
+def derive_algorithm(args: Args) -> None:
+    if args.eps_clip_high is None:
+        args.eps_clip_high = args.eps_clip
+    if args.n_samples_per_prompt == 1:
+        args.grpo_std_normalization = False
+    # A class that cannot be loaded is reported by the checks, together with all other problems.
+    loads = loading_problem(args.advantage_estimator) is None
+    args.use_critic = loads and algorithm_class(args.advantage_estimator).needs_critic
 
 
-@dataclass
-class OffPolicyConfig:
-    _title = "off-policy correction and routing replay"
+@functools.cache
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class that the flag names. It is the same in the driver, the rollout manager and the training ranks.
 
-    use_rollout_logprobs: bool = flag(
-        False,
-        help="the engine's log-probs are the old policy; excludes --use-tis",
-    )
-    use_tis: bool = flag(
-        DERIVED,
-        help="truncated importance weights between trainer and engine; default: on where train_async.py trains tokens "
-        "of older weights",
-    )
-    tis_clip: float = flag(2.0, help="upper bound of the weight")
-    tis_clip_low: float = flag(0.0, help="lower bound of the weight")
-    custom_tis_function_path: str | None = flag(None, kind="hook", help="replaces the weight (IcePop, MIS)")
-    get_mismatch_metrics: bool = flag(False, help="measure only; needs --custom-tis-function-path")
-    use_opsm: bool = flag(False, help="mask sequences that drifted from the policy")
-    opsm_delta: float = flag(1e-4, low=0, help="drift from which a sequence is masked")
-    use_routing_replay: bool = flag(
-        False, help="Megatron: experts are chosen as in the pass that computed the old log-probs"
-    )
-    use_rollout_routing_replay: bool = flag(
-        False, help="Megatron with SGLang: experts are chosen as the engine chose them; implies --use-routing-replay"
-    )
+    Raises:
+        HookError: neither a built-in name nor the path of a class that derives from :class:`Algorithm`. Importing the
+            user's file may raise anything else.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    if not is_hook_path(name):
+        raise HookError(
+            f"unknown --advantage-estimator {name!r}; one of {', '.join(ALGORITHMS)}, or the path of your own class"
+        )
+    try:
+        found: type[Algorithm] = load_function(name)
+    except HookError as error:
+        raise HookError(f"--advantage-estimator: {error}") from None
+    if problem := class_problem(found):
+        raise HookError(f"--advantage-estimator {name}: {problem}")
+    return found
 
 
-@dataclass
-class DistillationConfig:
-    _title = "on-policy distillation"
+def create_algorithm(args: Args) -> Algorithm:
+    """The run's estimator with its settings."""
+    return algorithm_class(args.advantage_estimator)(estimator_settings(args))
 
-    use_opd: bool = flag(False, help="distil from a teacher on the student's own samples")
-    opd_type: str | None = flag(
-        None,
-        choices=("sglang", "megatron"),
-        help="sglang: the teacher answers over HTTP; megatron: the trainer (of any backend) holds it",
+
+def estimator_settings(args: Args) -> EstimatorSettings:
+    return EstimatorSettings(
+        eps_clip=args.eps_clip,
+        eps_clip_high=args.eps_clip if args.eps_clip_high is None else args.eps_clip_high,
+        eps_clip_c=args.eps_clip_c,
+        gamma=args.gamma,
+        lambd=args.lambd,
+        kl_coef=args.kl_coef,
+        std_normalization=args.grpo_std_normalization,
+        max_response_len=args.rollout_max_response_len,
+        custom={name: value for name, value in vars(args).items() if name not in type(args).__dataclass_fields__},
     )
-    opd_kl_coef: float = flag(1.0, help="weight of the teacher")
-    opd_teacher_load: str | None = flag(None, help="teacher of --opd-type megatron: a model of the trained one's shape")
-    opd_teacher_ckpt_step: int | None = flag(
-        None,
-        low=0,
-        help="iteration of the teacher checkpoint",
-        status="refused",
-        reason="name the folder of that iteration with --opd-teacher-load",
+
+
+def loading_problem(name: str) -> str | None:
+    """Why the estimator cannot be loaded; None where it can."""
+    try:
+        algorithm_class(name)
+    except HookError as error:
+        return str(error)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's module ran and failed: any error
+        return f"--advantage-estimator {name}: importing it failed with {type(error).__name__}: {error}"
+    return None
+
+
+def trial_problem(args: Args) -> str | None:
+    """Why the estimator's baseline fails on a few small groups, which are tried before a run starts."""
+    try:
+        algorithm = create_algorithm(args)
+    except Exception as error:  # the constructor of the user's class
+        return f"--advantage-estimator {args.advantage_estimator}: {type(error).__name__}: {error}"
+    problem = baseline_problem(algorithm)
+    return f"--advantage-estimator {args.advantage_estimator}: {problem}" if problem else None
+
+
+def estimator_label(name: str) -> str:
+    """A name for folders and plots: ``my_algo.py:MyAlgorithm`` gives ``MyAlgorithm``."""
+    return Path(name).stem if name.endswith(".py") else re.split(r"[.:]", name)[-1]
+
+
+def known_where(fact: str, value: bool = True) -> str:
+    """The built-in estimators of which a fact holds, in words: ``known_where("needs_critic")``."""
+    return " or ".join(name for name, one in ALGORITHMS.items() if getattr(one, fact) is value)
+
+
+def check_estimator(args: Args) -> list[str]:
+    """The estimator can be loaded, and the other flags fit what its class needs and forbids."""
+    name = args.advantage_estimator
+    if problem := loading_problem(name) or trial_problem(args):
+        return [problem]
+    algorithm, flags = algorithm_class(name), flags_of(type(args))
+    unknown = [switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in flags]
+    if unknown:
+        return [f"--advantage-estimator {name}: requires or forbids {', '.join(unknown)}, which is no flag"]
+    args.notices += create_algorithm(args).notices()
+    if args.kl_coef != 0 and not algorithm.uses_kl_in_reward:
+        args.notices.append(
+            f"--kl-coef has no effect with --advantage-estimator {name}: use --use-kl-loss --kl-loss-coef"
+        )
+    problems = [
+        f"--advantage-estimator {name} needs {flags[switch].option}: {reason}"
+        for switch, reason in algorithm.requires.items()
+        if not getattr(args, switch)
+    ]
+    problems += [
+        f"--advantage-estimator {name} and {flags[switch].option} exclude each other: {reason}"
+        for switch, reason in algorithm.forbids.items()
+        if getattr(args, switch)
+    ]
+    own = (
+        args.custom_advantage_function_path
+        or args.custom_reward_post_process_path
+        or args.custom_generate_function_path
     )
+    trains_on_groups = algorithm.needs_group and args.rewards_normalization and args.loss_type == "policy_loss"
+    if trains_on_groups and args.n_samples_per_prompt == 1 and not own:
+        problems.append(
+            f"--advantage-estimator {name} compares the samples of a group, and --n-samples-per-prompt 1 makes "
+            f"every advantage 0: use 2 or more, or {known_where('needs_group', False)}"
+        )
+    reducer = (args.custom_pg_loss_reducer_function_path or "").replace(":", ".")
+    if args.calculate_per_token_loss and reducer == _DR_GRPO_REDUCER:
+        problems.append(
+            f"--custom-pg-loss-reducer-function-path {reducer} divides by a constant, --calculate-per-token-loss by "
+            "the tokens: drop one"
+        )
+    if args.num_critic_only_steps and not algorithm.needs_critic:
+        problems.append(f"--num-critic-only-steps needs a critic: --advantage-estimator {known_where('needs_critic')}")
+    return problems
+
+
+def check_losses(args: Args) -> list[str]:
+    problems = []
+    if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
+        problems.append("--loss-type custom_loss and --custom-loss-function-path go together: give both or none")
+    if args.eps_clip < 0 or args.eps_clip_high < 0:
+        problems.append(
+            f"--eps-clip {args.eps_clip} and --eps-clip-high {args.eps_clip_high}: clip distances are not negative"
+        )
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        problems.append(f"--eps-clip-c {args.eps_clip_c}: the dual-clip constant must be above 1")
+    if args.overlong_buffer_len and not 0 < args.overlong_buffer_len < args.rollout_max_response_len:
+        problems.append(
+            f"--overlong-buffer-len {args.overlong_buffer_len}: needs to be between 0 and --rollout-max-response-len "
+            f"{args.rollout_max_response_len}"
+        )
+    for name in ("gamma", "lambd"):
+        if not 0 <= getattr(args, name) <= 1:
+            problems.append(f"--{name} {getattr(args, name)}: needs to be between 0 and 1")
+    if args.only_train_params_name_list and args.freeze_params_name_list:
+        problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other: drop one")
+    return problems

@@ -11,23 +11,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from slime.config.agent import AgentConfig
-from slime.config.algorithm import AlgorithmConfig, DistillationConfig, KlConfig, OffPolicyConfig
+from slime.config.algorithm import AlgorithmConfig
 from slime.config.batch import BatchConfig
-from slime.config.checkpoint import CheckpointConfig
 from slime.config.cluster import ClusterConfig
-from slime.config.data import DataConfig
+from slime.config.corrections import DistillationConfig, KlConfig, OffPolicyConfig
+from slime.config.data import DataConfig, EvalConfig, RewardConfig
 from slime.config.engine import EngineConfig
-from slime.config.evaluation import EvalConfig
 from slime.config.flag import Flag, flags_of
 from slime.config.flag_support import UnsupportedConfig
 from slime.config.hf_config import SHAPE, model_dimension
-from slime.config.model import ModelConfig
 from slime.config.observability import DebugConfig, MegatronExtrasConfig, ObservabilityConfig
-from slime.config.optimizer import OptimizerConfig
 from slime.config.passthrough import by_name, option_value
-from slime.config.reward import RewardConfig
 from slime.config.rollout import AsyncConfig, RolloutConfig
-from slime.config.run import RunConfig
+from slime.config.run import CheckpointConfig, RunConfig
+from slime.config.trainer import ModelConfig, OptimizerConfig
 from slime.config.weight_sync import WeightSyncConfig
 
 

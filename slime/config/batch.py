@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.context import longest_per_gpu
 from slime.config.flag import DERIVED, flag
 from slime.config.layout import ParallelLayout
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, longest_per_gpu
 
 if TYPE_CHECKING:
     from slime.config.args import Args

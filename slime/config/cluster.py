@@ -6,10 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.flag import DERIVED, flag
-from slime.config.machine import Machine, connection_limit, installed
-from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
-from slime.config.server_groups import (
+from slime.config.engine import (
     ServerGroupError,
     asked_gpus,
     check_colocated_pipelines,
@@ -18,6 +15,9 @@ from slime.config.server_groups import (
     read_server_groups,
     total_gpus,
 )
+from slime.config.flag import DERIVED, flag
+from slime.config.machine import Machine, connection_limit, installed
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.weight_sync import checks_first_update
 
 if TYPE_CHECKING:

@@ -1,14 +1,14 @@
-"""Prompts: where they come from and how rows become samples."""
+"""Data sets for training and evaluation, and the rewards of their samples."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.context import context_notice
-from slime.config.files import file_of, first_row
-from slime.config.flag import flag
-from slime.config.reward import derive_reward
+from slime.config.files import file_of, first_row, read_yaml
+from slime.config.flag import DERIVED, flag
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, context_notice, is_fully_async
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -93,3 +93,154 @@ def check_data_files(args: Args) -> list[str]:
 def check_multimodal_keys(args: Args) -> list[str]:
     wrong = {kind: column for kind, column in (args.multimodal_keys or {}).items() if not isinstance(column, str)}
     return [f"--multimodal-keys: {kind!r} needs the name of a column, not {column!r}" for kind, column in wrong.items()]
+
+
+@dataclass
+class EvalConfig:
+    _title = "evaluation"
+
+    eval_interval: int | None = flag(None, low=1, help="evaluate every N rollouts")
+    eval_prompt_data: list[str] | None = flag(
+        None, kind="pairs", metavar="NAME PATH", help="data sets as NAME PATH pairs; may be repeated"
+    )
+    eval_config: str | None = flag(None, kind="path", help="YAML of data sets with their own settings")
+    eval_function_path: str = flag(DERIVED, kind="hook", help="evaluation; default: the rollout function")
+    skip_eval_before_train: bool = flag(False, help="no evaluation before the first step")
+    eval_input_key: str = flag(DERIVED, help="default --input-key")
+    eval_label_key: str | None = flag(None, help="default --label-key")
+    eval_tool_key: str = flag(DERIVED, help="default --tool-key")
+    n_samples_per_eval_prompt: int = flag(1, low=1, help="samples per prompt")
+    eval_temperature: float = flag(DERIVED, low=0, help="default --rollout-temperature")
+    eval_top_p: float = flag(DERIVED, above=0, high=1, help="default --rollout-top-p")
+    eval_top_k: int = flag(DERIVED, low=1, off=-1, help="default --rollout-top-k")
+    eval_max_response_len: int = flag(DERIVED, low=1, help="default --rollout-max-response-len")
+    eval_max_prompt_len: int | None = flag(None, low=1, help="default --rollout-max-prompt-len")
+    eval_min_new_tokens: int | None = flag(None, low=0, help="fewest new tokens")
+    eval_max_context_len: int | None = flag(None, low=1, help="prompt and response together, for the user's functions")
+
+
+def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` as (name, path) pairs, and what is wrong with it.
+
+    A single word is the path of a data set named ``aime``, as it always was.
+    """
+    if len(words) == 1:
+        return [("aime", words[0])], []
+    if len(words) % 2:
+        return [], [f"--eval-prompt-data needs pairs NAME PATH; these are {len(words)} words: {' '.join(words)}"]
+    return list(zip(words[::2], words[1::2], strict=True)), []
+
+
+def derive_evaluation(args: Args) -> None:
+    if args.eval_function_path is None and is_fully_async(args):
+        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION  # the pool does not evaluate
+    fallbacks: dict[str, str] = {
+        "eval_function_path": "rollout_function_path",
+        "eval_input_key": "input_key",
+        "eval_label_key": "label_key",
+        "eval_tool_key": "tool_key",
+        "eval_reward_key": "reward_key",
+        "eval_temperature": "rollout_temperature",
+        "eval_top_p": "rollout_top_p",
+        "eval_top_k": "rollout_top_k",
+        "eval_max_response_len": "rollout_max_response_len",
+        "eval_max_prompt_len": "rollout_max_prompt_len",
+        "eval_max_context_len": "rollout_max_context_len",
+    }
+    for name, source in fallbacks.items():
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(args, source))
+    if args.eval_interval and not args.eval_prompt_data and not args.eval_config:
+        args.notices.append(
+            f"--eval-interval {args.eval_interval} evaluates nothing: give --eval-prompt-data NAME PATH"
+        )
+        args.eval_interval = None
+
+
+def check_eval_files(args: Args) -> list[str]:
+    pairs, problems = eval_pairs(args.eval_prompt_data or [])
+    problems += [
+        f"--eval-prompt-data {name} {path}: no such file" for name, path in pairs if not file_of(path).is_file()
+    ]
+    names = [name for name, _ in pairs]
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        problems.append(f"--eval-prompt-data: {', '.join(doubled)} names two data sets; give each its own name")
+    if args.eval_config:
+        problems += read_yaml(args.eval_config, "--eval-config")[1]
+    return problems
+
+
+RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "last_number", "random", "remote_rm")
+
+
+SFT_LIKE = ("sft_loss", "custom_loss")
+
+
+@dataclass
+class RewardConfig:
+    _title = "reward"
+
+    rm_type: str | None = flag(
+        None,
+        help="deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also with boxed_ in "
+        "front; default: math where rows have a label",
+    )
+    custom_rm_path: str | None = flag(None, kind="hook", help="reward function")
+    rm_model_path: str | None = flag(None, help="model of a class-style --custom-rm-path")
+    rm_url: str | None = flag(None, help="endpoint of remote_rm")
+    group_rm: bool = flag(False, help="score a whole group at once")
+    reward_key: str | None = flag(None, help="entry of a dict reward that trains")
+    eval_reward_key: str | None = flag(None, help="entry of a dict reward that evaluates")
+    custom_reward_post_process_path: str | None = flag(None, kind="hook", help="raw rewards to trained rewards")
+    reward_timeout: float = flag(30.0, above=0, help="seconds a verifier may take; then the sample is left out")
+    reward_workers: int | None = flag(
+        None,
+        low=1,
+        help="verifier processes; default: half of the cores of the machine that judges, at least two if it has two",
+    )
+
+
+def derive_reward(args: Args, row: dict[str, Any] | None) -> None:
+    """Without a reward: ``math`` where rows have a label (decisions 1)."""
+    if row is None or not needs_reward(args) or args.label_key is None or row.get(args.label_key) is None:
+        return
+    args.rm_type = "math"
+    if args.custom_generate_function_path is None:
+        args.notices.append(
+            f"no --rm-type and no --custom-rm-path: rows have a {args.label_key!r}, so --rm-type math scores them"
+        )
+
+
+def needs_reward(args: Args) -> bool:
+    """Whether samples need a score that no flag names."""
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    scored_elsewhere = args.loss_type in SFT_LIKE or own_rollout
+    return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
+
+
+def check_reward(args: Args) -> list[str]:
+    problems = []
+    if args.rm_type is not None:
+        base = args.rm_type.removeprefix("boxed_")
+        if base not in RM_TYPES:
+            problems.append(
+                f"--rm-type {args.rm_type}: not one of {', '.join(RM_TYPES)} (boxed_ may stand before each)"
+            )
+        if base == "remote_rm" and not args.rm_url:
+            problems.append("--rm-type remote_rm needs --rm-url, the endpoint that scores")
+    if args.rm_type is not None and args.custom_rm_path is not None:
+        args.notices.append(f"--custom-rm-path {args.custom_rm_path} wins over --rm-type {args.rm_type}")
+    return problems
+
+
+def check_scored(args: Args) -> list[str]:
+    row = first_row(args.prompt_data) if args.prompt_data and args.rollout_global_dataset else None
+    if row is None or not needs_reward(args) or args.custom_generate_function_path:
+        return []
+    if "rm_type" in str(row.get(args.metadata_key)):
+        return []
+    return [
+        f"nothing scores the samples: give --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "
+        f"their columns: {', '.join(map(str, row))})"
+    ]

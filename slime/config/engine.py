@@ -1,12 +1,34 @@
-"""Inference servers: the embedded engine, the router, and what SGLang needs besides its own flags."""
+"""Inference servers: the embedded engine, the router, and groups of SGLang servers (``--sglang-config``).
+
+``--sglang-config`` names a YAML file with several models, and groups of SGLang servers that prefill, decode or do both:
+
+    sglang:
+      - name: actor                  # its router is args.sglang_router_ip/port; others: get_model_url(args, name)
+        num_gpus_per_engine: 2       # default: --rollout-num-gpus-per-engine
+        server_groups:
+          - {worker_type: prefill, num_gpus: 2}
+          - {worker_type: decode, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
+      - name: judge
+        model_path: /models/judge    # default: --hf-checkpoint
+        update_weights: false        # default: where model_path is --hf-checkpoint
+        server_groups:
+          - {worker_type: regular, num_gpus: 1}
+
+``worker_type`` is regular, prefill, decode, or placeholder, which leaves GPUs free. ``overrides`` are options of
+SGLang by attribute name; they win over ``--sglang-…``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from slime.config.files import load_yaml
 from slime.config.flag import DERIVED, flag
 from slime.config.hf_config import MTP_COUNTS, read_config
+from slime.config.passthrough import REFUSED
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -65,3 +87,236 @@ def check_draft(args: Args) -> list[str]:
         "not affected, because the policy verifies every token"
     )
     return []
+
+
+WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
+
+
+WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
+
+
+DEFAULT_MODEL = "default"  # the only one, without --sglang-config
+
+
+_MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
+
+
+_TOKENS = ("context_length", "max_total_tokens")
+
+
+_GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
+
+
+class ServerGroupError(ValueError):
+    """The file is wrong; the message says where and what to change, without the name of the file."""
+
+
+@dataclass(frozen=True)
+class ServerGroup:
+    """Servers of one kind."""
+
+    worker_type: WorkerType
+    num_gpus: int
+    num_gpus_per_engine: int
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """One model behind one router."""
+
+    name: str
+    model_path: str
+    update_weights: bool
+    groups: tuple[ServerGroup, ...]
+
+
+def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) -> list[ServedModel]:
+    """The models of a ``--sglang-config`` file, in its order.
+
+    Raises:
+        ServerGroupError: as the name says.
+        OSError: it cannot be read.
+    """
+    try:
+        document = load_yaml(Path(file).expanduser())
+    except ValueError as error:
+        raise ServerGroupError(str(error)) from error
+    entries = document.get("sglang") if isinstance(document, dict) else None
+    if not isinstance(entries, list) or not entries:
+        raise ServerGroupError("needs a list of models under the key 'sglang'")
+    models = [_model(entry, f"model {i}", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries, 1)]
+    names = [model.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ServerGroupError(f"two models have the name {name!r}")
+    if not any(model.update_weights for model in models):
+        raise ServerGroupError(
+            "no model gets the trainer's weights: leave model_path out of one, or set update_weights"
+        )
+    return models
+
+
+def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int) -> list[ServedModel]:
+    """One model without a file: ``--rollout-num-gpus`` in engines, the first ``prefill_servers`` only prefill."""
+    prefill = prefill_servers * num_gpus_per_engine
+    groups = [ServerGroup("decode" if prefill else "regular", num_gpus - prefill, num_gpus_per_engine)]
+    if prefill:
+        groups.insert(0, ServerGroup("prefill", prefill, num_gpus_per_engine))
+    return [ServedModel(DEFAULT_MODEL, model_path, True, tuple(groups))]
+
+
+def total_gpus(models: list[ServedModel]) -> int:
+    """GPUs of all groups, placeholders with them."""
+    return sum(group.num_gpus for model in models for group in model.groups)
+
+
+def _model(entry: Any, where: str, hf_checkpoint: str, per_engine: int) -> ServedModel:
+    _check_keys(entry, _MODEL_KEYS, where)
+    name = str(entry.get("name") or "")
+    if not name:
+        raise ServerGroupError(f"{where} has no name")
+    where = f"model {name!r}"
+    path = str(entry.get("model_path") or hf_checkpoint)
+    groups = entry.get("server_groups") or entry.get("engine_groups")
+    if not isinstance(groups, list) or not groups:
+        raise ServerGroupError(f"{where} has no server_groups")
+    per_engine = _count(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
+    made = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(groups, 1))
+    kinds = {group.worker_type for group in made} - {"placeholder"}
+    if not kinds:
+        raise ServerGroupError(f"{where} has placeholders only")
+    if kinds not in ({"regular"}, {"prefill", "decode"}):
+        raise ServerGroupError(f"{where} has {', '.join(sorted(kinds))}: either all regular, or prefill and decode")
+    return ServedModel(name, path, bool(entry.get("update_weights", path == hf_checkpoint)), made)
+
+
+def _group(entry: Any, where: str, per_engine: int) -> ServerGroup:
+    _check_keys(entry, _GROUP_KEYS, where)
+    kind = entry.get("worker_type", "regular")
+    if kind == "encoder":
+        raise ServerGroupError(f"{where}: encoder servers are not built; regular servers encode images themselves")
+    if kind not in WORKER_TYPES:
+        raise ServerGroupError(f"{where}: worker_type {kind!r} is none of {', '.join(WORKER_TYPES)}")
+    gpus = _count(entry.get("num_gpus"), f"{where}: num_gpus")
+    per_engine = _count(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
+    if gpus % per_engine and kind != "placeholder":
+        raise ServerGroupError(f"{where}: num_gpus {gpus} is no multiple of num_gpus_per_engine {per_engine}")
+    overrides = entry.get("overrides") or {}
+    if not isinstance(overrides, dict):
+        raise ServerGroupError(f"{where}: overrides needs names and values, e.g. {{mem_fraction_static: 0.8}}")
+    named = {str(name).replace("-", "_"): value for name, value in overrides.items()}
+    for name in named:
+        if name in REFUSED:
+            raise ServerGroupError(f"{where}: overrides: {name} is not supported: {REFUSED[name]}")
+    for name in _TOKENS:
+        if named.get(name) is not None:  # the longest sequence of a run is computed from these
+            named[name] = _count(named[name], f"{where}: overrides: {name}")
+    return ServerGroup(kind, gpus, per_engine, named)
+
+
+def _check_keys(entry: Any, known: tuple[str, ...], where: str) -> None:
+    if not isinstance(entry, dict):
+        raise ServerGroupError(f"{where} needs keys and values, not {entry!r}")
+    for key in entry:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            raise ServerGroupError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ServerGroupError(f"{what} needs a whole number of at least 1, not {value!r}")
+    return value
+
+
+def check_server_groups(args: Args) -> list[str]:
+    """``--sglang-config`` and ``--prefill-num-servers``: SGLang only, one or the other, and as many GPUs as asked."""
+    problems = []
+    given = [name for name in ("sglang_config", "prefill_num_servers") if getattr(args, name)]
+    options = ["--" + name.replace("_", "-") for name in given]
+    if given and args.rollout_backend != "sglang":
+        problems.append(f"{options[0]} is for SGLang: use --rollout-backend sglang")
+    if given and args.rollout_external_engine_addrs:
+        problems.append(f"{options[0]} says what slime starts, --rollout-external-engine-addrs that it starts nothing")
+    if len(given) == 2:
+        problems.append(f"{options[1]} and {options[0]}: write the prefill group into the file")
+    if args.sglang_config:
+        problems += _config_file(args, args.sglang_config)
+    elif args.prefill_num_servers:
+        servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
+        if not 0 < args.prefill_num_servers < servers:
+            problems.append(
+                f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers in all: both kinds are needed"
+            )
+    return problems
+
+
+def _config_file(args: Args, file: str) -> list[str]:
+    where = f"--sglang-config {file}"
+    try:
+        models = read_server_groups(file, args.hf_checkpoint, args.rollout_num_gpus_per_engine)
+    except (ServerGroupError, OSError) as error:
+        return [f"{where}: {error}"]
+    total = total_gpus(models)
+    if total != args.rollout_num_gpus:
+        return [f"{where}: its groups have {total} GPUs, --rollout-num-gpus is {args.rollout_num_gpus}"]
+    return []
+
+
+def check_colocated_pipelines(args: Args) -> list[str]:
+    """SGLang gives all pipeline stages of a tensor-parallel rank the same handle, which opens on one GPU only."""
+    stages = [int({**args.sglang, **group.overrides}.get("pp_size") or 1) for group, _ in _shared_groups(args)]
+    if max(stages, default=1) == 1:
+        return []
+    return [
+        f"--colocate with servers of {max(stages)} pipeline stages (--sglang-pp-size): CUDA IPC brings weights to the "
+        "tensor-parallel ranks of one stage only; use tensor parallelism alone, or --update-weight-transport disk"
+    ]
+
+
+def engines_beside_trainer(args: Args) -> list[str]:
+    """On GPUs: ``--colocate`` with servers on GPUs that no training rank is on, which CUDA IPC cannot reach."""
+    train = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if all(end <= train for _, end in _shared_groups(args)):
+        return []
+    return [
+        f"--colocate with {asked_gpus(args)}: servers that get the trainer's weights would be on GPUs without a "
+        f"training rank, and CUDA IPC does not reach these; let them have the first {train} of --rollout-num-gpus, or "
+        "use --update-weight-transport disk"
+    ]
+
+
+def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
+    """Groups of servers that get weights by handles from the trainer on their GPUs, and where their GPUs end."""
+    by_handle = args.colocate and args.update_weight_transport == "nccl" and args.rollout_backend == "sglang"
+    if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
+        return []
+    shared, end = [], 0
+    models = _served_models(args)
+    updated = next((model for model in models if model.update_weights), None)
+    for model in models:
+        for group in model.groups:
+            end += group.num_gpus
+            if model is updated and group.worker_type != "placeholder":
+                shared.append((group, end))
+    return shared
+
+
+def _served_models(args: Args) -> list[ServedModel]:
+    """None where the file of ``--sglang-config`` is wrong, which :func:`check_placement` reports."""
+    per_engine = args.rollout_num_gpus_per_engine
+    if not args.sglang_config:
+        gpus = int(args.rollout_num_gpus or 0)
+        return simple_groups(str(args.hf_checkpoint), gpus, per_engine, args.prefill_num_servers or 0)
+    try:
+        return read_server_groups(args.sglang_config, str(args.hf_checkpoint), per_engine)
+    except (ServerGroupError, OSError):
+        return []
+
+
+def asked_gpus(args: Args) -> str:
+    nodes = f"--actor-num-nodes {args.actor_num_nodes} " if args.actor_num_nodes > 1 else ""
+    return (
+        f"{nodes}--actor-num-gpus-per-node {args.actor_num_gpus_per_node}, --rollout-num-gpus {args.rollout_num_gpus}"
+    )

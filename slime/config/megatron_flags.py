@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.flag import flags_of
 from slime.config.hf_config import SHAPE
 from slime.config.layout import ParallelLayout
-from slime.config.megatron_lm import shadowing_notice
-from slime.config.megatron_names import ALIASES, ARCHITECTURE
+from slime.config.megatron_lm import ALIASES, ARCHITECTURE, shadowing_notice
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
 
 if TYPE_CHECKING:

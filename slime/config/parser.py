@@ -1,4 +1,4 @@
-"""The command line: argparse made from the dataclass fields, all mistakes told together."""
+"""The command line: argparse made from the dataclass fields. All mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,32 @@ from typing import Any, NoReturn
 
 from slime.config import megatron_lm, passthrough
 from slime.config.args import FLAGS, Args
-from slime.config.defaults import resolve_defaults
-from slime.config.errors import ConfigError
 from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.flag_support import check_states, unread_variables, why_missing
-from slime.config.model import drop_other_model
-from slime.config.overrides import apply_file, set_value
-from slime.config.secrets import redacted
-from slime.config.validate import validate
+from slime.config.resolve import resolve_defaults, validate
+from slime.config.settings import apply_file, redacted, set_value
+from slime.config.trainer import drop_other_model
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with the arguments, told at once.
+
+    Attributes:
+        problems: one line each, with what to change.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(str(self))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        return "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+
 
 AddArguments = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 ExtraCheck = Callable[[Args], list[str]]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slime.config.flag import Flag, Kind, Loose
-from slime.config.megatron_names import ALIASES
+from slime.config.megatron_lm import ALIASES
 
 Family = Literal["sglang", "router", "megatron"]
 FAMILIES: tuple[Family, ...] = ("sglang", "router", "megatron")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from slime.config.evaluation import eval_pairs
+from slime.config.data import eval_pairs
 from slime.config.files import load_yaml
 from slime.data.prompts import RowKeys
 

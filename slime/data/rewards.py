@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 
 from slime.algorithms.algorithm import subtract_baseline
 from slime.algorithms.dapo import overlong_penalty
+from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
-from slime.config.estimator import create_algorithm
 from slime.config.hooks import load_function
 from slime.data.sample import Sample
 

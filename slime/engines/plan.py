@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime.config.server_groups import DEFAULT_MODEL, ServedModel, WorkerType, read_server_groups, simple_groups
+from slime.config.engine import DEFAULT_MODEL, ServedModel, WorkerType, read_server_groups, simple_groups
 
 if TYPE_CHECKING:
     from slime.config.args import Args

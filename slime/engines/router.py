@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from slime.config.server_groups import DEFAULT_MODEL, WorkerType
+from slime.config.engine import DEFAULT_MODEL, WorkerType
 from slime.engines.process import (
     POLL_SECONDS,
     ServerFailed,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime.config.secrets import redacted
+from slime.config.settings import redacted
 
 if TYPE_CHECKING:
     from slime.config.args import Args

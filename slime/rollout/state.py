@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from slime.config.context import context_limit, served_context
 from slime.config.hf_config import media_token_ids
 from slime.config.machine import connection_limit
+from slime.config.rollout import context_limit, served_context
 from slime.data.sample import Group
 from slime.rollout.settings import RequestSettings, SamplingSettings
 from slime.rollout.weight_timeline import WeightTimeline
@@ -44,7 +44,7 @@ class GenerateState:
         sampling_params: ``sampling`` as a request has it; copy before changing.
         requests: how a request is sent.
         context: tokens that prompt and response may have together; None where nothing says so.
-        served: tokens of the longest sequence that the engines take, see :func:`~slime.config.context.served_context`.
+        served: tokens of the longest sequence that the engines take, see :func:`~slime.config.rollout.served_context`.
         media_token_ids: stand for images and the like in the model's input; none for a text model.
         aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
         rollout_id: the rollout under way.

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.config.args import Args
-from slime.config.defaults import default_args
+from slime.config.resolve import default_args
 
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}"

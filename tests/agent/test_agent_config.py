@@ -16,8 +16,8 @@ from slime.agent.tool_formats import FORMATS
 from slime.agent.tool_parsers import tool_parser
 from slime.config.agent import REASONING_PARSERS, TOOL_PARSERS, check_parsers, choose_parser, sglang_parsers
 from slime.config.args import Args
-from slime.config.defaults import resolve_defaults
 from slime.config.hf_config import read_chat_template
+from slime.config.resolve import resolve_defaults
 
 
 @pytest.mark.parametrize(

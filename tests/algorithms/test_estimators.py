@@ -25,8 +25,8 @@ from slime.algorithms.sequences import scan_from_end
 from slime.algorithms.whitening import normalize_advantages
 from slime.backends import advantages
 from slime.backends.advantages import AdvantageSettings
+from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
-from slime.config.estimator import algorithm_class
 from tests.make_args import make_args
 
 quick = settings(deadline=None, max_examples=40)

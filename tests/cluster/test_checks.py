@@ -16,7 +16,7 @@ from slime.cluster.checks import (
     check_schedules,
 )
 from slime.config.args import Args
-from slime.config.defaults import default_args
+from slime.config.resolve import default_args
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8

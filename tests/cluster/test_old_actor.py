@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slime.cluster.old_actor import OldActor
 from slime.cluster.train_group import TrainActor
 from slime.config.args import Args
-from slime.config.defaults import default_args
+from slime.config.resolve import default_args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION, check_loop, old_actor_lag
 from slime.rollout.admission import Admission
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slime.cluster.rollout_state import Rollout, RolloutState
-from slime.config.defaults import default_args
+from slime.config.resolve import default_args
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.token_fields import Packed, UnsetMask

@@ -12,7 +12,7 @@ from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.token_budget import SHARE, SHARE_WITH_EXPERTS, memory_share, settle_token_budget
 from slime.cluster.train_group import TrainActor
 from slime.config.args import Args
-from slime.config.defaults import default_args
+from slime.config.resolve import default_args
 
 GIB = 2**30
 

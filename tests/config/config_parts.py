@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from slime.config.args import Args
-from slime.config.errors import ConfigError
 from slime.config.machine import Machine
-from slime.config.parser import check_args, load_args
+from slime.config.parser import ConfigError, check_args, load_args
 
 CONFIG = {
     "model_type": "qwen3",
@@ -74,8 +73,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     """A machine of two cores and no GPU; ``use`` puts another in its place."""
 
     def use(machine: Machine) -> None:
-        monkeypatch.setattr("slime.config.defaults.this_machine", lambda: machine)
-        monkeypatch.setattr("slime.config.validate.this_machine", lambda: machine)
+        monkeypatch.setattr("slime.config.resolve.this_machine", lambda: machine)
 
     use(Machine(gpus=0, cores=2, in_cluster=False))
     (tmp_path / "model").mkdir()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from slime.config import machine as machine_module
 from slime.config.args import Args
-from slime.config.defaults import default_args, resolve_defaults
 from slime.config.machine import Machine, count_gpus
+from slime.config.resolve import default_args, resolve_defaults
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 NODE = Machine(gpus=8, cores=64, in_cluster=False)

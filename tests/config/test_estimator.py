@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.estimator import loading_problem, trial_problem
+from slime.config.algorithm import loading_problem, trial_problem
 from tests.make_args import make_args
 
 BASE = "from slime.algorithms.grpo import Grpo\n\n\nclass Mine(Grpo):\n"
@@ -42,6 +42,6 @@ def test_a_baseline_that_fails_on_a_small_group_is_named(body: str, problem: str
 
 
 def test_the_registry_imports_nothing_heavy() -> None:
-    code = "import sys, slime.config.estimator; print({'torch', 'numpy', 'ray', 'transformers'} & set(sys.modules))"
+    code = "import sys, slime.config.algorithm; print({'torch', 'numpy', 'ray', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

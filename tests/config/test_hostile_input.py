@@ -13,8 +13,7 @@ GPUS = Machine(gpus=8, cores=32, in_cluster=False)
 
 
 def one_problem(workplace, line: list[str], part: str) -> None:
-    from slime.config.errors import ConfigError
-    from slime.config.parser import load_args
+    from slime.config.parser import ConfigError, load_args
 
     with pytest.raises(ConfigError) as failure:
         load_args([*workplace.required, *line])

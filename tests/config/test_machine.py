@@ -9,8 +9,8 @@ import pytest
 
 from slime.config import machine
 from slime.config.cluster import check_machine
-from slime.config.defaults import default_args
 from slime.config.machine import Machine, connection_limit, raise_file_limit
+from slime.config.resolve import default_args
 
 
 @pytest.mark.parametrize(

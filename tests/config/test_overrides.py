@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import FLAGS, Args
-from slime.config.overrides import set_value, to_dict
 from slime.config.parser import load_args, read_command_line
+from slime.config.settings import set_value, to_dict
 
 
 def test_override_beats_custom_config_beats_command_line(workplace) -> None:

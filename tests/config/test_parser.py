@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.config.args import FLAGS, Args
-from slime.config.errors import ConfigError
 from slime.config.flag import Flag, convert, out_of_range, range_text
 from slime.config.flag_support import GONE, OTHER_FRAMEWORKS, UNREAD_VARIABLES, unread_variables
-from slime.config.parser import build_parser, load_args, parse_args, read_command_line, read_settings
+from slime.config.parser import ConfigError, build_parser, load_args, parse_args, read_command_line, read_settings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

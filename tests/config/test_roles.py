@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slime.config.args import Args
-from slime.config.overrides import check_roles, role_args
+from slime.config.settings import check_roles, role_args
 
 
 def with_file(folder: Path, text: str) -> Args:

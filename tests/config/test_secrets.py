@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from slime.config.args import FLAGS
-from slime.config.overrides import to_dict
 from slime.config.parser import check_args, read_settings
 from slime.config.passthrough import by_name
-from slime.config.secrets import HIDDEN, is_secret, redacted, redacted_text
+from slime.config.settings import HIDDEN, is_secret, redacted, redacted_text, to_dict
 from slime.observability.run_dir import RunDir, public_settings
 
 SECRET = "wandb_key sglang_api_key sglang_admin_api_key router_control_plane_api_keys sglang_ssl_keyfile_password"

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slime.config.cluster import check_machine, check_placement
-from slime.config.defaults import default_args
+from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.machine import Machine
-from slime.config.server_groups import ServerGroupError, read_server_groups
+from slime.config.resolve import default_args
 from slime.engines.plan import plan_engines
 from slime.rollout.state import concurrency
 

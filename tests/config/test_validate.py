@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.defaults import default_args
+from slime.config.corrections import check_kl, check_opsm
 from slime.config.engine import check_draft
 from slime.config.machine import Machine
+from slime.config.resolve import default_args
 from slime.config.rollout import check_rollout
-from slime.config.validate_algorithm import check_kl, check_opsm
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 FOUR_GPUS = Machine(gpus=4, cores=32, in_cluster=False)
@@ -138,8 +138,7 @@ def test_several_problems_are_told_at_once(workplace) -> None:
 
 
 def test_missing_checkpoint_and_data_are_named() -> None:
-    from slime.config.errors import ConfigError
-    from slime.config.parser import load_args
+    from slime.config.parser import ConfigError, load_args
 
     with pytest.raises(ConfigError) as caught:
         load_args([])

@@ -102,7 +102,7 @@ def test_the_http_surface_that_is_documented_is_served() -> None:
 
 
 def test_the_reward_types_are_the_same_in_guide_parser_and_rollout() -> None:
-    from slime.config.reward import RM_TYPES
+    from slime.config.data import RM_TYPES
     from slime.rollout.rm_hub import REWARD_TYPES
 
     text = (CHECKOUT / "docs/en/get_started/usage.md").read_text(encoding="utf-8")

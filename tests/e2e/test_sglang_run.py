@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.config.defaults import default_args
+from slime.config.resolve import default_args
 from slime.engines.launch import start_engine
 from slime.engines.plan import plan_engines
 from slime.engines.process import EngineProcess

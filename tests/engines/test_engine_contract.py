@@ -17,8 +17,8 @@ import pytest
 import torch
 from engine_parts import ContractEngine
 
-from slime.config.context import ENGINES_OWN
 from slime.config.hf_config import context_length, read_config
+from slime.config.rollout import ENGINES_OWN
 from slime.engines import http
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle

@@ -14,7 +14,7 @@ from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.needs import zero_advantage_groups_skippable
 from slime.backends.token_batch import TokenBatch
-from slime.config.estimator import algorithm_class
+from slime.config.algorithm import algorithm_class
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Sample
 from tests.make_args import make_args

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rollout_parts import Prompts, SmallEngine, arguments, source_of
 
-from slime.config.context import context_limit, context_notice, served_context
 from slime.config.hf_config import context_length
+from slime.config.rollout import context_limit, context_notice, served_context
 from slime.data.sample import Sample, flatten
 from slime.engines.http import post
 from slime.rollout.multi_turn import Conversation

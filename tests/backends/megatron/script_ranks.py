@@ -120,8 +120,8 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     from slime.backends.megatron.model import build_chunk
     from slime.backends.megatron.shape import merged_settings
     from slime.backends.megatron.weights import ModelWeights
-    from slime.config.defaults import default_args
     from slime.config.layout import ParallelLayout
+    from slime.config.resolve import default_args
     from slime.weights.maps.registry import get_family
 
     family = get_family(family_name(script))

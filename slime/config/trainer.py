@@ -1,4 +1,4 @@
-"""The model that is trained, its numerics, and the checkpoints that it starts from."""
+"""The model that is trained, its numerics, its optimizer, and the checkpoints that it starts from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slime.config.hf_config import (
     read_config,
 )
 from slime.config.machine import Machine, installed
-from slime.config.megatron_names import ARCHITECTURE
+from slime.config.megatron_lm import ARCHITECTURE
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -240,3 +240,64 @@ def _tied(args: Args, config: dict[str, Any]) -> list[str]:
         return []
     has = "has --untie-embeddings-and-output-weights" if untied else "lacks --untie-embeddings-and-output-weights"
     return [f"MODEL_ARGS {has}, but config.json of {args.hf_checkpoint} has tie_word_embeddings {tied}"]
+
+
+@dataclass
+class OptimizerConfig:
+    _title = "optimizer and schedule"
+
+    optimizer: str = flag(
+        "adam",
+        choices=("adam", "sgd"),
+        help="adam is AdamW",
+        limits={"sgd": ("refused", "policies are trained with AdamW")},
+    )
+    lr: float = flag(1e-6, low=0, help="peak learning rate")
+    min_lr: float = flag(0.0, low=0, help="where the decay ends")
+    lr_decay_style: str = flag(
+        "constant",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        help="shape of the decay",
+    )
+    lr_decay_iters: int | None = flag(None, low=1, help="optimizer steps of the decay; default: the whole run")
+    lr_warmup_iters: int = flag(0, low=0, help="optimizer steps of linear warm-up")
+    lr_warmup_fraction: float | None = flag(None, low=0, high=1, help="warm-up as a share of --lr-decay-iters")
+    lr_warmup_init: float = flag(0.0, low=0, help="where the warm-up starts")
+    lr_wsd_decay_iters: int | None = flag(None, low=0, help="optimizer steps of the last phase of WSD")
+    lr_wsd_decay_style: str = flag(
+        "exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        help="shape of the last phase of WSD",
+    )
+    warmup_ratio: float | None = flag(None, low=0, high=1, help="old name of --lr-warmup-fraction")
+    weight_decay: float = flag(0.0, low=0, help="decoupled weight decay")
+    adam_beta1: float = flag(0.9, help="decay of the first moment")
+    adam_beta2: float = flag(0.95, help="decay of the second moment")
+    adam_eps: float = flag(1e-8, above=0, help="epsilon of Adam")
+    clip_grad: float = flag(1.0, low=0, help="largest gradient norm; 0 turns clipping off")
+    critic_lr: float = flag(DERIVED, low=0, help="learning rate of the critic; default --lr")
+    critic_lr_warmup_iters: int = flag(DERIVED, low=0, help="warm-up of the critic; default --lr-warmup-iters")
+    reset_optimizer_states: bool = flag(False, help="zero Adam's moments before each rollout's steps")
+    use_stateless_adam: bool = flag(
+        False, help="Adam without moments that persist: each step is lr x the gradient's sign, nearly"
+    )
+
+
+def check_schedule(args: Args) -> list[str]:
+    problems = []
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction <= 1:
+        problems.append(f"--lr-warmup-fraction {args.lr_warmup_fraction}: needs to be between 0 and 1")
+    if args.lr_warmup_fraction and args.lr_warmup_iters:
+        problems.append("--lr-warmup-fraction and --lr-warmup-iters say the same thing twice: drop one")
+    if args.min_lr > args.lr:
+        problems.append(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
+        problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last phase")
+    for name in ("lr_decay_samples", "lr_warmup_samples"):
+        if name in args.megatron:
+            option = "--" + name.replace("_", "-")
+            problems.append(f"{option}: the schedule counts optimizer steps; use {option.replace('samples', 'iters')}")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            problems.append(f"--{name.replace('_', '-')} {getattr(args, name)}: needs to be at least 0 and below 1")
+    return problems

@@ -1,11 +1,15 @@
-"""YAML files that set flags: ``--custom-config-path`` (before the checks), ``--override`` (last of all) and
-``--megatron-config-path`` (for one role), and the resolved settings as one mapping.
+"""Settings as files: the YAML files that set flags, and the resolved settings as one mapping without secrets.
+
+``--custom-config-path`` is applied before the checks, ``--override`` last of all, and ``--megatron-config-path`` for
+one role (actor or critic).
 """
 
 from __future__ import annotations
 
 import copy
 import difflib
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from slime.config.args import FLAGS, Args
@@ -14,7 +18,53 @@ from slime.config.flag import Flag, OutOfRange, convert
 from slime.config.flag_support import why_missing
 from slime.config.layout import ParallelLayout
 from slime.config.passthrough import FAMILIES, Family, by_name
-from slime.config.secrets import HIDDEN, is_secret, redacted
+
+HIDDEN = "***"
+_SECRET = re.compile(
+    r"passw(or)?d|passphrase|secret|credential|bearer"
+    r"|(^|_)(api|access|private|account|auth|client|service|wandb|hf|license)_?keys?($|_)"
+    r"|apikey|(^|_)keys?$|(^|_)(auth|access|api|hf|hub|refresh|session|github|gh|slack|bot)_?token(s?$|_)|^token$"
+)
+_OF_DATA = re.compile(
+    r"(^|_)(input|label|metadata|tool|reward|multimodal|routing|prompt|sort|group|cache|primary)_keys?$"
+)
+_PATH = re.compile(r"_(path|file|dir|name)$")
+_USER_OF_URL = re.compile(r"(?<=://)[^/\s@'\"]+@")
+_OPTION = re.compile(
+    r"(?P<name>-{1,2}[A-Za-z][\w-]*)(?P<gap>=| +)(?P<value>'[^']*'|\"[^\"]*\"|[^\s'\"-][^\s'\"]*)"
+    r"|(?P<variable>\b[A-Za-z_]\w*)=(?:'[^']*'|\"[^\"]*\"|[^\s'\"]+)"
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of a setting or variable with this name is a secret: ``wandb_key``, ``OPENAI_API_KEY``,
+    ``ssl_keyfile_password``; but not ``input_key``, a column, nor ``max_tokens``."""
+    plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return bool(_SECRET.search(plain)) and not _OF_DATA.search(plain) and not _PATH.search(plain)
+
+
+def redacted(name: str, value: Any) -> Any:
+    """``value`` as it may be shown: :data:`HIDDEN` for a secret, also inside of mappings, URLs and commands."""
+    if is_secret(name) and value not in (None, "", False, [], {}):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {key: redacted(str(key), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(redacted("", item) for item in value) if type(value) in (list, tuple) else value
+    return redacted_text(value) if isinstance(value, str) else value
+
+
+def redacted_text(text: str) -> str:
+    """A text without the user part of URLs and the values of options and variables that are secrets."""
+    text = _USER_OF_URL.sub(f"{HIDDEN}@", text)
+
+    def hide(match: re.Match[str]) -> str:
+        if match["variable"]:
+            return f"{match['variable']}={HIDDEN}" if is_secret(match["variable"]) else match[0]
+        return f"{match['name']}{match['gap']}{HIDDEN}" if is_secret(match["name"]) else match[0]
+
+    return _OPTION.sub(hide, text) if "-" in text or "=" in text else text
+
 
 RESERVED = frozenset(
     ("explicit", "notices", "sglang", "router", "megatron", "sglang_model_routers", "use_critic", "world_size")
@@ -123,7 +173,7 @@ ROLES = ("actor", "critic")
 _IGNORED = ("num_nodes", "num_gpus_per_node")  # both roles have the same places
 
 
-_OPTION = "--megatron-config-path"
+_ROLES_OPTION = "--megatron-config-path"
 
 
 def role_args(args: Args, role: str) -> Args:
@@ -135,20 +185,20 @@ def check_roles(args: Args) -> list[str]:
     """What is wrong with the file, one line each."""
     if not args.megatron_config_path:
         return []
-    content, problems = read_yaml(args.megatron_config_path, _OPTION)
-    problems += [f"{_OPTION}: {name!r} is no role: {' or '.join(ROLES)}" for name in content if name not in ROLES]
+    content, problems = read_yaml(args.megatron_config_path, _ROLES_OPTION)
+    problems += [f"{_ROLES_OPTION}: {name!r} is no role: {' or '.join(ROLES)}" for name in content if name not in ROLES]
     for role in ROLES:
         changed, wrong = _changed(args, role)
-        problems += [f"{_OPTION}: {role}: {problem}" for problem in wrong]
+        problems += [f"{_ROLES_OPTION}: {role}: {problem}" for problem in wrong]
         if not wrong and ParallelLayout.from_args(changed) != ParallelLayout.from_args(args):
-            problems.append(f"{_OPTION}: {role} has another layout: both roles share their processes' layout")
+            problems.append(f"{_ROLES_OPTION}: {role} has another layout: both roles share their processes' layout")
     return problems
 
 
 def _changed(args: Args, role: str) -> tuple[Args, list[str]]:
     if not args.megatron_config_path:
         return args, []
-    values: Any = read_yaml(args.megatron_config_path, _OPTION)[0].get(role) or {}
+    values: Any = read_yaml(args.megatron_config_path, _ROLES_OPTION)[0].get(role) or {}
     if not isinstance(values, dict):
         return args, [f"needs a mapping of flag names to values, not a {type(values).__name__}"]
     changed = copy.deepcopy(args)

@@ -1,0 +1,166 @@
+"""KL to the reference model, off-policy correction, and on-policy distillation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from slime.config.flag import DERIVED, flag
+from slime.config.rollout import old_actor_lag, staleness_bound
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+
+@dataclass
+class KlConfig:
+    _title = "KL to the reference"
+
+    use_kl_loss: bool = flag(False, help="KL to the reference model in the loss")
+    kl_loss_coef: float = flag(0.0, help="its weight")
+    kl_loss_type: str = flag(
+        DERIVED,
+        choices=("k1", "k2", "k3", "low_var_kl"),
+        help="estimator of the KL; default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the loss the "
+        "expected gradient of k1 is 0, so it does not regularise",
+    )
+    kl_coef: float = flag(0.0, help="KL in the reward; excludes --kl-loss-coef")
+    use_unbiased_kl: bool = flag(False, help="weigh the KL by the importance ratio")
+    ref_update_interval: int | None = flag(None, low=1, help="copy the actor to the reference every N rollouts")
+
+
+@dataclass
+class OffPolicyConfig:
+    _title = "off-policy correction and routing replay"
+
+    use_rollout_logprobs: bool = flag(
+        False,
+        help="the engine's log-probs are the old policy; excludes --use-tis",
+    )
+    use_tis: bool = flag(
+        DERIVED,
+        help="truncated importance weights between trainer and engine; default: on where train_async.py trains tokens "
+        "of older weights",
+    )
+    tis_clip: float = flag(2.0, help="upper bound of the weight")
+    tis_clip_low: float = flag(0.0, help="lower bound of the weight")
+    custom_tis_function_path: str | None = flag(None, kind="hook", help="replaces the weight (IcePop, MIS)")
+    get_mismatch_metrics: bool = flag(False, help="measure only; needs --custom-tis-function-path")
+    use_opsm: bool = flag(False, help="mask sequences that drifted from the policy")
+    opsm_delta: float = flag(1e-4, low=0, help="drift from which a sequence is masked")
+    use_routing_replay: bool = flag(
+        False, help="Megatron: experts are chosen as in the pass that computed the old log-probs"
+    )
+    use_rollout_routing_replay: bool = flag(
+        False, help="Megatron with SGLang: experts are chosen as the engine chose them; implies --use-routing-replay"
+    )
+
+
+@dataclass
+class DistillationConfig:
+    _title = "on-policy distillation"
+
+    use_opd: bool = flag(False, help="distil from a teacher on the student's own samples")
+    opd_type: str | None = flag(
+        None,
+        choices=("sglang", "megatron"),
+        help="sglang: the teacher answers over HTTP; megatron: the trainer (of any backend) holds it",
+    )
+    opd_kl_coef: float = flag(1.0, help="weight of the teacher")
+    opd_teacher_load: str | None = flag(None, help="teacher of --opd-type megatron: a model of the trained one's shape")
+    opd_teacher_ckpt_step: int | None = flag(
+        None,
+        low=0,
+        help="iteration of the teacher checkpoint",
+        status="refused",
+        reason="name the folder of that iteration with --opd-teacher-load",
+    )
+
+
+def derive_corrections(args: Args, asynchronous: bool) -> None:
+    if args.kl_loss_type is None:
+        args.kl_loss_type = "k1" if args.kl_coef != 0 else "low_var_kl"
+    if args.use_rollout_routing_replay:
+        args.use_routing_replay = True
+    if args.use_tis is None:
+        _correct_by_default(args, asynchronous)
+
+
+def _correct_by_default(args: Args, asynchronous: bool) -> None:
+    """Where samples are older than the weights they train, the loss is weighed, unless the user chose otherwise."""
+    chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
+    bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
+    args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
+    if args.use_tis:
+        args.notices.append(
+            f"--use-tis is on: tokens may be {bound} step(s) older than the weights that they train (off: --no-use-tis)"
+        )
+
+
+def check_kl(args: Args) -> list[str]:
+    problems = []
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        problems.append(
+            f"--kl-coef {args.kl_coef} (KL in the reward) and --kl-loss-coef {args.kl_loss_coef} (KL in the loss) "
+            "exclude each other: drop one"
+        )
+    if args.kl_loss_coef != 0 and not args.use_kl_loss:
+        problems.append(f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss")
+    if args.use_kl_loss and args.kl_loss_coef == 0:
+        args.notices.append(
+            "--use-kl-loss with --kl-loss-coef 0 trains nothing on the KL; the metric train/kl_loss costs a copy of "
+            "the reference weights and a forward pass over every rollout: drop --use-kl-loss if you do not need it"
+        )
+    if args.kl_loss_type == "k1" and args.kl_loss_coef != 0 and not args.use_unbiased_kl:
+        args.notices.append(
+            "--kl-loss-type k1 in the loss does not regularise: its expected gradient is 0 for samples of the policy "
+            "itself; use low_var_kl or k2, or add --use-unbiased-kl"
+        )
+    if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
+        args.notices.append("--ref-update-interval has no effect: no KL uses a reference model")
+    return problems
+
+
+def check_off_policy(args: Args) -> list[str]:
+    problems = []
+    if args.use_rollout_logprobs and args.use_tis:
+        problems.append(
+            "--use-rollout-logprobs takes the engine's log-probs as the old policy, so --use-tis has nothing to "
+            "correct: drop one"
+        )
+    if args.get_mismatch_metrics and not args.custom_tis_function_path:
+        problems.append("--get-mismatch-metrics needs --custom-tis-function-path, the function that measures")
+    if args.tis_clip_low < 0 or args.tis_clip <= args.tis_clip_low:
+        problems.append(
+            f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}, and that 0 or more"
+        )
+    return problems
+
+
+def check_opsm(args: Args, asynchronous: bool) -> list[str]:
+    """OPSM masks by the drift between the policy and the old policy, which some settings make exactly 0.
+
+    ``--keep-old-actor`` computes the old log-probs with the weights that generated the samples. In the synchronous loop
+    these are the weights that training starts from, so it adds no drift there.
+    """
+    behind = asynchronous and args.keep_old_actor and old_actor_lag(args) == 1
+    if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs and not behind:
+        args.notices.append(
+            "--use-opsm masks nothing: a rollout has one optimizer step, and the policy equals the old policy in it; "
+            "use --num-steps-per-rollout 2 or more, the engine's log-probs as the old policy (--use-rollout-logprobs), "
+            "or --keep-old-actor with train_async.py"
+        )
+    return []
+
+
+def check_distillation(args: Args) -> list[str]:
+    problems = []
+    if args.use_opd and args.opd_type is None:
+        problems.append("--use-opd needs --opd-type: sglang (the teacher answers over HTTP) or megatron")
+    if args.opd_type and not args.use_opd:
+        problems.append(f"--opd-type {args.opd_type} needs --use-opd")
+    if args.opd_teacher_load and not (args.use_opd and args.opd_type == "megatron"):
+        problems.append("--opd-teacher-load is for --use-opd --opd-type megatron")
+    if args.use_opd and args.opd_type == "megatron" and not args.opd_teacher_load:
+        problems.append("--opd-type megatron needs --opd-teacher-load")
+    return problems
