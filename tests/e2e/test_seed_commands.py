@@ -260,11 +260,14 @@ def test_ray_start_and_ray_job_submit(desk: Desk) -> None:
     loopback["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # Linux' default; slime.cluster sets 0 where a test imports it
     loopback |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
+        # An agent whose port another cluster on this machine holds serves no jobs; only its log says so.
+        agent = " --dashboard-agent-listen-port "
         more = f" --port {ports[':6379'][1:]} --dashboard-port {ports[':8265'][1:]} --temp-dir {sockets}"
+        more += f"{agent}{free_port()}"
         aside = " >ray.txt 2>&1 || { cat ray.txt; exit 1; }"  # its daemons would hold this test's pipe
         desk.type(TYPED["ray_head"]["text"].rstrip() + more + aside, **loopback)
         worker = TYPED["ray_worker"]["text"].rstrip().replace(":6379", ports[":6379"])
-        desk.type(f"{worker} --node-ip-address 127.0.0.3 {aside}", **loopback)
+        desk.type(f"{worker} --node-ip-address 127.0.0.3 {agent}{free_port()} {aside}", **loopback)
         text = TYPED["ray_submit"]["text"].replace(":8265", ports[":8265"])
         text = text.replace('Megatron-LM/",\n... # e.g., no_proxy, API variables, etc.', 'Megatron-LM/"')
         nodes = "--actor-num-nodes 8 --actor-num-gpus-per-node 8"
