@@ -58,7 +58,9 @@ def test_the_budget_sets_the_number_of_packs_and_not_the_scores(llama: Path, rol
         assert set(scores) == set(expected)
         for name, values in scores.items():
             for got, want in zip(values, expected[name], strict=True):
-                torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+                # Kernels sum in an order that depends on the rows of the pack and on the processor: a few units in
+                # the last place of float32 (6e-8 relative). Samples of another pack differ by more than 1e-2.
+                torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
     assert 24 > counts[0] > counts[1] > counts[2] == 1
 
 
