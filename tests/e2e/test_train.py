@@ -123,6 +123,7 @@ def test_replicas_of_the_model_give_their_weights_to_the_engines_beside_them(run
     assert runner.wait_gone() == []
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(runner, flags, prompts) -> None:
     flags = [*flags, "--deterministic", "--num-rollout", 4, "--save-interval", 1]
     flags += ["--eval-interval", 2, "--eval-prompt-data", "letters", prompts]
@@ -167,6 +168,7 @@ def test_sigterm_saves_and_ends_in_order(runner, flags, placement) -> None:
     assert runner.wait_gone() == []
 
 
+@pytest.mark.slow
 def test_async_loop_trains_in_order_within_its_bound(runner, flags) -> None:
     result = runner.run(
         *flags, "--num-rollout", 5, "--async-buffer-size", 2, "--update-weights-interval", 2, script="train_async.py"
