@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from slime.agent.demands import anthropic_choice, demand_of, schema_of
 from slime.agent.fields import (
@@ -13,9 +12,10 @@ from slime.agent.fields import (
     OBJECT,
     TEXT,
     ApiError,
-    Json,
+    Reply,
     check_fields,
     event,
+    inner_object,
     note,
     objects,
     strings,
@@ -23,6 +23,7 @@ from slime.agent.fields import (
 )
 from slime.agent.messages import Ask, Message, Tool, call, fold_system, text_of, tool
 from slime.agent.trajectory import Turn
+from slime.types import JsonObject, JsonValue
 
 _FIELDS = {
     **{"messages": LIST, "system": CONTENT, "tools": LIST, "tool_choice": OBJECT, "stop_sequences": LIST},
@@ -32,7 +33,7 @@ _MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}
 
 
-def anthropic_error(error: ApiError) -> Json:
+def anthropic_error(error: ApiError) -> Reply:
     kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
@@ -43,16 +44,17 @@ class Messages:
     error = staticmethod(anthropic_error)
 
     @staticmethod
-    def read(body: Json) -> Ask:
+    def read(body: JsonObject) -> Ask:
         """The request in the common form."""
         check_fields(body, _FIELDS)
-        messages = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
+        messages: list[Message] = [{"role": "system", "content": text_of(body["system"])}] if body.get("system") else []
         for raw in objects(body, "messages"):
             messages += _messages(raw)
-        choice = body.get("tool_choice")
+        choice = inner_object(body, "tool_choice")
         tools = [] if (choice or {}).get("type") == "none" else _tools(body)
-        form = body.get("output_format") or (body.get("output_config") or {}).get("format")  # the first is of the beta
-        check_fields({"format": form}, {"format": OBJECT}, "output_config.")
+        config = inner_object(body, "output_config") or {}
+        # The beta API had the format in a field of its own.
+        form = inner_object(body, "output_format") or inner_object(config, "format", "output_config.")
         return Ask(
             messages=fold_system(messages),
             tools=tools,
@@ -61,11 +63,11 @@ class Messages:
             stop=strings(body, "stop_sequences"),
             stream=bool(body.get("stream")),
             model=str(body.get("model") or ""),
-            reasoning=(body.get("thinking") or {}).get("type") in ("enabled", "adaptive"),
+            reasoning=(inner_object(body, "thinking") or {}).get("type") in ("enabled", "adaptive"),
         )  # fmt: skip
 
     @staticmethod
-    def whole(ask: Ask, turns: list[Turn]) -> Json:
+    def whole(ask: Ask, turns: list[Turn]) -> Reply:
         """The answer in one piece."""
         turn = turns[0]
         return {
@@ -105,21 +107,20 @@ class Messages:
         for block in _blocks(turn, reasoning=False):
             if block["type"] == "tool_use":
                 parts.append(self._close() + self._block({**block, "input": {}}))
-                given = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-                parts.append(self._delta(given))
+                parts.append(self._delta({"type": "input_json_delta", "partial_json": json.dumps(block["input"])}))
         parts.append(self._close())
         parts.append(_event("message_delta", delta=_reason(self.ask, turn), usage=_usage(turn)))
         return b"".join([*parts, _event("message_stop")])
 
-    def _block(self, block: Json) -> bytes:
+    def _block(self, block: Reply) -> bytes:
         """The beginning of a block, unless it is under way."""
         if self.open == block["type"]:
             return b""
         closed = self._close()
-        self.open, self.index = block["type"], self.index + 1
+        self.open, self.index = str(block["type"]), self.index + 1
         return closed + _event("content_block_start", index=self.index, content_block=block)
 
-    def _delta(self, delta: Json) -> bytes:
+    def _delta(self, delta: Reply) -> bytes:
         return _event("content_block_delta", index=self.index, delta=delta)
 
     def _close(self) -> bytes:
@@ -134,15 +135,15 @@ class Messages:
         return event(anthropic_error(error), "error")
 
 
-def _event(kind: str, **fields: Any) -> bytes:
+def _event(kind: str, **fields: object) -> bytes:
     return event({"type": kind, **fields}, kind)
 
 
-def _head(ask: Ask) -> Json:
+def _head(ask: Ask) -> Reply:
     return {"id": f"msg_{ask.id}", "type": "message", "role": "assistant", "model": ask.model}
 
 
-def _reason(ask: Ask, turn: Turn) -> Json:
+def _reason(ask: Ask, turn: Turn) -> Reply:
     matched = turn.outputs[-1]["meta_info"]["finish_reason"].get("matched")
     if turn.cut:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -153,7 +154,7 @@ def _reason(ask: Ask, turn: Turn) -> Json:
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _usage(turn: Turn) -> Json:
+def _usage(turn: Turn) -> Reply:
     cached = turn.cached_tokens
     return {
         "input_tokens": turn.prompt_tokens - cached,
@@ -163,19 +164,21 @@ def _usage(turn: Turn) -> Json:
     }
 
 
-def _blocks(turn: Turn, reasoning: bool) -> list[Json]:
+def _blocks(turn: Turn, reasoning: bool) -> list[Reply]:
     calls = turn.answer.get("tool_calls", [])
     text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
-    blocks: list[Json] = []
+    blocks: list[Reply] = []
     if thought and reasoning:
         blocks.append({"type": "thinking", "thinking": thought, "signature": turn.id})
     if text.strip() or not calls:
         blocks.append({"type": "text", "text": text})
-    functions = [(entry["id"], entry["function"]) for entry in calls]
-    return [*blocks, *({"type": "tool_use", "id": i, "name": f["name"], "input": f["arguments"]} for i, f in functions)]
+    for entry in calls:
+        function = entry["function"]
+        blocks.append({"type": "tool_use", "id": entry["id"], "name": function["name"], "input": function["arguments"]})
+    return blocks
 
 
-def _tools(body: Json) -> list[Tool]:
+def _tools(body: JsonObject) -> list[Tool]:
     """The client's own tools. Those of Anthropic's servers, and those that its models know without a schema, are left
     out: the request is served without them."""
     tools = []
@@ -188,27 +191,30 @@ def _tools(body: Json) -> list[Tool]:
     return tools
 
 
-def _messages(raw: Json) -> list[Message]:
+def _messages(raw: JsonObject) -> list[Message]:
     """A message of blocks as common messages: results of tools come first, each as a message of its own."""
     check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):
         raise ApiError(400, f"unknown role {role!r}")
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else objects(raw, "content")
-    results = [
+    text: JsonObject = {"type": "text", "text": content}
+    blocks = [text] if isinstance(content, str) else objects(raw, "content")
+    results: list[Message] = [
         {"role": "tool", "content": text_of(block.get("content")), "tool_call_id": str(block.get("tool_use_id") or "")}
         for block in blocks
         if block.get("type") == "tool_result"
     ]
     hidden = ("tool_result", "tool_use", "thinking", "redacted_thinking")
-    texts = [block for block in blocks if block.get("type") not in hidden]
+    texts: list[JsonValue] = [block for block in blocks if block.get("type") not in hidden]
     calls = [
         call(str(block.get("name")), block.get("input"), str(block.get("id") or ""))
         for block in blocks
         if block.get("type") == "tool_use"
     ]
-    message: Message = {"role": role, "content": text_of(texts), **({"tool_calls": calls} if calls else {})}
-    thoughts = [block["thinking"] for block in blocks if isinstance(block.get("thinking"), str)]
+    message: Message = {"role": str(role), "content": text_of(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    thoughts = [thought for block in blocks if isinstance(thought := block.get("thinking"), str)]
     if thoughts and role == "assistant":
         message["reasoning_content"] = "".join(thoughts)
     return [*results, *([message] if texts or calls or not results else [])]

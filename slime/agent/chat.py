@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
+from collections.abc import Mapping
 
 from slime.agent.fields import ApiError
 from slime.agent.messages import Message, Tool, fold_system
 from slime.agent.tool_parsers import tools_in_words
 from slime.data.json_text import clean
 from slime.rollout.prompts import encode
+from slime.types import Tokenizer
 
 _MARK = "slime.7c2e.turn"  # stands for the model's last words while what follows them is rendered
 
@@ -25,7 +26,7 @@ class ChatTemplate:
         kwargs: template arguments, such as ``enable_thinking``.
     """
 
-    def __init__(self, tokenizer: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
         if not tokenizer.chat_template:
             raise ValueError("agents need a chat template, and the tokenizer of --hf-checkpoint has none")
         self.tokenizer, self.kwargs = tokenizer, kwargs
@@ -48,7 +49,7 @@ class ChatTemplate:
         Returns:
             None where the template does not show what follows (some refuse answers that are not theirs).
         """
-        said = {"role": "assistant", "content": _MARK}
+        said: Message = {"role": "assistant", "content": _MARK}
         try:
             text = self._render([*messages[: known - 1], said, *messages[known:]], tools)
         except ApiError:
@@ -92,7 +93,7 @@ class ChatTemplate:
 
 def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
     """Tools in the system message, and earlier calls in the text, for templates that know neither."""
-    plain = []
+    plain: list[Message] = []
     for message in messages:
         calls = "".join(
             f"\n<tool_call>\n{json.dumps(c['function'])}\n</tool_call>" for c in message.get("tool_calls", [])
@@ -102,6 +103,6 @@ def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
         return plain
     preamble = tools_in_words(tools)
     if plain[0]["role"] == "system":
-        first = {"role": "system", "content": f"{plain[0]['content']}\n\n{preamble}"}
+        first: Message = {"role": "system", "content": f"{plain[0]['content']}\n\n{preamble}"}
         return [first, *plain[1:]]
     return [{"role": "system", "content": preamble}, *plain]

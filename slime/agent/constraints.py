@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from slime.agent.demands import Demand, Schema
-from slime.agent.fields import Json
+from slime.agent.fields import Reply
 from slime.agent.messages import Tool
 from slime.agent.reasoning import Tags
 from slime.agent.tool_formats import FORMATS
@@ -27,14 +27,14 @@ class _Form(NamedTuple):
     before: str = ""  # all calls
     after: str = ""
     between: str = ""
-    middle: Json | None = None  # between ``begin`` and the arguments
+    middle: Reply | None = None  # between ``begin`` and the arguments
 
 
 _HERMES = _Form('<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>", quoted=True, between="\n")
 _CODER = _Form("<tool_call>\n<function=%s>\n", "\n</function>\n</tool_call>", style="qwen_xml", between="\n")
 _GLM = _Form("<tool_call>%s", "</tool_call>", style="glm_xml")
 _SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_KIMI_ID: Json = {
+_KIMI_ID: Reply = {
     "type": "sequence",
     "elements": [
         {"type": "regex", "pattern": "[0-9]{1,3}"},
@@ -60,7 +60,7 @@ _FORMS = {
 }  # fmt: skip
 
 
-def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tags | None, opened: bool) -> Json | None:
+def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tags | None, opened: bool) -> Reply | None:
     """The structural tag for answers that meet ``demand``; None where the form of calls has no grammar here.
 
     Args:
@@ -71,43 +71,48 @@ def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tag
     form = _FORMS.get(parser)
     if tools and form is None:
         return None
-    options: list[Json] = []
+    options: list[Reply] = []
     callable_tools = [t for t in tools if demand.names is None or t["function"]["name"] in demand.names]
     if form is not None and callable_tools:
         options.append(_calls(form, callable_tools))
     if not demand.calls:
-        free: Json = {"type": "any_text", "excludes": list(FORMATS[parser].marks) if tools else []}
+        free: Reply = {"type": "any_text", "excludes": list(FORMATS[parser].marks) if tools else []}
         options.append(_json(demand.schema) if demand.schema is not None else free)
-    answer = options[0] if len(options) == 1 else {"type": "or", "elements": options}
+    answer: Reply = options[0] if len(options) == 1 else {"type": "or", "elements": options}
     return {"type": "structural_tag", "format": _sequence([*_reasoning(tags, opened), answer])}
 
 
-def _calls(form: _Form, tools: Sequence[Tool]) -> Json:
+def _calls(form: _Form, tools: Sequence[Tool]) -> Reply:
     """One call or several, and nothing else."""
-    calls = []
+    calls: list[Reply] = []
     for tool in tools:
         name, parameters = tool["function"]["name"], _json(tool["function"]["parameters"], form.style)
         begin = form.begin.replace("%s", json.dumps(name) if form.quoted else name)
         content = parameters if form.middle is None else _sequence([form.middle, parameters])
         calls.append({"type": "tag", "begin": begin, "content": content, "end": form.end})
-    some: Json = {"type": "tags_with_separator", "tags": calls, "separator": form.between, "at_least_one": True}
+    some: Reply = {"type": "tags_with_separator", "tags": calls, "separator": form.between, "at_least_one": True}
     return some if not form.before else {"type": "tag", "begin": form.before, "content": some, "end": form.after}
 
 
-def _reasoning(tags: Tags | None, opened: bool) -> list[Json]:
+def _reasoning(tags: Tags | None, opened: bool) -> list[Reply]:
     """What comes before the answer: the rest of the reasoning that the prompt has begun, or some or none."""
     if tags is None:
         return []
-    block = {"type": "tag", "begin": "" if opened else tags.start, "content": {"type": "any_text"}, "end": tags.end}
+    block: Reply = {
+        "type": "tag",
+        "begin": "" if opened else tags.start,
+        "content": {"type": "any_text"},
+        "end": tags.end,
+    }
     thought = _sequence([block, {"type": "regex", "pattern": "[ \\n]{0,4}"}])
     if opened:
         return [thought]
     return [{"type": "or", "elements": [thought, {"type": "const_string", "value": ""}]}]
 
 
-def _json(schema: Schema, style: str = "json") -> Json:
+def _json(schema: Schema, style: str = "json") -> Reply:
     return {"type": "json_schema", "json_schema": schema, **({"style": style} if style != "json" else {})}
 
 
-def _sequence(elements: list[Json]) -> Json:
+def _sequence(elements: list[Reply]) -> Reply:
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from slime.agent.fields import OBJECT, TEXT, ApiError, Json, check_fields
+from slime.agent.fields import TEXT, ApiError, check_fields, inner_object, objects
 from slime.data.json_text import parse_json
+from slime.types import JsonObject, JsonValue
 
-Schema = Json | bool
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+    from slime.agent.messages import Tool
+
+Schema = JsonObject | bool
 ANY_OBJECT: Schema = {"type": "object"}
 UNMET = "answer_not_as_required"
 """The code of the error for an answer that does not meet a demand."""
@@ -50,7 +57,9 @@ class Demand:
         return _violation(self.schema, value)
 
 
-def demand_of(wanted: tuple[bool, tuple[str, ...] | None], schema: Schema | None, tools: list[Json]) -> Demand | None:
+def demand_of(
+    wanted: tuple[bool, tuple[str, ...] | None], schema: Schema | None, tools: Sequence[Tool]
+) -> Demand | None:
     """The demand of a request; None where the model is free.
 
     Args:
@@ -71,25 +80,24 @@ def demand_of(wanted: tuple[bool, tuple[str, ...] | None], schema: Schema | None
     return Demand(calls, names, schema) if calls or names is not None or schema is not None else None
 
 
-def openai_choice(choice: Any) -> tuple[bool, tuple[str, ...] | None]:
+def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
     """Whether ``tool_choice`` of Chat Completions or Responses requires a call, and the names that it allows."""
     if choice in (None, "auto", "none"):
         return False, None
     if choice == "required":
         return True, None
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
+    if isinstance(choice, dict) and choice.get("type") == "function":
         return True, (_name(choice),)
-    if kind == "allowed_tools":
-        inner = choice.get("allowed_tools") or choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        inner = inner_object(choice, "allowed_tools", "tool_choice.") or choice
         entries = inner.get("tools")
         if inner.get("mode") not in ("auto", "required") or not isinstance(entries, list):
             raise ApiError(400, "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools")
-        return inner["mode"] == "required", tuple(_name(entry) for entry in entries)
+        return inner["mode"] == "required", tuple(map(_name, objects(inner, "tools", required=False)))
     raise ApiError(400, f"tool_choice must be none, auto, required, a function or allowed_tools, got {choice!r}"[:200])
 
 
-def anthropic_choice(choice: Json | None) -> tuple[bool, tuple[str, ...] | None]:
+def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] | None]:
     """The same of Anthropic's Messages."""
     kind = (choice or {}).get("type")
     if choice is None or kind in ("auto", "none"):
@@ -101,7 +109,7 @@ def anthropic_choice(choice: Json | None) -> tuple[bool, tuple[str, ...] | None]
     raise ApiError(400, f"tool_choice.type must be auto, any, tool or none, got {kind!r}"[:200])
 
 
-def schema_of(form: Json | None, where: str) -> Schema | None:
+def schema_of(form: JsonObject | None, where: str) -> Schema | None:
     """The JSON schema that ``response_format`` and its like require; None where any text will do.
 
     Args:
@@ -117,17 +125,16 @@ def schema_of(form: Json | None, where: str) -> Schema | None:
         return ANY_OBJECT
     if kind != "json_schema":
         raise ApiError(400, f"{where}.type must be text, json_object or json_schema, got {kind!r}"[:200])
-    inner = form.get("json_schema", form)
-    check_fields({"json_schema": inner}, {"json_schema": OBJECT}, f"{where}.")
-    schema = inner.get("schema")
+    inner = inner_object(form, "json_schema", f"{where}.") if "json_schema" in form else form
+    schema = (inner or {}).get("schema")
     if not isinstance(schema, dict | bool):
         raise ApiError(400, f"{where}: json_schema needs a schema, an object")
     _check(schema, where)
     return schema
 
 
-def _name(entry: Json) -> str:
-    inner = entry.get("function") or entry
+def _name(entry: JsonObject) -> str:
+    inner = inner_object(entry, "function", "tool_choice.") or entry
     check_fields(inner, {"name": TEXT}, "tool_choice.")
     if not inner.get("name"):
         raise ApiError(400, "tool_choice must name its functions")
@@ -144,14 +151,14 @@ def _check(schema: Schema, where: str) -> None:
         raise ApiError(400, f"{where}: the JSON schema is not valid: {words}"[:500]) from error
 
 
-def _validator(schema: Schema) -> Any:
+def _validator(schema: Schema) -> type[Validator]:
     """The class for the schema's ``$schema``."""
     from jsonschema.validators import Draft202012Validator, validator_for
 
     return validator_for(schema, default=Draft202012Validator)
 
 
-def _violation(schema: Schema, value: Any) -> str | None:
+def _violation(schema: Schema, value: JsonValue) -> str | None:
     """The first place where a value is not what its schema says.
 
     Raises:

@@ -7,13 +7,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import orjson
 
+from slime.types import JsonObject
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Json = dict[str, Any]
+Reply = dict[str, object]
+"""A JSON object that is sent to a client or to an engine. What clients send is a ``JsonObject``."""
 _noted: set[str] = set()
 
 
@@ -46,7 +49,7 @@ STOPS = Kind((str, list), "a string or a list of strings")
 CHOICE = Kind((str, dict), "a string or an object")
 
 
-def check_fields(body: Json, table: Mapping[str, Kind], where: str = "") -> None:
+def check_fields(body: Mapping[str, object], table: Mapping[str, Kind], where: str = "") -> None:
     """Raise the error for the first field of another type than its table says; null is as good as absent."""
     for name, kind in table.items():
         value = body.get(name)
@@ -54,7 +57,7 @@ def check_fields(body: Json, table: Mapping[str, Kind], where: str = "") -> None
             raise ApiError(400, f"{where}{name} must be {kind.words}, got {_shown(value)}")
 
 
-def guarded(read: Callable[[Json], T], body: Json) -> T:
+def guarded(read: Callable[[JsonObject], T], body: JsonObject) -> T:
     """``read(body)``, where an unexpected shape of the body is the client's mistake.
 
     Raises:
@@ -67,7 +70,7 @@ def guarded(read: Callable[[Json], T], body: Json) -> T:
         raise ApiError(400, f"the request cannot be read: {type(error).__name__}: {error}"[:500]) from error
 
 
-def to_json(content: Any) -> bytes:
+def to_json(content: object) -> bytes:
     """JSON as UTF-8 bytes; whole numbers of any size, which models may write."""
     try:
         return orjson.dumps(content)
@@ -75,12 +78,12 @@ def to_json(content: Any) -> bytes:
         return json.dumps(content).encode()
 
 
-def event(data: Json, name: str | None = None) -> bytes:
+def event(data: Reply, name: str | None = None) -> bytes:
     """One server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n"
 
 
-def whole_number(body: Json, *names: str) -> int | None:
+def whole_number(body: JsonObject, *names: str) -> int | None:
     """The first of these fields that is given, a whole number above 0; ``10.0`` is one."""
     for name in names:
         value = body.get(name)
@@ -92,23 +95,37 @@ def whole_number(body: Json, *names: str) -> int | None:
     return None
 
 
-def strings(body: Json, name: str) -> list[str]:
+def strings(body: JsonObject, name: str) -> list[str]:
     """A field that is a string or a list of strings; empty strings are left out."""
     value = body.get(name) or []
     items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+    found = [item for item in items if isinstance(item, str)] if isinstance(items, list) else None
+    if found is None or not isinstance(items, list) or len(found) < len(items):
         raise ApiError(400, f"{name} must be {STOPS.words}, got {_shown(value)}")
-    return [item for item in items if item]
+    return [item for item in found if item]
 
 
-def objects(body: Json, name: str, required: bool = True) -> list[Json]:
+def inner_object(body: JsonObject, name: str, where: str = "") -> JsonObject | None:
+    """A field that is an object; None where it is absent or null.
+
+    Args:
+        where: what precedes the name of the field in the error.
+    """
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise ApiError(400, f"{where}{name} must be {OBJECT.words}, got {_shown(value)}")
+    return value
+
+
+def objects(body: JsonObject, name: str, required: bool = True) -> list[JsonObject]:
     """A field that must be a list of objects."""
     value = body.get(name)
     if value is None and not required:
         return []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value) or (required and not value):
+    found = [item for item in value if isinstance(item, dict)] if isinstance(value, list) else None
+    if found is None or not isinstance(value, list) or len(found) < len(value) or (required and not found):
         raise ApiError(400, f"{name} must be a list of objects" + (", at least one" if required else ""))
-    return value
+    return found
 
 
 def note(name: str, words: str) -> None:
@@ -118,5 +135,5 @@ def note(name: str, words: str) -> None:
         logger.warning("agents: %r %s (said once)", name, words)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return repr(value)[:100]

@@ -5,18 +5,60 @@ from __future__ import annotations
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
-from slime.agent.demands import Demand
 from slime.agent.fields import CONTENT, OBJECT, TEXT, ApiError, check_fields, note
 from slime.data.json_text import parse_json
+from slime.types import JsonObject, JsonValue
 
-Message = dict[str, Any]
-"""``role`` (system, user, assistant, tool) and ``content``, a string. An assistant's may have ``tool_calls``
-(``{"id", "type": "function", "function": {"name", "arguments": dict}}``), a tool's has ``tool_call_id``.
-An assistant's may have ``reasoning_content``, which is no part of what tells conversations apart."""
-Tool = dict[str, Any]
-"""OpenAI's form: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+if TYPE_CHECKING:
+    from slime.agent.demands import Demand
+
+
+class CalledFunction(TypedDict):
+    """The function of a tool call. ``arguments`` is an object here and JSON text in OpenAI's API."""
+
+    name: str
+    arguments: JsonObject
+
+
+class ToolCall(TypedDict):
+    """A tool call of the model. ``id`` is empty until one is assigned."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(TypedDict):
+    """A message of a conversation.
+
+    ``role`` is system, user, assistant or tool. Only messages of the assistant have ``tool_calls`` and
+    ``reasoning_content``, which is ignored when conversations are compared; those of tools have ``tool_call_id``.
+    """
+
+    role: str
+    content: str
+    tool_calls: NotRequired[list[ToolCall]]
+    tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
+
+
+class ToolFunction(TypedDict):
+    """The signature of a tool; ``parameters`` is a JSON schema."""
+
+    name: str
+    description: str
+    parameters: JsonObject
+
+
+class Tool(TypedDict):
+    """A tool that the model may call, in OpenAI's form."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 RAW_ARGUMENTS = "_raw_arguments"
 """The key under which arguments that are no JSON object are kept as text."""
 _MEDIA = {
@@ -55,7 +97,7 @@ class Ask:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
-def call(name: str, arguments: Any, call_id: str = "") -> dict[str, Any]:
+def call(name: str, arguments: JsonValue, call_id: str = "") -> ToolCall:
     """An entry of ``tool_calls``; arguments may be JSON text, as OpenAI's clients send them.
 
     What is no JSON object is kept as :data:`RAW_ARGUMENTS`: it may be what the model wrote.
@@ -71,31 +113,34 @@ def call(name: str, arguments: Any, call_id: str = "") -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool(name: Any, description: Any, parameters: Any) -> Tool:
-    """A function that the model may call."""
+def tool(name: JsonValue, description: JsonValue, parameters: JsonValue) -> Tool:
+    """A function that the model may call, from the values that a client sent."""
     fields = {"name": name, "description": description, "parameters": parameters}
     check_fields(fields, {"name": TEXT, "description": TEXT, "parameters": OBJECT}, "a tool's ")
     if not name:
         raise ApiError(400, "a function tool must have a name")
-    parameters = parameters or {"type": "object", "properties": {}}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description or "", "parameters": parameters},
+    schema = parameters if isinstance(parameters, dict) else {}
+    function: ToolFunction = {
+        "name": str(name),
+        "description": str(description or ""),
+        "parameters": schema or {"type": "object", "properties": {}},
     }
+    return {"type": "function", "function": function}
 
 
-def text_of(content: Any) -> str:
+def text_of(content: JsonValue) -> str:
     """The text of a ``content``: a string, None, or a list of text parts in any of the APIs' forms.
 
     Images, audio and files have a placeholder: the model that is trained reads text.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    check_fields({"content": content}, {"content": CONTENT})
+    if not isinstance(content, list):
+        raise ApiError(400, f"content must be {CONTENT.words}, got {content!r}"[:200])
     return "".join(map(_part_text, content))
 
 
-def _part_text(part: Any) -> str:
+def _part_text(part: JsonValue) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
@@ -106,9 +151,9 @@ def _part_text(part: Any) -> str:
     text = part.get("text", part.get("refusal"))
     if isinstance(text, str):
         return text
-    if kind not in _MEDIA:
+    if not isinstance(kind, str) or kind not in _MEDIA:
         raise ApiError(400, f"content parts of type {kind!r} are not supported: text only"[:200])
-    note(str(kind), "is left out: the conversation is text, and a placeholder stands for it")
+    note(kind, "is left out: the conversation is text, and a placeholder stands for it")
     return f"[{_MEDIA[kind]} omitted]"
 
 
@@ -143,7 +188,7 @@ def fold_system(messages: list[Message]) -> list[Message]:
     return folded
 
 
-def key_of(message: Message) -> tuple[Any, ...]:
+def key_of(message: Message) -> tuple[str, str, str]:
     """What two messages that mean the same have in common, however a client stored the first one: ids of calls are
     left out, and space around the text."""
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from slime.agent.demands import demand_of, openai_choice, schema_of
 from slime.agent.fields import (
@@ -17,16 +16,18 @@ from slime.agent.fields import (
     STOPS,
     TEXT,
     ApiError,
-    Json,
+    Reply,
     check_fields,
     event,
+    inner_object,
     note,
     objects,
     strings,
     whole_number,
 )
-from slime.agent.messages import Ask, Message, Tool, call, text_of, tool
+from slime.agent.messages import Ask, Message, Tool, ToolCall, call, text_of, tool
 from slime.agent.trajectory import Turn
+from slime.types import JsonObject
 
 _MOST_CHOICES = 128
 _ROLES = {"developer": "system", "function": "tool"}
@@ -44,13 +45,13 @@ _RESPONSES_FIELDS = {
 PING = b": ping\n\n"
 
 
-def openai_error(error: ApiError) -> Json:
+def openai_error(error: ApiError) -> Reply:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
-def _arguments(entry: Json) -> str:
+def _arguments(entry: ToolCall) -> str:
     return json.dumps(entry["function"]["arguments"])
 
 
@@ -60,7 +61,7 @@ class Chat:
     error = staticmethod(openai_error)
 
     @staticmethod
-    def read(body: Json) -> Ask:
+    def read(body: JsonObject) -> Ask:
         """The request in the common form."""
         check_fields(body, _CHAT_FIELDS)
         if body.get("logprobs"):
@@ -72,8 +73,8 @@ class Chat:
             raise ApiError(400, f"n must be at most {_MOST_CHOICES}")
         if choices > 1 and body.get("stream"):
             raise ApiError(400, "n above 1 cannot be streamed")
-        tools = _tools(entry.get("function") or {} for entry in _functions(body))
-        schema = schema_of(body.get("response_format"), "response_format")
+        tools = _tools(inner_object(entry, "function", "a tool's ") or {} for entry in _functions(body))
+        schema = schema_of(inner_object(body, "response_format"), "response_format")
         return Ask(
             messages=[_chat_message(message) for message in objects(body, "messages")],
             tools=tools,
@@ -83,11 +84,11 @@ class Chat:
             stream=bool(body.get("stream")),
             choices=choices,
             model=str(body.get("model") or ""),
-            usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            usage=bool((inner_object(body, "stream_options") or {}).get("include_usage")),
         )
 
     @staticmethod
-    def whole(ask: Ask, turns: list[Turn]) -> Json:
+    def whole(ask: Ask, turns: list[Turn]) -> Reply:
         """The answer in one piece."""
         choices = [
             {"index": i, "message": _chat_answer(turn), "finish_reason": _finish(turn), "logprobs": None}
@@ -126,17 +127,17 @@ class Chat:
         """The last event of a stream that an error ends."""
         return event(openai_error(error))
 
-    def _chunk(self, delta: Json, finish: str | None = None) -> bytes:
+    def _chunk(self, delta: Reply, finish: str | None = None) -> bytes:
         return event(
             {**self.head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]}
         )
 
 
-def _head(ask: Ask, created: int, kind: str) -> Json:
+def _head(ask: Ask, created: int, kind: str) -> Reply:
     return {"id": f"chatcmpl-{ask.id}", "object": kind, "created": created, "model": ask.model}
 
 
-def _functions(body: Json) -> list[Json]:
+def _functions(body: JsonObject) -> list[JsonObject]:
     """The tools of a request that are functions. Others run on the servers of an API, or have a form of input that the
     model was not told: the request is served without them."""
     if body.get("tool_choice") == "none":
@@ -150,40 +151,42 @@ def _functions(body: Json) -> list[Json]:
     return kept
 
 
-def _tools(functions: Iterable[Json]) -> list[Tool]:
+def _tools(functions: Iterable[JsonObject]) -> list[Tool]:
     return [tool(f.get("name"), f.get("description"), f.get("parameters")) for f in functions]
 
 
-def _chat_message(raw: Json) -> Message:
+def _chat_message(raw: JsonObject) -> Message:
     check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role = _ROLES.get(str(raw.get("role")), raw.get("role"))
     if role not in ("system", "user", "assistant", "tool"):
         raise ApiError(400, f"unknown role {role!r}")
-    message: Message = {"role": role, "content": text_of(raw.get("content"))}
-    calls = [entry for entry in raw.get("tool_calls") or [] if isinstance(entry, dict)]
+    message: Message = {"role": str(role), "content": text_of(raw.get("content"))}
+    entries = raw.get("tool_calls")
+    calls = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
     if calls:
         message["tool_calls"] = [_chat_call(entry) for entry in calls]
-    if isinstance(raw.get("reasoning_content"), str):
-        message["reasoning_content"] = raw["reasoning_content"]
+    reasoning = raw.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
     if role == "tool":
         message["tool_call_id"] = str(raw.get("tool_call_id") or "")
     return message
 
 
-def _chat_call(entry: Json) -> Json:
-    function = entry.get("function") or {}
+def _chat_call(entry: JsonObject) -> ToolCall:
+    function = inner_object(entry, "function", "a tool call's ") or {}
     return call(str(function.get("name")), function.get("arguments"), str(entry.get("id") or ""))
 
 
-def _chat_answer(turn: Turn) -> Json:
+def _chat_answer(turn: Turn) -> Reply:
     calls, content = _chat_calls(turn), turn.answer["content"]
-    message: Json = {"role": "assistant", "content": (content.strip() or None) if calls else content, "refusal": None}
+    message: Reply = {"role": "assistant", "content": (content.strip() or None) if calls else content, "refusal": None}
     if turn.answer.get("reasoning_content"):
         message["reasoning_content"] = turn.answer["reasoning_content"]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _chat_calls(turn: Turn) -> list[Json]:
+def _chat_calls(turn: Turn) -> list[Reply]:
     """OpenAI's arguments are JSON text."""
     return [
         {**entry, "function": {**entry["function"], "arguments": _arguments(entry)}}
@@ -195,7 +198,7 @@ def _finish(turn: Turn) -> str:
     return "length" if turn.cut else "tool_calls" if turn.answer.get("tool_calls") else "stop"
 
 
-def _usage(turns: list[Turn]) -> Json:
+def _usage(turns: list[Turn]) -> Reply:
     prompt, output = turns[0].prompt_tokens, sum(len(turn.output_ids) for turn in turns)
     cached = {"cached_tokens": turns[0].cached_tokens}
     return {
@@ -212,20 +215,20 @@ class Responses:
     error = staticmethod(openai_error)
 
     @staticmethod
-    def read(body: Json) -> Ask:
+    def read(body: JsonObject) -> Ask:
         """The request in the common form."""
         check_fields(body, _RESPONSES_FIELDS)
         if body.get("background") or body.get("conversation"):
             raise ApiError(400, "background and conversation are not supported; previous_response_id is")
         given = body.get("input")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(body, "input")
+        question: JsonObject = {"role": "user", "content": given}
+        items = [question] if isinstance(given, str) else objects(body, "input")
         messages = _from_items(items)
         if body.get("instructions"):
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"])})
         after = body.get("previous_response_id")
         tools = _tools(_functions(body))
-        form = (body.get("text") or {}).get("format")
-        check_fields({"format": form}, {"format": OBJECT}, "text.")
+        form = inner_object(inner_object(body, "text") or {}, "format", "text.")
         return Ask(
             messages=messages,
             tools=tools,
@@ -238,7 +241,7 @@ class Responses:
         )
 
     @staticmethod
-    def whole(ask: Ask, turns: list[Turn]) -> Json:
+    def whole(ask: Ask, turns: list[Turn]) -> Reply:
         """The answer in one piece."""
         turn = turns[0]
         prompt, output = turn.prompt_tokens, len(turn.output_ids)
@@ -287,7 +290,7 @@ class Responses:
         item = _reasoning_item(self.ask.id, text)
         return done + self._event("response.output_item.done", output_index=0, item=item)
 
-    def _place(self) -> Json:
+    def _place(self) -> Reply:
         return {"item_id": self.item, "output_index": int(bool(self.thought)), "content_index": 0}
 
     def text(self, new: str) -> bytes:
@@ -305,16 +308,16 @@ class Responses:
     def end(self, turn: Turn) -> bytes:
         """The end of the message, the calls, the whole answer."""
         parts = [self._thought()] if self.thought and not self.said else []
-        response = self.whole(self.ask, [turn])
+        items = _items(turn, self.ask.reasoning)
         if text := "".join(self.said):
             place = self._place()
             parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
             parts.append(self._event("response.content_part.done", **place, part=_part(text)))
             said = _message_item(turn, text)
             parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=said))
-            thought = [item for item in response["output"] if item["type"] == "reasoning"]
-            response["output"] = [*thought, said, *(i for i in response["output"] if i["type"] == "function_call")]
-        for index, item in enumerate(response["output"]):
+            thought = [item for item in items if item["type"] == "reasoning"]
+            items = [*thought, said, *(item for item in items if item["type"] == "function_call")]
+        for index, item in enumerate(items):
             if item["type"] == "function_call":
                 place = {"item_id": item["id"], "output_index": index}
                 opened = {**item, "arguments": "", "status": "in_progress"}
@@ -323,6 +326,7 @@ class Responses:
                 done = {"arguments": item["arguments"], "name": item["name"]}
                 parts.append(self._event("response.function_call_arguments.done", **place, **done))
                 parts.append(self._event("response.output_item.done", output_index=index, item=item))
+        response = {**self.whole(self.ask, [turn]), "output": items}
         parts.append(self._event("response.incomplete" if turn.cut else "response.completed", response=response))
         return b"".join(parts)
 
@@ -330,13 +334,19 @@ class Responses:
         """The last event of a stream that an error ends."""
         return self._event("error", code=error.code, message=error.message, param=None)
 
-    def _event(self, kind: str, **fields: Any) -> bytes:
+    def _event(self, kind: str, **fields: object) -> bytes:
         self.number += 1
         return event({"type": kind, "sequence_number": self.number - 1, **fields}, kind)
 
 
-def _response(ask: Ask, created: int, status: str) -> Json:
-    fixed: Json = {"error": None, "incomplete_details": None, "instructions": None, "metadata": {}, "temperature": None}
+def _response(ask: Ask, created: int, status: str) -> Reply:
+    fixed: Reply = {
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "temperature": None,
+    }
     tools = [{"type": "function", "strict": None, **entry["function"]} for entry in ask.tools]
     choice = "required" if ask.demand is not None and ask.demand.calls else "auto"
     return {
@@ -346,36 +356,41 @@ def _response(ask: Ask, created: int, status: str) -> Json:
     }
 
 
-def _part(text: str) -> Json:
+def _part(text: str) -> Reply:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _message_item(turn: Turn, text: str) -> Json:
+def _message_item(turn: Turn, text: str) -> Reply:
     status = "incomplete" if turn.cut else "completed"
     return {"id": f"msg_{turn.id}", "type": "message", "status": status, "role": "assistant", "content": [_part(text)]}
 
 
-def _reasoning_item(turn_id: str, text: str) -> Json:
+def _reasoning_item(turn_id: str, text: str) -> Reply:
     content = [{"type": "reasoning_text", "text": text}]
     return {"id": f"rs_{turn_id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
 
 
-def _items(turn: Turn, reasoning: bool) -> list[Json]:
+def _items(turn: Turn, reasoning: bool) -> list[Reply]:
     calls = turn.answer.get("tool_calls", [])
     text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
-    items = [] if calls and not text.strip() else [_message_item(turn, text)]
-    return [
-        *([_reasoning_item(turn.id, thought)] if thought and reasoning else []),
-        *items,
-        *(
-            {"id": f"fc_{entry['id']}", "type": "function_call", "status": "completed", "call_id": entry["id"],
-             "name": entry["function"]["name"], "arguments": _arguments(entry)}
-            for entry in calls
-        ),
-    ]  # fmt: skip
+    items = [_reasoning_item(turn.id, thought)] if thought and reasoning else []
+    if text.strip() or not calls:
+        items.append(_message_item(turn, text))
+    items += [
+        {
+            "id": f"fc_{entry['id']}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": entry["id"],
+            "name": entry["function"]["name"],
+            "arguments": _arguments(entry),
+        }
+        for entry in calls
+    ]
+    return items
 
 
-def _from_items(items: list[Json]) -> list[Message]:
+def _from_items(items: list[JsonObject]) -> list[Message]:
     """Items as messages: what the assistant said and called one after the other is one message."""
     messages: list[Message] = []
     for item in items:

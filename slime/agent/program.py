@@ -13,16 +13,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from slime.agent.settings import AgentSettings
 from slime.config.hooks import load_function
 from slime.engines.background import background_loop
 from slime.rollout.hooks import is_async
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 _KEPT_BYTES = 1 << 16  # of a command's output
 _POLL_SECONDS = 0.5
@@ -69,7 +67,7 @@ class Task:
         }
 
 
-async def run_program(args: Args, task: Task) -> Reward:
+async def run_program(settings: AgentSettings, task: Task) -> Reward:
     """Run the program of ``--agent-function-path`` or ``--agent-command`` and return its reward, or None.
 
     Nothing that it does holds up the rollout's event loop: async functions share a loop of their own, plain ones
@@ -79,20 +77,20 @@ async def run_program(args: Args, task: Task) -> Reward:
         ProgramError: a command failed.
         TypeError: a reward that is none.
     """
-    if args.agent_command is not None:
-        return reward_of(await _run_command(shlex.split(args.agent_command), task), args.agent_command)
-    if args.agent_function_path is None:
+    if settings.command is not None:
+        return reward_of(await _run_command(shlex.split(settings.command), task), settings.command)
+    if settings.function_path is None:
         raise ValueError("no agent program: give --agent-function-path or --agent-command")
-    fn = load_function(args.agent_function_path)
+    fn = load_function(settings.function_path)
     if is_async(fn):
         running = asyncio.run_coroutine_threadsafe(_contained(fn, task), background_loop("slime-agents"))
         result = await asyncio.wrap_future(running)
     else:
         result = await _in_thread(fn, task)
-    return reward_of(result, args.agent_function_path)
+    return reward_of(result, settings.function_path)
 
 
-def reward_of(value: Any, name: str) -> Reward:
+def reward_of(value: object, name: str) -> Reward:
     """A number, a dict (``--reward-key`` names its entry that trains), or None: ``--rm-type`` scores then."""
     if value is None or isinstance(value, dict):
         return value
@@ -103,7 +101,7 @@ def reward_of(value: Any, name: str) -> Reward:
     raise TypeError(f"agent program {name} returned {type(value).__name__}: return a number, a dict or None")
 
 
-async def _contained(fn: Callable[[Task], Any], task: Task) -> Any:
+async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> object:
     """``sys.exit()`` in a program must not end the event loop that all programs share."""
     try:
         return await fn(task)
@@ -111,12 +109,12 @@ async def _contained(fn: Callable[[Task], Any], task: Task) -> Any:
         raise RuntimeError(f"the program ended by {raised!r}") from raised
 
 
-async def _in_thread(fn: Callable[[Task], Any], task: Task) -> Any:
+async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
     """In a thread of its own, a daemon: one that never ends must not hold up others, nor the end of the process."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[object] = loop.create_future()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: object, error: BaseException | None) -> None:
         if not future.done():  # else nobody waits any more
             future.set_result(result) if error is None else future.set_exception(error)
 
@@ -133,7 +131,7 @@ async def _in_thread(fn: Callable[[Task], Any], task: Task) -> Any:
     return await future
 
 
-async def _run_command(words: list[str], task: Task) -> Any:
+async def _run_command(words: list[str], task: Task) -> object:
     """The reward in the last line of a command's output, JSON such as ``{"reward": 1.0}``; None without such a line."""
     guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--reap", "--"]
     process = await asyncio.create_subprocess_exec(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from slime.agent.messages import ToolCall
 from slime.agent.tool_parsers import Shown, ToolParser, overlap
 from slime.config.agent import SGLANG_REASONING_PARSERS, reasoning_parser_problem, sglang_parsers
+from slime.types import Tokenizer
 
 
 class Tags(NamedTuple):
@@ -24,7 +26,7 @@ TAGS: dict[str, Tags] = {
 }
 
 
-def reasoning_tags(name: str, tokenizer: Any) -> Tags | None:
+def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
     """The tags that ``--agent-reasoning-parser`` names; with ``auto`` those that the template or the tokenizer knows.
 
     Raises:
@@ -44,7 +46,7 @@ def reasoning_tags(name: str, tokenizer: Any) -> Tags | None:
     return Tags(detector.think_start_token, detector.think_end_token)
 
 
-def _knows(tokenizer: Any, template: str, tags: Tags) -> bool:
+def _knows(tokenizer: Tokenizer, template: str, tags: Tags) -> bool:
     token = tokenizer.convert_tokens_to_ids(tags.end)
     return tags.end in template or (token is not None and token != tokenizer.unk_token_id)
 
@@ -64,12 +66,12 @@ def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, st
     return reasoning.strip(), answer.lstrip() if found else ""
 
 
-def parse_answer(parser: ToolParser, text: str, tags: Tags | None) -> tuple[str, list[dict[str, Any]]]:
+def parse_answer(parser: ToolParser, text: str, tags: Tags | None) -> tuple[str, list[ToolCall]]:
     """The parser's reading of an answer, less what stands between tags: what a model only thinks of is not done."""
     if tags is None:
         return parser.parse(text)
     kept: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     while True:
         begin = text.find(tags.start)
         before = text if begin < 0 else text[:begin]

@@ -6,16 +6,18 @@ import asyncio
 import copy
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.agent.program import Reward, Task, run_program
 from slime.agent.server import agent_server
 from slime.agent.session import Session
+from slime.agent.settings import AgentSettings
 from slime.data.sample import Sample
 from slime.observability.trace_utils import trace_span
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.rm_hub import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
+from slime.types import JsonObject
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -27,7 +29,7 @@ _GRACE_SECONDS = 5.0  # for a program that was told to end
 
 
 async def generate(
-    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Sample | list[Sample]:
     """Run the agent program on one row and make samples of what it and the model said to each other.
 
@@ -43,7 +45,8 @@ async def generate(
     sample.reset_response()
     sample.session_id = session_id
     sample.metadata.pop(FAILURE_KEY, None)
-    server = await agent_server(args.agent_host)
+    settings = AgentSettings.from_args(args)
+    server = await agent_server(settings.host)
     session = server.open(args, sample, sampling_params, evaluation)
     url = server.url(session)
     task = Task(
@@ -58,7 +61,7 @@ async def generate(
     began = time.monotonic()
     try:
         with trace_span(sample, "agent") as span:
-            reward, failure = await _outcome(args, session, task)
+            reward, failure = await _outcome(settings, session, task)
             span.set(**session.counts)
     finally:
         server.close(session)
@@ -67,7 +70,7 @@ async def generate(
     if session.aborted:
         sample.status = Sample.Status.ABORTED
         return sample
-    samples = _samples(args, session)
+    samples = _samples(session)
     for leaf in samples:
         leaf.metadata[STATISTICS] = {**session.counts, "leaves": len(samples), "seconds": time.monotonic() - began}
         leaf.reward = copy.copy(reward)
@@ -83,17 +86,17 @@ async def generate(
     return samples[0] if len(samples) == 1 else samples
 
 
-async def _outcome(args: Args, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
+async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
     """The program's reward, or why it gave none."""
-    program = asyncio.ensure_future(run_program(args, task))
-    deadline = time.monotonic() + args.agent_timeout
+    program = asyncio.ensure_future(run_program(settings, task))
+    deadline = time.monotonic() + settings.timeout
     try:
         while not program.done() and not session.aborted and session.fault is None and session.error is None:
             left = deadline - time.monotonic()
             if left <= 0:
                 return None, (
                     "timeout",
-                    f"the agent program was not done in {args.agent_timeout:g} s (--agent-timeout)",
+                    f"the agent program was not done in {settings.timeout:g} s (--agent-timeout)",
                 )
             await asyncio.wait({program}, timeout=min(_POLL_SECONDS, left))
         if session.error is not None:
@@ -113,9 +116,9 @@ async def _outcome(args: Args, session: Session, task: Task) -> tuple[Reward, tu
             await asyncio.wait({program}, timeout=_GRACE_SECONDS)
 
 
-def _samples(args: Args, session: Session) -> list[Sample]:
+def _samples(session: Session) -> list[Sample]:
     tokenizer = session.state.tokenizer
-    samples = session.tree.samples(args, session.sample, tokenizer)
+    samples = session.tree.samples(session.state.args, session.sample, tokenizer)
     if samples:
         return samples
     sample = session.sample  # the program never got an answer: a prompt with an untrained end, so that it can be kept

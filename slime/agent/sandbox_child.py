@@ -23,7 +23,7 @@ import signal
 import struct
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn, TypedDict
 
 GRACE_SECONDS = 5  # after which process 1 ends by itself, should nobody else be left to end it
 NEW_ROOT = "/proc"  # exists everywhere, and nothing here needs it any more once the namespaces are made
@@ -79,9 +79,31 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 
 
+class Order(TypedDict):
+    """What to run and within which limits, as :mod:`slime.agent.sandbox` sends it.
+
+    ``ready`` is the file descriptor that is told when the code begins, and ``user`` the user and group of the code
+    where this process is root; this process sets both.
+    """
+
+    code: str
+    isolation: str
+    readable: list[str]
+    seconds: float
+    memory_bytes: int
+    output_bytes: int
+    disk_bytes: int
+    open_files: int
+    tasks: int
+    children: bool
+    ready: int
+    user: int | None
+
+
 def main() -> NoReturn:
     """Read the order, shut everything, run the code. Ends with the code's exit status, or 128 + its signal."""
-    order = {**json.loads(sys.stdin.buffer.read()), "ready": int(sys.argv[1])}
+    order: Order = json.loads(sys.stdin.buffer.read())
+    order["ready"] = int(sys.argv[1])
     # A user id of this sandbox alone, so that the limit of processes counts no others; processes of a plain user are
     # counted apart within a user namespace only.
     order["user"] = unused_user() if os.geteuid() == 0 else None
@@ -117,7 +139,7 @@ def unused_user() -> int:
     return 20_000 + os.getpid() % 40_000
 
 
-def process_one(order: dict[str, Any]) -> NoReturn:
+def process_one(order: Order) -> NoReturn:
     """Wait for the code's process; when this one ends, the kernel ends all others of the namespace."""
     if order["user"]:
         become_nobody(order["user"])
@@ -143,7 +165,7 @@ def leave(status: int) -> NoReturn:
     os._exit(128 - code if code < 0 else code)
 
 
-def run(order: dict[str, Any]) -> NoReturn:
+def run(order: Order) -> NoReturn:
     """Install the filter, say so, and run the code as ``__main__``."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -170,7 +192,7 @@ def run(order: dict[str, Any]) -> NoReturn:
         os._exit(status & 0xFF)
 
 
-def enter_namespaces(order: dict[str, Any]) -> None:
+def enter_namespaces(order: Order) -> None:
     """A root of our own with what may be read, no network, and process numbers that begin anew.
 
     Root makes them as root and becomes a nobody afterwards; anybody else, and root without CAP_SYS_ADMIN (in a
@@ -250,7 +272,7 @@ def drop_capabilities() -> None:
     call("capset", header, data)
 
 
-def set_limits(order: dict[str, Any]) -> None:
+def set_limits(order: Order) -> None:
     """Hard limits; they are inherited."""
     cpu = math.ceil(order["seconds"]) + 1
     counted = order["isolation"] == "full" or order["user"]
@@ -341,7 +363,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     call("prctl", _PR_SET_SECCOMP, 2, pointer, 0, 0)
 
 
-def call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: int | bytes | None) -> None:
     """A function of the C library that answers 0 or -1; an OSError that names it."""
     words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     if name == "pivot_root":

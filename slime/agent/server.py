@@ -11,22 +11,24 @@ import logging
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 from aiohttp import web
 
 from slime.agent.anthropic_api import Messages
-from slime.agent.fields import ApiError, Json, guarded, note, to_json
+from slime.agent.fields import ApiError, guarded, note, to_json
 from slime.agent.messages import Ask
 from slime.agent.openai_api import Chat, Responses
 from slime.agent.session import Place, Session
 from slime.agent.trajectory import Turn
 from slime.data.json_text import too_deep
 from slime.engines.request_guard import request_guard
+from slime.types import JsonObject
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.data.sample import Sample
 
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
@@ -67,7 +69,7 @@ class AgentServer:
         """Base URL of a session, without ``/v1``."""
         return f"http://{self.host}:{self.port}/s/{session.id}"
 
-    def open(self, args: Args, sample: Any, params: dict[str, Any], evaluation: bool = False) -> Session:
+    def open(self, args: Args, sample: Sample, params: JsonObject, evaluation: bool = False) -> Session:
         """A new session; :meth:`close` ends it."""
         session = Session(uuid.uuid4().hex, args, sample, params, evaluation)
         self.sessions[session.id] = session
@@ -250,7 +252,7 @@ def _undelivered(session: Session, turns: list[Turn]) -> None:
         session.counts["cancelled"] += 1
 
 
-async def _body(request: web.Request) -> Json:
+async def _body(request: web.Request) -> JsonObject:
     try:
         body = orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:
@@ -271,7 +273,7 @@ async def _body(request: web.Request) -> Json:
     return body
 
 
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=to_json(content), status=status, headers=headers, content_type="application/json")
 
 

@@ -16,9 +16,10 @@ import xxhash
 from slime.agent.chat import ChatTemplate
 from slime.agent.constraints import structural_tag
 from slime.agent.demands import UNMET
-from slime.agent.fields import ApiError, note
+from slime.agent.fields import ApiError, Reply, note
 from slime.agent.messages import Ask, Message
 from slime.agent.reasoning import StreamSplit, parse_answer, reasoning_tags, split_reasoning
+from slime.agent.settings import AgentSettings
 from slime.agent.tool_formats import KNOWN_MARKS, NoCalls
 from slime.agent.tool_parsers import Shown, ToolParser, tool_parser
 from slime.agent.trajectory import Tree, Turn
@@ -33,6 +34,7 @@ from slime.rollout.context import says_too_long
 from slime.rollout.generate import ask_engine, build_generate_body, remaining
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
+from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -64,16 +66,17 @@ class Session:
     """
 
     def __init__(
-        self, session_id: str, args: Args, sample: Sample, params: dict[str, Any], evaluation: bool = False
+        self, session_id: str, args: Args, sample: Sample, params: JsonObject, evaluation: bool = False
     ) -> None:
-        self.id, self.args, self.sample, self.params, self.evaluation = session_id, args, sample, params, evaluation
+        self.id, self.sample, self.params, self.evaluation = session_id, sample, params, evaluation
+        self.settings = AgentSettings.from_args(args)
         self.state = GenerateState(args)
         self.template = ChatTemplate(self.state.tokenizer, sample.apply_chat_template_kwargs)
         model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
         template = str(self.state.tokenizer.chat_template)
-        self.parser_name = choose_parser(args.agent_tool_parser, template, model_type)
+        self.parser_name = choose_parser(self.settings.tool_parser, template, model_type)
         tool_parser(self.parser_name)  # a name that is none is told of before the first request
-        self.tags = reasoning_tags(args.agent_reasoning_parser, self.state.tokenizer)
+        self.tags = reasoning_tags(self.settings.reasoning_parser, self.state.tokenizer)
         self.context = self.state.served
         self.tree = Tree()
         self.counts: Counter[str] = Counter()
@@ -114,7 +117,7 @@ class Session:
         """
         self.check_open()
         parent, messages, added = self._place(ask)
-        most_turns = self.args.max_turns
+        most_turns = self.settings.max_turns
         if parent is not None and most_turns and parent.depth >= most_turns:
             self._overflow(parent, f"the conversation has its {most_turns} turns (--max-turns)", "max_turns_exceeded")
         self._room(parent, added, ask)
@@ -148,7 +151,7 @@ class Session:
         if left < 1:
             self._overflow(
                 parent,
-                _too_long(self.args.rollout_max_context_len, self.context, len(probe.tokens)),
+                _too_long(self.settings.max_context_len, self.context, len(probe.tokens)),
                 "context_length_exceeded",
             )
         return min(left, ask.max_tokens or left)
@@ -184,14 +187,16 @@ class Session:
         """
         parent, messages, added = prepared
         stops = [*_strings(self.params.get("stop")), *ask.stop]
-        params = {**self.params, "stop": stops or None, "no_stop_trim": False}
+        params: JsonObject = {**self.params, "stop": [*stops] or None, "no_stop_trim": False}
         parser: ToolParser = tool_parser(self.parser_name, ask.tools) if ask.tools else NoCalls()
         if ask.tools:
             params["skip_special_tokens"] = False  # in many forms of calls the marks are special tokens
         probe = self._probe(parent, added)
-        if params.get("sampling_seed") is not None:  # by the conversation: parallel requests come in any order
+        seed = params.get("sampling_seed")
+        if isinstance(seed, int):
+            # Parallel requests arrive in any order, so the seed depends on the conversation and not on their number.
             prompt = _digest(probe.tokens)
-            params["sampling_seed"] = derive_seed(params["sampling_seed"], "agent", prompt, self._asked[prompt])
+            params["sampling_seed"] = derive_seed(seed, "agent", prompt, self._asked[prompt])
             self._asked[prompt] += 1
         most, opened = self._room(parent, added, ask), self._opened(added)
         shown = Shown((*parser.marks, *stops), getattr(parser, "opening", ()))
@@ -222,9 +227,9 @@ class Session:
         self._check_demand(ask, turn)
         return turn
 
-    def _constraint(self, ask: Ask, opened: bool) -> dict[str, Any] | None:
+    def _constraint(self, ask: Ask, opened: bool) -> Reply | None:
         """The structural tag for the engine, with ``--agent-constrained-decoding``; None where the model is free."""
-        if ask.demand is None or not self.args.agent_constrained_decoding:
+        if ask.demand is None or not self.settings.constrains:
             return None
         found = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
         if found is None:
@@ -248,7 +253,7 @@ class Session:
         return self.tags is not None and tail.endswith(self.tags.start)
 
     def _message(
-        self, parser: ToolParser, added: list[int], opened: bool, outputs: list[dict[str, Any]], params: dict[str, Any]
+        self, parser: ToolParser, added: list[int], opened: bool, outputs: list[dict[str, Any]], params: JsonObject
     ) -> Message:
         reasoning, text = split_reasoning(self._text(outputs, params), self.tags, opened)
         try:
@@ -272,7 +277,7 @@ class Session:
             message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
         )
 
-    def _text(self, outputs: list[dict[str, Any]], params: dict[str, Any]) -> str:
+    def _text(self, outputs: list[dict[str, Any]], params: JsonObject) -> str:
         """Without what ended it; decoded in one piece where an engine was interrupted (a character may lie across) or
         stopped at a string (a stream has told of its beginning)."""
         matched = outputs[-1]["meta_info"]["finish_reason"].get("matched")
@@ -284,7 +289,7 @@ class Session:
         return text.partition(matched)[0] if isinstance(matched, str) and matched else text
 
     async def _generate(
-        self, probe: Sample, params: dict[str, Any], most: int, on_text: OnText | None
+        self, probe: Sample, params: JsonObject, most: int, on_text: OnText | None
     ) -> list[dict[str, Any]]:
         """The engine's answers, until one has an end of its own: a weight update or a lost engine may interrupt it."""
         outputs: list[dict[str, Any]] = []
@@ -337,8 +342,8 @@ def _digest(ids: list[int], seed: int = 0) -> int:
     return xxhash.xxh64_intdigest(np.asarray(ids, np.int64).tobytes(), seed=seed)
 
 
-def _strings(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or [])
+def _strings(value: JsonValue) -> list[str]:
+    return [value] if isinstance(value, str) else [str(item) for item in value] if isinstance(value, list) else []
 
 
 def _too_long(given: int | None, context: int | None, tokens: int) -> str:

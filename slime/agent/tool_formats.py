@@ -9,12 +9,12 @@ import ast
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from slime.agent.messages import Tool, call
+from slime.agent.messages import Tool, ToolCall, call
 from slime.data.json_text import DECODER, MOST_NESTED, clean, parse_json, too_deep
+from slime.types import JsonObject, JsonValue
 
-Call = dict[str, Any]
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.\-/:]+")
 _MOST_UNREADABLE = 256  # in one text, after which the rest is left as it is: a model that repeats itself
@@ -33,10 +33,10 @@ class Format:
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         self.tools = {entry["function"]["name"]: entry["function"].get("parameters") or {} for entry in tools}
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text without its calls, and the calls as entries of ``tool_calls``."""
         kept: list[str] = []
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         done, unreadable, start = 0, 0, self._find(text, 0)
         while start >= 0 and unreadable < _MOST_UNREADABLE:
             found = self.read(text, start)
@@ -48,7 +48,7 @@ class Format:
             start = self._find(text, done if found is not None else start + 1)
         return "".join([*kept, text[done:]]), calls
 
-    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+    def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
         """Where the block that begins at ``start`` ends, and its calls; None for one that cannot be read."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class Hermes(Format):
 
     marks = ("<tool_call>",)
 
-    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+    def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
         found = _json_at(text, start + len("<tool_call>"))
         if found is None:
             return None
@@ -80,7 +80,7 @@ class Glm(Format):
 
     marks = ("<tool_call>",)
 
-    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+    def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
         begin, end = start + len("<tool_call>"), text.find("</tool_call>", start)
         body = text[begin:end]
         if end < 0 or "<tool_call>" in body:
@@ -89,7 +89,7 @@ class Glm(Format):
         name = head.replace("\\n", "\n").strip()
         if not _NAME.fullmatch(name):
             return None
-        arguments: dict[str, Any] = {}
+        arguments: JsonObject = {}
         for part in rest.split("<arg_key>") if key else ():
             word, closed, after = part.partition("</arg_key>")
             _, opened, value = after.partition("<arg_value>")
@@ -105,7 +105,7 @@ class Qwen3Coder(Format):
 
     marks = ("<tool_call>",)
 
-    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+    def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
         begin, end = start + len("<tool_call>"), text.find("</tool_call>", start)
         body = text[begin:end]
         if end < 0 or "<tool_call>" in body or "<function=" not in body:
@@ -118,8 +118,8 @@ class Qwen3Coder(Format):
             calls.append(call(name.strip(), clean(self._arguments(name.strip(), rest))))
         return end + len("</tool_call>"), calls
 
-    def _arguments(self, name: str, text: str) -> dict[str, Any]:
-        schema, arguments = self.tools.get(name, {}), {}
+    def _arguments(self, name: str, text: str) -> JsonObject:
+        schema, arguments = self.tools.get(name, {}), JsonObject()
         for part in text.split("<parameter=")[1:]:
             key, _, value = part.partition("</parameter>")[0].partition(">")
             arguments[key.strip()] = _by_schema(schema, key.strip(), value.removeprefix("\n").removesuffix("\n"))
@@ -132,7 +132,7 @@ class _Sections(Format):
     section: ClassVar[tuple[str, str]]
     one: ClassVar[tuple[str, str]]
 
-    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+    def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
         position, calls = start, []
         if text.startswith(self.section[0], start):
             position = _after_space(text, start + len(self.section[0]))
@@ -147,7 +147,7 @@ class _Sections(Format):
             position += len(self.section[1])
         return (position, calls) if calls else None
 
-    def entry(self, text: str) -> Call | None:
+    def entry(self, text: str) -> ToolCall | None:
         """The call that the text between the tokens is."""
         raise NotImplementedError
 
@@ -159,7 +159,7 @@ class DeepSeek(_Sections):
     section = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     one = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 
-    def entry(self, text: str) -> Call | None:
+    def entry(self, text: str) -> ToolCall | None:
         name, found, arguments = text.partition("<｜tool▁sep｜>")
         if "```json" in arguments:
             name, _, arguments = arguments.partition("```json")
@@ -176,7 +176,7 @@ class Kimi(_Sections):
     one = ("<|tool_call_begin|>", "<|tool_call_end|>")
     _id = re.compile(r"(?:functions\.)?([\w.\-]+):\d+")
 
-    def entry(self, text: str) -> Call | None:
+    def entry(self, text: str) -> ToolCall | None:
         call_id, found, arguments = text.partition("<|tool_call_argument_begin|>")
         known = self._id.fullmatch(call_id.strip())
         entry = _entry(known[1], arguments) if found and known else None
@@ -189,11 +189,11 @@ class Llama3(Format):
     marks = ("<|python_tag|>",)
     opening = ("{",)
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         tag = text.find("<|python_tag|>")
         start = tag if tag >= 0 else _after_space(text, 0)
         position = tag + len("<|python_tag|>") if tag >= 0 else start
-        calls: list[Call] = []
+        calls: list[ToolCall] = []
         end = position
         while (found := _json_at(text, position)) is not None:
             value, end_of_value = found
@@ -212,7 +212,7 @@ class Pythonic(Format):
     marks = ("<|python_start|>",)
     opening = ("[",)
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         body = text.replace("<|python_start|>", "").replace("<|python_end|>", "").strip()
         if not body.startswith("[") or not body.endswith("]") or len(body) > _LONGEST_LIST or _deep_brackets(body):
             return text, []
@@ -230,7 +230,7 @@ class Mistral(Format):
     marks = ("[TOOL_CALLS]",)
     _compact = re.compile(r"\s*([\w.\-]+)(?:\[CALL_ID\](\w+))?\[ARGS\]")
 
-    def read(self, text: str, start: int) -> tuple[int, list[Call]] | None:
+    def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
         begin = start + len("[TOOL_CALLS]")
         named = self._compact.match(text, begin)
         found = _json_at(text, named.end() if named else begin)
@@ -254,14 +254,15 @@ FORMATS: dict[str, type[Format]] = {
 KNOWN_MARKS = tuple(dict.fromkeys(mark for form in FORMATS.values() for mark in form.marks))
 
 
-def read_calls(value: Any) -> list[Call] | None:
+def read_calls(value: JsonValue) -> list[ToolCall] | None:
     """The calls of a JSON value, an object or a list of them, in the forms that models write; None where it is none.
 
     The arguments are called ``arguments`` or ``parameters``, and may be JSON text.
     """
     calls = []
     for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or too_deep(item):
+        name = item.get("name") if isinstance(item, dict) else None
+        if not isinstance(item, dict) or not isinstance(name, str) or too_deep(item):
             return None
         arguments = item.get("arguments", item.get("parameters"))
         if isinstance(arguments, str):
@@ -271,11 +272,11 @@ def read_calls(value: Any) -> list[Call] | None:
                 return None
         if not isinstance(arguments, dict | None):
             return None
-        calls.append(call(clean(item["name"]), clean(arguments or {})))
+        calls.append(call(clean(name), clean(arguments or {})))
     return calls or None
 
 
-def _entry(name: str, arguments: str) -> Call | None:
+def _entry(name: str, arguments: str) -> ToolCall | None:
     try:
         value = parse_json(arguments.strip() or "{}")
     except ValueError:
@@ -283,7 +284,7 @@ def _entry(name: str, arguments: str) -> Call | None:
     return call(name.strip(), value) if isinstance(value, dict) and _NAME.fullmatch(name.strip()) else None
 
 
-def _json_at(text: str, start: int) -> tuple[Any, int] | None:
+def _json_at(text: str, start: int) -> tuple[JsonValue, int] | None:
     """The JSON object or list that begins at ``start``, after space, and its end."""
     start = _after_space(text, start)
     if not text.startswith(("{", "["), start):
@@ -299,7 +300,7 @@ def _after_space(text: str, start: int) -> int:
     return found.end() if found else start
 
 
-def _by_schema(schema: Any, key: str, text: str, guess: bool = False) -> Any:
+def _by_schema(schema: JsonObject, key: str, text: str, guess: bool = False) -> JsonValue:
     """An argument that stands as bare text, by the type that the tool's schema gives it.
 
     Args:
@@ -317,16 +318,16 @@ def _by_schema(schema: Any, key: str, text: str, guess: bool = False) -> Any:
     return value
 
 
-def _python_value(text: str, kind: str | None) -> Any:
+def _python_value(text: str, kind: str | None) -> JsonValue:
     """``True`` and ``False`` of models that write Python; other text as it is."""
     return {"true": True, "false": False, "none": None}.get(text.lower(), text) if kind is not None else text
 
 
-def _type_of(schema: Any, key: str) -> str | None:
-    properties = schema.get("properties") if isinstance(schema, dict) else None
+def _type_of(schema: JsonObject, key: str) -> str | None:
+    properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, dict) else None
-    options = [found, *(found.get("anyOf") or found.get("oneOf") or [])] if isinstance(found, dict) else []
-    for option in options:
+    others = (found.get("anyOf") or found.get("oneOf")) if isinstance(found, dict) else None
+    for option in [found, *(others if isinstance(others, list) else [])]:
         kinds = option.get("type") if isinstance(option, dict) else None
         for kind in kinds if isinstance(kinds, list) else [kinds]:
             if isinstance(kind, str) and kind != "null":
@@ -343,7 +344,7 @@ def _deep_brackets(text: str) -> bool:
     return False
 
 
-def _python_call(node: ast.expr) -> Call:
+def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
         raise ValueError("not a call with named arguments")
     if any(keyword.arg is None for keyword in node.keywords):
@@ -352,6 +353,6 @@ def _python_call(node: ast.expr) -> Call:
     return call(node.func.id, parse_json(json.dumps(arguments)))
 
 
-def _python_literal(node: ast.expr) -> Any:
+def _python_literal(node: ast.expr) -> JsonValue:
     words = {"true": True, "false": False, "null": None}
     return words[node.id] if isinstance(node, ast.Name) and node.id in words else ast.literal_eval(node)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
-from slime.agent.messages import Tool, call
+from slime.agent.messages import Tool, ToolCall, call
 from slime.agent.tool_formats import FORMATS
 from slime.config.agent import is_path, tool_parser_problem
 from slime.config.hooks import HookError, load_function
@@ -34,7 +34,7 @@ class ToolParser(Protocol):
 
     marks: ClassVar[tuple[str, ...]]
 
-    def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text without its calls, and the calls as entries of ``tool_calls``, with an id where the text has one."""
 
 
@@ -72,7 +72,7 @@ class SGLangParser:
         begins = getattr(self._parser.detector, "bot_token", "")
         self.marks = (begins.strip(),) if begins.strip() else ()  # type: ignore[misc]
 
-    def parse(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+    def parse(self, text: str) -> tuple[str, list[ToolCall]]:
         rest, found = self._parser.parse_non_stream(text)
         calls = []
         for item in found:

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from slime.agent.messages import Ask, Message, Tool, key_of
 from slime.data.sample import Sample
 from slime.rollout.generate import append_output
+from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-Key = tuple[Any, ...]
+Key = tuple[str, str, str]
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ class Tree:
         """Turns that nothing went on from, in the order of their ends."""
         return [turn for turn in self.turns.values() if not turn.children]
 
-    def samples(self, args: Args, base: Sample, tokenizer: Any) -> list[Sample]:
+    def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:
         """One sample per leaf; turns that several share are trained in the first of them alone."""
         trained: set[Turn] = set()
         samples = []

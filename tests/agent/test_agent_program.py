@@ -11,6 +11,7 @@ import pytest
 from make_args import make_args
 
 from slime.agent.program import Task, reward_of, run_program
+from slime.agent.settings import AgentSettings
 
 TASK = Task(prompt="p", label="l", metadata={}, openai_base_url="http://x", anthropic_base_url="http://x", api_key="k")
 
@@ -25,7 +26,8 @@ async def stays(task: Task) -> float:
 
 
 async def run(program: str) -> Any:
-    return await run_program(make_args(agent_function_path=f"{__name__}:{program}"), TASK)
+    args = make_args(agent_function_path=f"{__name__}:{program}")
+    return await run_program(AgentSettings.from_args(args), TASK)
 
 
 async def test_an_exit_of_one_program_is_not_the_end_of_the_others() -> None:
@@ -58,7 +60,7 @@ async def test_what_a_command_leaves_behind_costs_nothing_and_ends_with_it(tmp_p
         f"while [ ! -s {pid_file} ]; do sleep 0.02; done\necho '{{\"reward\": 0.5}}'\n"
     )
     args = make_args().with_values(agent_command=f"bash {script}", agent_function_path=None)
-    assert await asyncio.wait_for(run_program(args, TASK), 60) == 0.5
+    assert await asyncio.wait_for(run_program(AgentSettings.from_args(args), TASK), 60) == 0.5
     assert _gone(int(pid_file.read_text()))
 
 
@@ -68,7 +70,7 @@ async def test_a_command_that_is_cancelled_leaves_nothing(tmp_path: Path) -> Non
     script = tmp_path / "agent.sh"
     script.write_text(f"setsid bash -c 'echo $$ > {pid_file}; exec sleep 600' &\nsleep 600\n")
     args = make_args().with_values(agent_command=f"bash {script}", agent_function_path=None)
-    task = asyncio.ensure_future(run_program(args, TASK))
+    task = asyncio.ensure_future(run_program(AgentSettings.from_args(args), TASK))
     async with asyncio.timeout(60):
         while not pid_file.is_file() or not pid_file.read_text().strip():
             await asyncio.sleep(0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,26 +15,27 @@ from test_agent_tools import ADD, CALL, QUESTION, Scripted
 
 from slime.agent.constraints import structural_tag
 from slime.agent.demands import Demand, demand_of
-from slime.agent.fields import ApiError, Json, guarded
+from slime.agent.fields import ApiError, guarded
 from slime.agent.reasoning import THINK
 from slime.agent.server import _DIALECTS, AgentServer
 from slime.config.agent import check_constrained_decoding
 from slime.config.args import Args
+from slime.types import JsonObject
 
 CHAT_TOOLS = [{"type": "function", "function": {"name": name, "parameters": ADD}} for name in ("add", "sub")]
 FLAT_TOOLS = [{"type": "function", "name": name, "parameters": ADD} for name in ("add", "sub")]
 CLAUDE_TOOLS = [{"name": name, "input_schema": ADD} for name in ("add", "sub")]
-SCHEMA: Json = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-OBJECT: Json = {"type": "object"}
+SCHEMA: JsonObject = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+OBJECT: JsonObject = {"type": "object"}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 FLAT_FORM = {"type": "json_schema", "name": "x", "schema": SCHEMA}
-BODIES: dict[str, Json] = {
+BODIES: dict[str, JsonObject] = {
     "chat/completions": {"messages": QUESTION, "tools": CHAT_TOOLS},
     "responses": {"input": QUESTION, "tools": FLAT_TOOLS},
     "messages": {"messages": QUESTION, "max_tokens": 64, "tools": CLAUDE_TOOLS},
 }
 ALLOWED = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "sub"}}]}
-READ: list[tuple[str, Json, Demand | None]] = [
+READ: list[tuple[str, JsonObject, Demand | None]] = [
     ("chat/completions", {"tool_choice": "auto", "response_format": {"type": "text"}}, None),
     ("chat/completions", {"tool_choice": "none"}, None),
     ("chat/completions", {"tool_choice": "required"}, Demand(calls=True)),
@@ -60,7 +62,7 @@ READ: list[tuple[str, Json, Demand | None]] = [
 
 
 @pytest.mark.parametrize(("path", "more", "demand"), READ)
-def test_what_a_request_demands(path: str, more: Json, demand: Demand | None) -> None:
+def test_what_a_request_demands(path: str, more: JsonObject, demand: Demand | None) -> None:
     ask = guarded(_DIALECTS[path].read, {**BODIES[path], **more})
     assert ask.demand == demand
 
@@ -73,7 +75,11 @@ def test_what_a_request_demands(path: str, more: Json, demand: Demand | None) ->
         ("chat/completions", {"tool_choice": {"type": "function", "function": {"name": "mul"}}}, "names 'mul'"),
         ("chat/completions", {"tool_choice": {"type": "function"}}, "must name its functions"),
         ("chat/completions", {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "allowed_tools must"),
-        ("chat/completions", {"tool_choice": {"type": "allowed_tools", "allowed_tools": 5}}, "cannot be read"),
+        (
+            "chat/completions",
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": 5}},
+            "allowed_tools must be an object",
+        ),
         ("chat/completions", {"response_format": "json"}, "response_format must be an object"),
         ("chat/completions", {"response_format": {"type": "grammar"}}, "response_format.type must be"),
         ("chat/completions", {"response_format": {"type": "json_schema"}}, "needs a schema"),
@@ -89,7 +95,7 @@ def test_what_a_request_demands(path: str, more: Json, demand: Demand | None) ->
         ("messages", {"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
     ],
 )
-def test_a_demand_that_nothing_could_meet_is_refused(path: str, more: Json, words: str) -> None:
+def test_a_demand_that_nothing_could_meet_is_refused(path: str, more: JsonObject, words: str) -> None:
     with pytest.raises(ApiError) as refused:
         guarded(_DIALECTS[path].read, {**BODIES[path], **more})
     assert refused.value.status == 400 and words in refused.value.message
@@ -183,10 +189,9 @@ async def test_constrained_answers_are_trained_only_by_name(
 ) -> None:
     script = [("<tool_call>\n{", {"type": "abort"}), CALL, "Sure."]
     async with ScriptedEngine(make_tokenizer(), script) as engine:
-        more = {"agent_constrained_decoding": True, "allow_truncated_sampling": allowed, "rollout_backend": "sglang"}
         talk = Scripted(endpoint, checkpoint, engine)
-        for name, value in more.items():
-            setattr(talk.args, name, value)
+        talk.session.settings = dataclasses.replace(talk.session.settings, constrains=True)
+        talk.args.allow_truncated_sampling, talk.args.rollout_backend = allowed, "sglang"
         create = talk.openai.chat.completions.create
         fixed: dict[str, Any] = {"model": "m", "tools": CHAT_TOOLS}
         answer = await create(messages=QUESTION, tool_choice="required", stream=stream, **fixed)  # type: ignore[call-overload]
