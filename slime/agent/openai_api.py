@@ -42,9 +42,6 @@ _RESPONSES_FIELDS = {
 }
 
 
-PING = b": ping\n\n"
-
-
 def openai_error(error: ApiError) -> Reply:
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
@@ -55,10 +52,18 @@ def _arguments(entry: ToolCall) -> str:
     return json.dumps(entry["function"]["arguments"])
 
 
-class Chat:
-    """``POST /v1/chat/completions``."""
+class _OpenAi:
+    """What both of OpenAI's APIs do in the same way."""
 
     error = staticmethod(openai_error)
+
+    def ping(self) -> bytes:
+        """A comment, which clients skip."""
+        return b": ping\n\n"
+
+
+class Chat(_OpenAi):
+    """``POST /v1/chat/completions``."""
 
     @staticmethod
     def read(body: JsonObject) -> Ask:
@@ -103,10 +108,6 @@ class Chat:
         """The first event of a stream."""
         return self._chunk({"role": "assistant", "content": ""})
 
-    def ping(self) -> bytes:
-        """A comment, which clients skip."""
-        return PING
-
     def think(self, new: str) -> bytes:
         """More reasoning."""
         return self._chunk({"reasoning_content": new})
@@ -128,9 +129,8 @@ class Chat:
         return event(openai_error(error))
 
     def _chunk(self, delta: Reply, finish: str | None = None) -> bytes:
-        return event(
-            {**self.head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]}
-        )
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return event({**self.head, "choices": [choice]})
 
 
 def _head(ask: Ask, created: int, kind: str) -> Reply:
@@ -209,10 +209,8 @@ def _usage(turns: list[Turn]) -> Reply:
     }
 
 
-class Responses:
+class Responses(_OpenAi):
     """``POST /v1/responses``."""
-
-    error = staticmethod(openai_error)
 
     @staticmethod
     def read(body: JsonObject) -> Ask:
@@ -267,10 +265,6 @@ class Responses:
     def begin(self) -> bytes:
         """The first event of a stream."""
         return self._event("response.created", response=_response(self.ask, int(time.time()), "in_progress"))
-
-    def ping(self) -> bytes:
-        """A comment, which clients skip."""
-        return PING
 
     def think(self, new: str) -> bytes:
         """More reasoning; the first opens its item."""
@@ -340,19 +334,13 @@ class Responses:
 
 
 def _response(ask: Ask, created: int, status: str) -> Reply:
-    fixed: Reply = {
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
-        "metadata": {},
-        "temperature": None,
-    }
+    fixed: Reply = {"error": None, "incomplete_details": None, "instructions": None, "metadata": {}}
     tools = [{"type": "function", "strict": None, **entry["function"]} for entry in ask.tools]
     choice = "required" if ask.demand is not None and ask.demand.calls else "auto"
     return {
         **{"id": f"resp_{ask.id}", "object": "response", "created_at": created, "status": status, "model": ask.model},
         **{"output": [], "tools": tools, "tool_choice": choice, "parallel_tool_calls": True, "top_p": None},
-        **fixed,
+        **{**fixed, "temperature": None},
     }
 
 
@@ -376,17 +364,9 @@ def _items(turn: Turn, reasoning: bool) -> list[Reply]:
     items = [_reasoning_item(turn.id, thought)] if thought and reasoning else []
     if text.strip() or not calls:
         items.append(_message_item(turn, text))
-    items += [
-        {
-            "id": f"fc_{entry['id']}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": entry["id"],
-            "name": entry["function"]["name"],
-            "arguments": _arguments(entry),
-        }
-        for entry in calls
-    ]
+    for entry in calls:
+        head = {"id": f"fc_{entry['id']}", "type": "function_call", "status": "completed", "call_id": entry["id"]}
+        items.append({**head, "name": entry["function"]["name"], "arguments": _arguments(entry)})
     return items
 
 

@@ -94,10 +94,8 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
         while not program.done() and not session.aborted and session.fault is None and session.error is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                return None, (
-                    "timeout",
-                    f"the agent program was not done in {settings.timeout:g} s (--agent-timeout)",
-                )
+                late = f"the agent program was not done after {settings.timeout:g} s (--agent-timeout)"
+                return None, ("timeout", late)
             await asyncio.wait({program}, timeout=min(_POLL_SECONDS, left))
         if session.error is not None:
             return None, ("error", f"a request failed: {type(session.error).__name__}: {session.error}"[:2000])

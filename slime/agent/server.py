@@ -179,9 +179,8 @@ async def _stream(
             await response.write(sent.events(*part) if part else encoder.ping())
             part = await _next(parts)
         turn = _result(task)
-        await response.write(
-            encoder.failed(turn) if isinstance(turn, ApiError) else sent.rest(turn) + encoder.end(turn)
-        )
+        last = encoder.failed(turn) if isinstance(turn, ApiError) else sent.rest(turn) + encoder.end(turn)
+        await response.write(last)
         await response.write_eof()
     except (ConnectionError, asyncio.CancelledError):
         if task.done() and not task.cancelled() and task.exception() is None:

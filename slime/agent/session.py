@@ -149,11 +149,8 @@ class Session:
         if self.context:
             left = min(left, self.context - ENGINES_OWN - len(probe.tokens))
         if left < 1:
-            self._overflow(
-                parent,
-                _too_long(self.settings.max_context_len, self.context, len(probe.tokens)),
-                "context_length_exceeded",
-            )
+            why = _too_long(self.settings.max_context_len, self.context, len(probe.tokens))
+            self._overflow(parent, why, "context_length_exceeded")
         return min(left, ask.max_tokens or left)
 
     def _overflow(self, parent: Turn | None, message: str, code: str) -> None:
@@ -262,11 +259,8 @@ class Session:
             logger.exception("the parser of tool calls failed: the answer stays text")
             self.counts["unreadable"] += 1
             content, calls = text, []
-        if (
-            not calls
-            and not isinstance(parser, NoCalls)
-            and (mark := next((m for m in KNOWN_MARKS if m in text), None))
-        ):
+        mark = next((mark for mark in KNOWN_MARKS if mark in text), None)
+        if mark is not None and not calls and not isinstance(parser, NoCalls):
             self.counts["unread_calls"] += 1
             note(f"--agent-tool-parser {self.parser_name}", f"read no call in an answer that holds {mark!r}")
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
