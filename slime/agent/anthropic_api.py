@@ -156,12 +156,8 @@ def _reason(ask: Ask, turn: Turn) -> Reply:
 
 def _usage(turn: Turn) -> Reply:
     cached = turn.cached_tokens
-    return {
-        "input_tokens": turn.prompt_tokens - cached,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": len(turn.output_ids),
-    }
+    counts = {"input_tokens": turn.prompt_tokens - cached, "output_tokens": len(turn.output_ids)}
+    return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
 
 def _blocks(turn: Turn, reasoning: bool) -> list[Reply]:

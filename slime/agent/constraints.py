@@ -98,12 +98,8 @@ def _reasoning(tags: Tags | None, opened: bool) -> list[Reply]:
     """What comes before the answer: the rest of the reasoning that the prompt has begun, or some or none."""
     if tags is None:
         return []
-    block: Reply = {
-        "type": "tag",
-        "begin": "" if opened else tags.start,
-        "content": {"type": "any_text"},
-        "end": tags.end,
-    }
+    begin = "" if opened else tags.start
+    block: Reply = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": tags.end}
     thought = _sequence([block, {"type": "regex", "pattern": "[ \\n]{0,4}"}])
     if opened:
         return [thought]

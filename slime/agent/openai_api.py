@@ -200,13 +200,8 @@ def _finish(turn: Turn) -> str:
 
 def _usage(turns: list[Turn]) -> Reply:
     prompt, output = turns[0].prompt_tokens, sum(len(turn.output_ids) for turn in turns)
-    cached = {"cached_tokens": turns[0].cached_tokens}
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": cached,
-    }
+    details = {"prompt_tokens_details": {"cached_tokens": turns[0].cached_tokens}}
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output, **details}
 
 
 class Responses(_OpenAi):
@@ -243,17 +238,13 @@ class Responses(_OpenAi):
         """The answer in one piece."""
         turn = turns[0]
         prompt, output = turn.prompt_tokens, len(turn.output_ids)
+        cached = {"cached_tokens": turn.cached_tokens}
+        details = {"input_tokens_details": cached, "output_tokens_details": {"reasoning_tokens": 0}}
         return {
             **_response(ask, turn.created, "incomplete" if turn.cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if turn.cut else None,
             "output": _items(turn, ask.reasoning),
-            "usage": {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": turn.cached_tokens},
-                "output_tokens": output,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + output,
-            },
+            "usage": {"input_tokens": prompt, "output_tokens": output, "total_tokens": prompt + output, **details},
         }
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:

@@ -189,11 +189,5 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         deadline = time.monotonic() + _STOP_SECONDS
         while process.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-    _kill_group(process.pid)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.observability.best_effort import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from slime.observability.summary import Summary
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _PHASE_COLORS = (
@@ -64,7 +69,7 @@ def _rebin(values: list[float], count: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
-def reward_curve_png(path: Path, summary: Mapping[str, Any]) -> Path:
+def reward_curve_png(path: Path, summary: Summary) -> Path:
     """Draw reward per rollout, the evaluations, and where the time went.
 
     Args:
@@ -89,7 +94,9 @@ def reward_curve_png(path: Path, summary: Mapping[str, Any]) -> Path:
     return path
 
 
-def _draw_rewards(axes: Any, summary: Mapping[str, Any]) -> None:
+def _draw_rewards(axes: Axes, summary: Summary) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     rewards = summary["reward_per_rollout"]
     steps = [index + 1 for index in range(len(rewards))]
     axes.plot(steps, rewards, color="#4C72B0", linewidth=2, marker="o", markersize=4, label="reward while training")
@@ -106,7 +113,7 @@ def _draw_rewards(axes: Any, summary: Mapping[str, Any]) -> None:
     title = f"{summary['run']}: {summary['num_rollouts']} rollouts in {summary['seconds_total']:.0f} s"
     axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlabel("rollouts done")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.set_ylabel("mean reward")
     values = [*rewards, *(value for series in summary["eval"].values() for value in series["values"])]
     if values and min(values) >= 0 and max(values) <= 1:
@@ -116,7 +123,7 @@ def _draw_rewards(axes: Any, summary: Mapping[str, Any]) -> None:
     axes.legend(frameon=False, loc="lower right")
 
 
-def _draw_phases(axes: Any, phases: Mapping[str, float]) -> None:
+def _draw_phases(axes: Axes, phases: Mapping[str, float]) -> None:
     left = 0.0
     total = sum(phases.values())
     for index, (name, seconds) in enumerate(phases.items()):

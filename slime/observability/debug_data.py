@@ -9,22 +9,34 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.data.sample import Sample
+    from slime.observability.samples import Nested
+
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Which rank of a trainer this process is; every training backend is one."""
+
+    rank: int
+    world_size: int
+    data_parallel_rank: int
 
 
 class DebugDataError(ValueError):
     """A dump is missing or is not one; the message names the file and the flag."""
 
 
-def save_rollout(args: Args, rollout_id: int | str, groups: Iterable[Any]) -> Path:
+def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
     """Write the samples of one rollout (nested as they come) to ``--save-debug-rollout-data``.
 
     Raises:
@@ -36,7 +48,7 @@ def save_rollout(args: Args, rollout_id: int | str, groups: Iterable[Any]) -> Pa
     return path
 
 
-def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Iterable[Any]) -> None:
+def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Nested) -> None:
     from slime.data.sample import flatten
 
     if args.dump_details and not (Path(args.dump_details) / "tokenizer").is_dir():
@@ -73,7 +85,7 @@ def load_rollout(template: str, rollout_id: int | str, amount: float | None = No
     return subsample(groups, amount)
 
 
-def subsample(groups: list[list[Any]], amount: float | None) -> list[list[Any]]:
+def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
     """Keep whole groups from both ends: a share of all samples (``amount`` ≤ 1) or about so many samples.
 
     >>> subsample([["a"], ["b"], ["c"], ["d"]], 0.5)
@@ -90,24 +102,24 @@ def subsample(groups: list[list[Any]], amount: float | None) -> list[list[Any]]:
     return groups[:head] + groups[len(groups) - (count - head) :]
 
 
-def save_train_batches(args: Args, rollout_id: int, batch: dict[str, Any], backend: Any) -> None:
+def save_train_batches(args: Args, rollout_id: int, batch: dict[str, object], ranks: Ranks) -> None:
     """Gather every data-parallel rank's batch, as training left it, and write them (``--save-debug-train-data``).
 
     A collective: every rank of the trainer calls it, the first writes.
     """
     import torch.distributed as dist
 
-    mine = (backend.data_parallel_rank, batch)
-    everyones: list[Any] = [mine]
-    if backend.world_size > 1:
-        everyones = [None] * backend.world_size
-        dist.gather_object(mine, everyones if backend.rank == 0 else None, dst=0)
-    if backend.rank == 0:
+    mine = (ranks.data_parallel_rank, batch)
+    everyones = [mine]
+    if ranks.world_size > 1:
+        everyones = [mine] * ranks.world_size  # rank 0 receives the others' batches in their places
+        dist.gather_object(mine, everyones if ranks.rank == 0 else None, dst=0)
+    if ranks.rank == 0:
         shards = dict(everyones)  # tensor-parallel ranks hold the same; of a pipeline the last holds the scores
         save_train_data(args.save_debug_train_data, rollout_id, 0, [shards[rank] for rank in sorted(shards)])
 
 
-def save_train_data(template: str | None, rollout_id: int, rank: int, shards: list[dict[str, Any]]) -> Path:
+def save_train_data(template: str | None, rollout_id: int, rank: int, shards: list[dict[str, object]]) -> Path:
     """One file per rollout of what the trainers got.
 
     ``{"format_version": 2, "rollout_id", "rank", "samples": [per-sample dicts by sample_indices],
@@ -115,9 +127,9 @@ def save_train_data(template: str | None, rollout_id: int, rank: int, shards: li
     """
     samples: list[dict[str, Any]] = []
     for shard in shards:
-        count = len(shard["tokens"])
-        columns = {key: value for key, value in shard.items() if isinstance(value, list) and len(value) == count}
-        samples.extend({key: column[i] for key, column in columns.items()} for i in range(count))
+        lists = {key: value for key, value in shard.items() if isinstance(value, list)}
+        columns = {key: value for key, value in lists.items() if len(value) == len(lists["tokens"])}
+        samples.extend({key: column[i] for key, column in columns.items()} for i in range(len(lists["tokens"])))
     samples.sort(key=lambda sample: int(sample["sample_indices"]))
     dump = {
         "format_version": 2,
@@ -142,7 +154,7 @@ def _path(template: str | None, rollout_id: int | str, flag: str) -> Path:
         raise DebugDataError(f"{flag} {template!r}: only {{rollout_id}} can be filled in ({error!r})") from error
 
 
-def _save(value: dict[str, Any], path: Path) -> Path:
+def _save(value: Mapping[str, object], path: Path) -> Path:
     import torch
 
     from slime.data.plain_files import plain
@@ -156,7 +168,7 @@ def _save(value: dict[str, Any], path: Path) -> Path:
 
 def _group(samples: list[Sample]) -> list[list[Sample]]:
     """By ``group_index`` (decided by value, never by position); a sample without one is its own group."""
-    groups: dict[Any, list[Sample]] = {}
+    groups: dict[object, list[Sample]] = {}
     for position, sample in enumerate(samples):
         key = ("alone", position) if sample.group_index is None else sample.group_index
         groups.setdefault(key, []).append(sample)

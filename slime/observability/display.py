@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -22,7 +22,7 @@ from rich.text import Text
 from slime.observability.charts import sparkline
 from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.run_dir import RunDir
-from slime.observability.summary import REWARD_KEYS, print_summary, summarize, write_summary
+from slime.observability.summary import REWARD_KEYS, Summary, print_summary, summarize, write_summary
 from slime.observability.timers import Timers
 
 if TYPE_CHECKING:
@@ -94,7 +94,11 @@ class Phase:
 
     def __rich__(self) -> Table:
         row = Table.grid(padding=(0, 1))
-        cells: list[Any] = [self._spinner, Text(self.name.replace("_", " "), style="bold"), f"{self.elapsed:.0f} s"]
+        cells: list[RenderableType] = [
+            self._spinner,
+            Text(self.name.replace("_", " "), style="bold"),
+            f"{self.elapsed:.0f} s",
+        ]
         total = self._progress.get("total")
         if total:
             cells += [ProgressBar(total=total, completed=self._progress.get("done") or 0, width=24), self.counts()]
@@ -138,24 +142,24 @@ class Display:
             if live is not None:
                 live.stop()
             else:
-                self._print(phase.line())
+                self.note(phase.line())
 
     def pop_times(self) -> dict[str, float]:
         """``perf/<phase>_time`` of the phases that ended since the last call."""
         return self.timers.pop()
 
     def step_line(
-        self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, Any], times: Mapping[str, float]
+        self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, SupportsFloat], times: Mapping[str, float]
     ) -> None:
         """One lasting line per step: reward with its course so far, loss, its whole time and what took it.
 
         Args:
             times: seconds by phase, from :meth:`pop_times`.
         """
-        reward = next((metrics[key] for key in REWARD_KEYS if metrics.get(key) is not None), None)
+        reward = next((float(metrics[key]) for key in REWARD_KEYS if metrics.get(key) is not None), None)
         text = Text.assemble((f"step {rollout_id + 1}/{num_rollout or '?'}", "bold"))
         if reward is not None:
-            self.rewards.append(float(reward))
+            self.rewards.append(reward)
             text.append(f"  reward {reward:.3f} ")
             text.append(sparkline(self.rewards), style="cyan")
         for key, label, form in STEP_NUMBERS:
@@ -167,31 +171,24 @@ class Display:
             shown = {name: s for name, s in phases.items() if name in STEP_PHASES or s > LONG_SHARE * total}
             parts = " + ".join(f"{LABELS.get(name, name.replace('_', ' '))} {s:.1f}" for name, s in shown.items())
             text.append(f"  {total:.1f} s ({parts})", style="dim")
-        self._print(text)
+        self.note(text)
 
-    def eval_line(self, rollout_id: int, metrics: Mapping[str, Any]) -> None:
+    def eval_line(self, rollout_id: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """One line per evaluation, or a table where there are several data sets or several samples per prompt."""
         by_name = figures(metrics)
         if len(by_name) > 1 or any(key.startswith("pass@") for row in by_name.values() for key in row):
-            self._print(evaluation_table(rollout_id, by_name))
+            self.note(evaluation_table(rollout_id, by_name))
             return
-        text = "  ".join(f"{name} {row['reward']:.3f}" for name, row in by_name.items() if "reward" in row)
-        self._print(Text.assemble((f"eval at {rollout_id}", "bold magenta"), f"  {text}"))
-
-    def note(self, text: str) -> None:
-        """A line of its own, above the live line."""
-        self._print(text)
+        text = "  ".join(f"{name} {float(row['reward']):.3f}" for name, row in by_name.items() if "reward" in row)
+        self.note(Text.assemble((f"eval at {rollout_id}", "bold magenta"), f"  {text}"))
 
     def samples(self, lines: Sequence[str]) -> None:
         """Show a few texts (:func:`slime.observability.samples.preview`)."""
         for line in lines:
-            self._print(Text(f"    {line}", style="dim", no_wrap=self.console.is_terminal, overflow="ellipsis"))
+            self.note(Text(f"    {line}", style="dim", no_wrap=self.console.is_terminal, overflow="ellipsis"))
 
-    def finish(self, summary: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-        """End the live lines, write ``summary.json`` and the picture, print the table.
-
-        Args:
-            summary: entries to add to (or put over) what the run's metrics say.
+    def finish(self) -> Summary | None:
+        """End the live lines, write ``summary.json`` and the picture, and print the table.
 
         Returns:
             The summary; None without a run folder.
@@ -200,7 +197,7 @@ class Display:
         if self.run_dir is None:
             return None
         seconds = time.time() - _process_start(self._started)
-        result = {**summarize(self.run_dir, seconds_total=seconds), **(summary or {})}
+        result = summarize(self.run_dir, seconds_total=seconds)
         missing = write_summary(self.run_dir, result)
         print_summary(self.run_dir, result, self.console, hints=missing)
         return result
@@ -221,7 +218,8 @@ class Display:
         live.start()
         return live
 
-    def _print(self, text: str | Text | Table) -> None:
+    def note(self, text: str | Text | Table) -> None:
+        """Print a line, or a table, above the live line."""
         self.console.print(text, markup=False, highlight=False)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import SupportsFloat
 
 from rich.table import Table
 
@@ -15,10 +15,10 @@ from slime.observability.best_effort import best_effort, replacing
 DETAIL = re.compile(r"^(?P<name>.+)-(?P<figure>truncated_ratio|reward_missing_count|(?:pass|mean)@\d+)$")
 """Of a metric without ``eval/``: data set and figure. A name that does not match is a data set's mean reward."""
 
-Figures = dict[str, dict[str, float]]
+Figures = dict[str, dict[str, SupportsFloat]]
 
 
-def figures(metrics: Mapping[str, Any]) -> Figures:
+def figures(metrics: Mapping[str, SupportsFloat]) -> Figures:
     """Metrics of an evaluation by data set: ``reward``, ``mean@n``, ``pass@k``, ``truncated_ratio``, … and lengths."""
     found: Figures = {}
     for key, value in metrics.items():
@@ -34,7 +34,7 @@ def figures(metrics: Mapping[str, Any]) -> Figures:
 
 
 def write_evaluation(
-    run_dir: Path, step: int, data: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, Any]
+    run_dir: Path, step: int, data: Mapping[str, Mapping[str, object]], metrics: Mapping[str, SupportsFloat]
 ) -> Path:
     """Write ``<run>/eval/eval_<step>.json``, replacing an older file. A file that cannot be written is logged, and the
     run goes on: the figures are in ``metrics`` as well.
@@ -51,7 +51,7 @@ def write_evaluation(
     sets = {
         name: {
             "metrics": by_name.get(name, {}),
-            "settings": dict(part.get("settings") or {}),
+            "settings": part.get("settings") or {},
             "rewards": _rewards(part),
         }
         for name, part in data.items()
@@ -63,9 +63,12 @@ def write_evaluation(
     return path
 
 
-def _rewards(part: Mapping[str, Any]) -> list[list[float | None]]:
-    values = [None if reward != reward else float(reward) for reward in part["rewards"]]
-    n = int(part.get("n_samples_per_prompt") or 1)
+def _rewards(part: Mapping[str, object]) -> list[list[float | None]]:
+    """The rewards of each prompt; NaN, which JSON does not know, becomes None."""
+    rewards, n = part["rewards"], part.get("n_samples_per_prompt") or 1
+    if not isinstance(rewards, Iterable) or not isinstance(n, int):
+        raise TypeError(f"an evaluation has rewards {rewards!r:.80} and n_samples_per_prompt {n!r:.80}")
+    values = [None if reward != reward else float(reward) for reward in rewards]
     return [values[i : i + n] for i in range(0, len(values), n)]
 
 
@@ -85,5 +88,5 @@ def evaluation_table(step: int, by_name: Figures) -> Table:
     return table
 
 
-def _cell(value: float | None, form: str) -> str:
+def _cell(value: SupportsFloat | None, form: str) -> str:
     return "" if value is None else form.format(float(value))

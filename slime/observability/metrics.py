@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from slime.observability.best_effort import AppendedFile, best_effort
+from slime.observability.best_effort import AppendedFile, best_effort, replacing
 from slime.observability.run_dir import RunDir, public_settings
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ def metric_step(args: Args, rollout_id: int) -> int:
     if not args.wandb_always_use_train_step:
         return rollout_id
     return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
+
+
+Row = dict[str, float | None]
+"""One line of ``metrics.jsonl``; a number that is not finite is None."""
 
 
 class MetricsLogger:
@@ -64,7 +68,7 @@ class MetricsLogger:
             self._tensorboard = _TensorBoard(_tensorboard_dir(args, run_dir), purge_step=resume_from)
         self._wandb = _start_wandb(args, run_dir) if args.use_wandb else None
 
-    def log(self, metrics: Mapping[str, Any], step: int, step_key: str = "rollout/step") -> None:
+    def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str = "rollout/step") -> None:
         """Write one row.
 
         Args:
@@ -81,7 +85,7 @@ class MetricsLogger:
             step_key = "train/step"
         numbers = {name: self._number(name, value) for name, value in metrics.items()}
         now = time.time()
-        row: dict[str, float | None] = {step_key: step, "time": round(now, 3)}
+        row: Row = {step_key: step, "time": round(now, 3)}
         row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
         self._rows.write(json.dumps(row, allow_nan=False))
         if self._tensorboard is not None:
@@ -90,7 +94,7 @@ class MetricsLogger:
         if self._wandb is not None:
             self._wandb.log({step_key: step, **numbers})
 
-    def _number(self, name: str, value: Any) -> float:
+    def _number(self, name: str, value: SupportsFloat) -> float:
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
@@ -130,9 +134,8 @@ def roll_back(path: Path, step: int) -> int:
     if gone:
         with path.with_name("metrics-rolled-back.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in gone)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text("".join(line + "\n" for line in keep), encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text("".join(line + "\n" for line in keep), encoding="utf-8")
     return len(gone)
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config.settings import redacted
 
@@ -98,12 +98,12 @@ class RunDir:
         _replace(self.config, text)
 
 
-def public_settings(args: Args) -> dict[str, Any]:
+def public_settings(args: Args) -> dict[str, object]:
     """All arguments as YAML and trackers hold them, without secrets."""
     return {key: plain(redacted(key, value)) for key, value in vars(args).items()}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """What YAML can hold; anything else as its text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value

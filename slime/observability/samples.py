@@ -6,21 +6,24 @@ import contextlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from slime.config.observability import log_samples_count
-from slime.data.sample import flatten
+from slime.data.sample import Sample, flatten
 from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+T = TypeVar("T")
 _SPECIAL = re.compile(r"<[|｜][^<>]{1,40}[|｜]>")
 _USER_TURN = re.compile(r"<[|｜](?:im_start[|｜]>user|user[|｜]>|User[|｜]>)\s*(.*?)(?=<[|｜]|$)", re.DOTALL)
 _NUMBERED = re.compile(r"(?P<kind>.+)_(?P<number>\d+)(?:\.\w+)+")
+Reward = float | dict[str, object] | None
+Nested: TypeAlias = "Sample | Iterable[Nested]"
 COMPRESSED = ".zst"
 _ZSTD_LEVEL = 3
 
@@ -43,7 +46,7 @@ class KeptTexts:
     def from_args(cls, args: Args) -> KeptTexts:
         return cls(log_samples_count(args.log_samples), args.log_keep_last, args.log_compress)
 
-    def chosen(self, samples: list[Any]) -> list[Any]:
+    def chosen(self, samples: list[T]) -> list[T]:
         """``count`` of the samples, at even distances, so that the same positions are chosen in each run."""
         if self.count is None or len(samples) <= self.count:
             return samples
@@ -51,7 +54,7 @@ class KeptTexts:
 
 
 def write_samples(
-    run_dir: Path, rollout_id: int, samples: Iterable[Any], kind: str = "rollout", kept: KeptTexts | None = None
+    run_dir: Path, rollout_id: int, samples: Nested, kind: str = "rollout", kept: KeptTexts | None = None
 ) -> Path | None:
     """Write ``<run>/samples/<kind>_<rollout_id>.jsonl``, one sample a line, replacing an older file.
 
@@ -136,7 +139,7 @@ def remove_older(path: Path, last: int) -> None:
         old.unlink(missing_ok=True)
 
 
-def _line(record: dict[str, Any]) -> str:
+def _line(record: Mapping[str, object]) -> str:
     """A record as JSON; what users' functions put into it and JSON cannot hold is written as its ``repr``."""
     try:
         return json.dumps(record, ensure_ascii=False, default=str)
@@ -144,7 +147,7 @@ def _line(record: dict[str, Any]) -> str:
         return json.dumps({name: _plain(value) for name, value in record.items()}, ensure_ascii=False, default=str)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     try:
         json.dumps(value, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -152,9 +155,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def sample_record(sample: Any, rollout_id: int) -> dict[str, Any]:
+def sample_record(sample: Sample, rollout_id: int) -> dict[str, object]:
     """The readable part of one sample: no token ids, no log-probs, no media."""
-    status = getattr(sample, "status", None)
     return {
         "rollout": rollout_id,
         "group_index": sample.group_index,
@@ -163,15 +165,15 @@ def sample_record(sample: Any, rollout_id: int) -> dict[str, Any]:
         "response": sample.response,
         "label": sample.label,
         "reward": sample.reward,
-        "status": getattr(status, "value", status),
+        "status": sample.status.value,
         "response_length": sample.response_length,
-        "weight_versions": list(getattr(sample, "weight_versions", None) or []),
-        "version_spans": list(getattr(sample, "version_spans", None) or []),
-        "metadata": getattr(sample, "metadata", None) or {},
+        "weight_versions": list(sample.weight_versions),
+        "version_spans": list(sample.version_spans),
+        "metadata": sample.metadata or {},
     }
 
 
-def preview(samples: Iterable[Any], count: int = 2, width: int = 160) -> list[str]:
+def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
     """A few samples as one line each: the best and the worst reward first, so that both are seen."""
     ranked = sorted(flatten(samples), key=lambda sample: _number(sample.reward), reverse=True)
     chosen = ranked[: (count + 1) // 2] + ranked[len(ranked) - count // 2 :] if len(ranked) > count else ranked
@@ -182,18 +184,18 @@ def preview(samples: Iterable[Any], count: int = 2, width: int = 160) -> list[st
     ]
 
 
-def _number(reward: Any) -> float:
+def _number(reward: Reward) -> float:
     if isinstance(reward, dict):
         numbers = [value for value in reward.values() if isinstance(value, int | float)]
         return float(numbers[0]) if numbers else 0.0
     return float(reward) if isinstance(reward, int | float) else 0.0
 
 
-def _reward(reward: Any) -> str:
+def _reward(reward: Reward) -> str:
     return f"{reward:g}" if isinstance(reward, int | float) else str(reward)
 
 
-def _last_user_text(prompt: Any) -> str:
+def _last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     """What was asked last: of messages, or of a prompt that a chat template has rendered."""
     if isinstance(prompt, str):
         turns = _USER_TURN.findall(prompt)

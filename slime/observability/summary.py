@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -15,8 +14,9 @@ from rich.text import Text
 from slime.observability.best_effort import best_effort, replacing
 from slime.observability.charts import bar_chart, reward_curve_png
 from slime.observability.evaluations import DETAIL
-from slime.observability.metrics import MetricsError, read_metrics
+from slime.observability.metrics import MetricsError, Row, read_metrics
 from slime.observability.run_dir import RunDir
+from slime.types import JsonObject
 
 PHASES = (
     *("rollout", "offload", "wake_up", "train", "update_weights", "sleep", "onload"),
@@ -24,7 +24,26 @@ PHASES = (
 )
 REWARD_KEYS = ("rollout/raw_reward", "rollout/rewards")
 
-Summary = dict[str, Any]
+
+class Series(TypedDict):
+    """The values of one evaluation set, and the number of rollouts trained before each."""
+
+    steps: list[float]
+    values: list[float]
+
+
+class Summary(TypedDict):
+    """What a run achieved; ``accuracy_*`` are the first and the last value of the first evaluation set."""
+
+    run: str
+    seed: int | None
+    num_rollouts: int
+    accuracy_before: float | None
+    accuracy_after: float | None
+    reward_per_rollout: list[float]
+    seconds_total: float
+    seconds_per_phase: dict[str, float]
+    eval: dict[str, Series]
 
 
 def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
@@ -34,11 +53,6 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
         run_dir: of the run.
         seconds_total: wall time of the run; without it the one in ``summary.json``, else the time
             between the first and the last row.
-
-    Returns:
-        ``run, seed, num_rollouts, accuracy_before, accuracy_after, reward_per_rollout, seconds_total,
-        seconds_per_phase, eval``; ``accuracy_*`` are the first and last value of the first
-        evaluation set (None without one), ``eval`` has ``steps`` and ``values`` of each.
 
     Raises:
         MetricsError: there is no ``metrics.jsonl``, or it has no rows.
@@ -51,10 +65,12 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
     evals = _evaluations(rows)
     first = next(iter(evals.values()), None)
     rewards = [reward for row in rows if (reward := _reward(row)) is not None]
-    total = seconds_total or _total_on_disk(run_dir) or rows[-1]["time"] - rows[0]["time"]
+    config = _config(run_dir)
+    seed = config.get("rollout_seed", config.get("seed"))
+    total = seconds_total or _total_on_disk(run_dir) or (rows[-1]["time"] or 0.0) - (rows[0]["time"] or 0.0)
     return {
         "run": run_dir.path.name,
-        "seed": _config(run_dir).get("rollout_seed", _config(run_dir).get("seed")),
+        "seed": seed if isinstance(seed, int) else None,
         "num_rollouts": len(rewards),
         "accuracy_before": first["values"][0] if first else None,
         "accuracy_after": first["values"][-1] if first else None,
@@ -82,7 +98,7 @@ def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:
 
 def print_summary(run_dir: RunDir, summary: Summary, console: Console, hints: list[str] | None = None) -> None:
     """The table at the end of a run: evaluation, reward curve, time per phase, what to try next."""
-    parts: list[Any] = []
+    parts: list[RenderableType] = []
     if summary["eval"]:
         parts.append(_eval_table(summary))
     if summary["reward_per_rollout"]:
@@ -143,9 +159,9 @@ def _relative(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
-def _evaluations(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+def _evaluations(rows: list[Row]) -> dict[str, Series]:
     """Data set → its values over the run, by the number of rollouts trained before each."""
-    series: dict[str, dict[str, list[Any]]] = {}
+    series: dict[str, Series] = {}
     rollouts_done = 0
     for row in rows:
         if _reward(row) is not None:
@@ -155,16 +171,17 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
             if short == name or "/" in short or short == "step" or DETAIL.match(short) or value is None:
                 continue
             entry = series.setdefault(short, {"steps": [], "values": []})
-            entry["steps"].append(row.get("eval/step", rollouts_done))
+            step = row.get("eval/step")
+            entry["steps"].append(rollouts_done if step is None else step)
             entry["values"].append(value)
     return series
 
 
-def _reward(row: Mapping[str, Any]) -> float | None:
+def _reward(row: Row) -> float | None:
     return next((row[key] for key in REWARD_KEYS if row.get(key) is not None), None)
 
 
-def _phases(rows: list[dict[str, Any]], total: float) -> dict[str, float]:
+def _phases(rows: list[Row], total: float) -> dict[str, float]:
     """Seconds by phase of the loop; what they leave of the total is start-up and the rest.
 
     The driver and the one who did the work may both log a phase, in rows of different kinds: count it once.
@@ -182,7 +199,7 @@ def _phases(rows: list[dict[str, Any]], total: float) -> dict[str, float]:
     return {**known, "start_and_rest": rest} if rest > 0 else known
 
 
-def _config(run_dir: RunDir) -> dict[str, Any]:
+def _config(run_dir: RunDir) -> JsonObject:
     import yaml
 
     if not run_dir.config.is_file():

@@ -22,7 +22,6 @@ class Timers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since_pop: dict[str, float] = {}
-        self._total: dict[str, float] = {}
         self._spans: list[dict[str, Any]] = []
 
     @contextmanager
@@ -39,7 +38,6 @@ class Timers:
         begun = time.time() - seconds if started is None else started
         with self._lock:
             self._since_pop[name] = self._since_pop.get(name, 0.0) + seconds
-            self._total[name] = self._total.get(name, 0.0) + seconds
             self._spans.append({"name": name, "start": begun, "end": begun + seconds})
 
     def pop(self) -> dict[str, float]:
@@ -53,8 +51,3 @@ class Timers:
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
-
-    def totals(self) -> dict[str, float]:
-        """Seconds by name since the timers were made."""
-        with self._lock:
-            return dict(self._total)

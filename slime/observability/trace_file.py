@@ -5,16 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.observability.best_effort import best_effort, replacing
 from slime.observability.samples import remove_older
+from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 
 DRIVER = 0  # process id of the driver's row in the viewer; prompt groups follow it
 MOST_EVENTS = 100_000  # in one file, of samples: some 20 MB before they are compressed, which the viewer takes
 _MOST_OPEN = 64
+ViewerEvent = dict[str, object]
+"""An event in the form of Chrome's viewer, in which times are microseconds."""
 _LEVEL = 1  # of gzip: a twentieth of the size
 
 
@@ -27,14 +29,6 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of a trace file."""
     events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return events
-
-
-@dataclass
-class _Open:
-    """A trace to which the driver's phases are still to come."""
-
-    start: float  # of its first event, wall seconds
-    text: str  # its events as JSON, without the brackets around them
 
 
 class TraceFiles:
@@ -50,9 +44,10 @@ class TraceFiles:
 
     def __init__(self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS) -> None:
         self.run_dir, self.last, self.most_events = Path(run_dir), last, most_events
-        self._open: dict[int, _Open] = {}
+        # Until the driver reports its phases: the wall time of the first event, and the events as JSON text.
+        self._open: dict[int, tuple[float, str]] = {}
 
-    def write_samples(self, rollout_id: int, samples: Sequence[Any]) -> Path | None:
+    def write_samples(self, rollout_id: int, samples: Sequence[object]) -> Path | None:
         """Write a process row per prompt group and a thread row per sample.
 
         Args:
@@ -61,18 +56,15 @@ class TraceFiles:
         Returns:
             The file, or None when there was nothing to write.
         """
-        events = [
-            event
-            for position, trace in _within(_traces(samples), self.most_events)
-            for event in _sample_events(trace, position)
-        ]
-        if not events:
+        traces = _within(_traces(samples), self.most_events)
+        if not traces:
             return None
-        start = min((event["ts"] for event in events if "ts" in event), default=0.0) / 1e6
-        self._open[rollout_id] = _Open(start, _joined(events))
+        start = min(event["ts"] for _, trace in traces for event in trace["events"])
+        events = _joined(event for position, trace in traces for event in _sample_events(trace, position))
+        self._open[rollout_id] = start, events
         for old in list(self._open)[:-_MOST_OPEN]:  # the driver never came back to them
             del self._open[old]
-        return self._write(rollout_id, self._open[rollout_id].text)
+        return self._write(rollout_id, events)
 
     def add_phases(self, rollout_id: int, phases: Sequence[dict[str, Any]]) -> None:
         """Add the driver's row to the trace of a rollout that is trained by now: those phases that are not over before
@@ -81,12 +73,10 @@ class TraceFiles:
         Args:
             phases: ``{"name", "start", "end"}`` in wall seconds, e.g. of :class:`~slime.observability.timers.Timers`.
         """
-        trace = self._open.pop(rollout_id, None)
-        if trace is None:
-            return
-        row = list(_phase_events([phase for phase in phases if phase["end"] >= trace.start]))
-        if row:
-            self._write(rollout_id, f"{trace.text},\n{_joined(row)}")
+        begun = self._open.pop(rollout_id, None)
+        row = list(_phase_events([phase for phase in phases if begun and phase["end"] >= begun[0]]))
+        if begun and row:
+            self._write(rollout_id, f"{begun[1]},\n{_joined(row)}")
 
     def _write(self, rollout_id: int, events: str) -> Path:
         path = trace_of(self.run_dir, rollout_id)
@@ -99,22 +89,22 @@ class TraceFiles:
         return path
 
 
-def _joined(events: Iterable[dict[str, Any]]) -> str:
+def _joined(events: Iterable[ViewerEvent]) -> str:
     return ",\n".join(json.dumps(event, default=str) for event in events)
 
 
-def _traces(samples: Iterable[Any]) -> list[tuple[int, dict[str, Any]]]:
+def _traces(samples: Iterable[object]) -> list[tuple[int, Trace]]:
     """Traces that hold an event, with the positions of their samples."""
-    traces = ((position, getattr(sample, "trace", None)) for position, sample in enumerate(samples))
-    return [(position, trace) for position, trace in traces if isinstance(trace, dict) and trace.get("events")]
+    traces = ((position, trace_on(sample)) for position, sample in enumerate(samples))
+    return [(position, trace) for position, trace in traces if trace is not None and trace.get("events")]
 
 
-def _within(traces: list[tuple[int, dict[str, Any]]], most: int) -> list[tuple[int, dict[str, Any]]]:
+def _within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace]]:
     """Those of whole groups at even distances, with about ``most`` events or less; at least one group's."""
     events = sum(len(trace["events"]) for _, trace in traces)
     if events <= most:
         return traces
-    groups: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+    groups: dict[object, list[tuple[int, Trace]]] = {}
     for position, trace in traces:
         group = trace.get("group_id")
         groups.setdefault(("alone", position) if group is None else group, []).append((position, trace))
@@ -122,20 +112,20 @@ def _within(traces: list[tuple[int, dict[str, Any]]], most: int) -> list[tuple[i
     return [entry for group in share for entry in group]
 
 
-def _phase_events(phases: Sequence[dict[str, Any]]) -> Iterable[dict[str, Any]]:
+def _phase_events(phases: Sequence[dict[str, Any]]) -> Iterable[ViewerEvent]:
     if phases:
         yield _named("process_name", DRIVER, 0, "driver")
     for phase in phases:
         yield _complete(phase["name"], phase["start"], phase["end"], DRIVER, 0, {})
 
 
-def _sample_events(trace: dict[str, Any], position: int) -> Iterable[dict[str, Any]]:
+def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
     group, sample = trace.get("group_id"), trace.get("sample_id")
     pid = 1 + (group if group is not None else position)
     tid = sample if sample is not None else position
     yield _named("process_name", pid, 0, f"group {group}")
     yield _named("thread_name", pid, tid, f"sample {sample}")
-    open_spans: dict[str, dict[str, Any]] = {}
+    open_spans: dict[str, Event] = {}
     last = max(event["ts"] for event in trace["events"])
     for event in trace["events"]:
         if event["type"] == "span_start":
@@ -146,16 +136,17 @@ def _sample_events(trace: dict[str, Any], position: int) -> Iterable[dict[str, A
             yield _complete(start["name"], start["ts"], event["ts"], pid, tid, attrs)
         elif event["type"] == "event":
             attrs = {**event.get("attrs", {}), "attempt": event["attempt"]}
-            yield {"ph": "i", "s": "t", "name": event["name"], "ts": event["ts"] * 1e6, "pid": pid, "tid": tid, "args": attrs}  # fmt: skip  # noqa: E501
+            moment: ViewerEvent = {"ph": "i", "s": "t", "name": event["name"], "ts": event["ts"] * 1e6}
+            yield {**moment, "pid": pid, "tid": tid, "args": attrs}
     for start in open_spans.values():  # aborted in the middle
         attrs = {**start.get("attrs", {}), "attempt": start["attempt"], "unfinished": True}
         yield _complete(start["name"], start["ts"], last, pid, tid, attrs)
 
 
-def _complete(name: str, start: float, end: float, pid: int, tid: int, attrs: dict[str, Any]) -> dict[str, Any]:
+def _complete(name: str, start: float, end: float, pid: int, tid: int, attrs: Attrs) -> ViewerEvent:
     duration = max(end - start, 0.0) * 1e6  # the format counts microseconds
     return {"ph": "X", "name": name, "ts": start * 1e6, "dur": duration, "pid": pid, "tid": tid, "args": attrs}
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _named(kind: str, pid: int, tid: int, name: str) -> ViewerEvent:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

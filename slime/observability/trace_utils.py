@@ -21,21 +21,45 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar, Token
+from typing import Any, NotRequired, ParamSpec, TypedDict, TypeVar
 
 logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 1
 P = ParamSpec("P")
 R = TypeVar("R")
-Attrs = dict[str, Any]
+Attrs = dict[str, object]
 Getter = Callable[..., Any]
+
+
+class Event(TypedDict):
+    """One event of a trace; ``type`` is span_start, span_end or event, and ``ts`` wall time in seconds."""
+
+    type: str
+    name: str
+    ts: float
+    span_id: str
+    parent_id: str | None
+    attempt: int
+    attrs: NotRequired[Attrs]
+
+
+class Trace(TypedDict):
+    """What a sample carries in its attribute ``trace``."""
+
+    version: int
+    trace_id: str
+    events: list[Event]
+    sample_id: int | None
+    group_id: int | None
+    attempt: int
+
 
 _counter = itertools.count(1)
 _reported: set[str] = set()
-_bound: ContextVar[tuple[Any, ...]] = ContextVar("slime_trace_targets", default=())
+_bound: ContextVar[tuple[object, ...]] = ContextVar("slime_trace_targets", default=())
 _parent: ContextVar[str | None] = ContextVar("slime_trace_parent", default=None)
 
 _META_FIELDS = (
@@ -52,12 +76,12 @@ class Span:
 
     __slots__ = ("_given", "_parent_id", "_target", "_targets", "_tokens", "attrs", "name", "span_id")
 
-    def __init__(self, target: Any, name: str, attrs: Attrs | None = None) -> None:
+    def __init__(self, target: object, name: str, attrs: Attrs | None = None) -> None:
         self.name, self.span_id = name, _span_id()
         self.attrs: Attrs = {}
         self._target, self._given = target, attrs
 
-    def set(self, **attrs: Any) -> None:
+    def set(self, **attrs: object) -> None:
         self.attrs.update(attrs)
 
     def __enter__(self) -> Span:
@@ -73,11 +97,17 @@ class Span:
         _record(self._targets, "span_end", self.name, self.span_id, self._parent_id, self.attrs)
 
 
-def bind_trace(target: Any) -> dict[str, Any] | None:
+def trace_on(target: object) -> Trace | None:
+    """The trace that ``target`` carries; None where it has none."""
+    trace: Trace | None = getattr(target, "trace", None)
+    return trace if isinstance(trace, dict) else None
+
+
+def bind_trace(target: object) -> Trace | None:
     """Make sure that a sample has a trace and return it; None when it cannot carry one."""
     try:
-        trace = getattr(target, "trace", None)
-        if not isinstance(trace, dict):
+        trace = trace_on(target)
+        if trace is None:
             trace = {
                 "version": TRACE_VERSION,
                 "trace_id": uuid.uuid4().hex,
@@ -86,14 +116,14 @@ def bind_trace(target: Any) -> dict[str, Any] | None:
                 "group_id": getattr(target, "group_index", None),
                 "attempt": 0,
             }
-            target.trace = trace
+            setattr(target, "trace", trace)  # noqa: B010  # any object that takes attributes can be traced
         return trace
     except Exception as error:
         _drop("bind_trace", error)
         return None
 
 
-def trace_span(target: Any, name: str, attrs: Attrs | None = None) -> Span:
+def trace_span(target: object, name: str, attrs: Attrs | None = None) -> Span:
     """Time a block on a sample, on each sample of a (nested) list, or (None) on the enclosing span's samples.
 
     >>> with trace_span(sample, "sglang_generate", {"turn": 0}) as span:
@@ -104,7 +134,7 @@ def trace_span(target: Any, name: str, attrs: Attrs | None = None) -> Span:
     return Span(target, name, attrs)
 
 
-def trace_event(target: Any, name: str, attrs: Attrs | None = None) -> None:
+def trace_event(target: object, name: str, attrs: Attrs | None = None) -> None:
     """Mark a moment on the same targets as :func:`trace_span` takes."""
     _record(_targets(target), "event", name, _span_id(), _parent.get(), attrs)
 
@@ -128,7 +158,7 @@ def trace_function(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
 
-        def opened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def opened(args: tuple[object, ...], kwargs: dict[str, object]) -> Span:
             found, attrs = None, None
             try:
                 if target_getter is not None:
@@ -159,32 +189,31 @@ def trace_function(
     return decorate
 
 
-def export_trace(sample: Any) -> dict[str, Any] | None:
+def export_trace(sample: object) -> Trace | None:
     """A copy of the sample's trace, ready to pickle or to write as JSON; None when it has none."""
-    trace = getattr(sample, "trace", None)
-    return copy.deepcopy(trace) if isinstance(trace, dict) else None
+    return copy.deepcopy(trace_on(sample))
 
 
-def import_trace(sample: Any, trace: dict[str, Any] | None) -> None:
+def import_trace(sample: object, trace: Trace | None) -> None:
     """Give a sample the trace that :func:`export_trace` returned; None and foreign versions are left out."""
     try:
         if trace is None:
             return
         if trace.get("version") != TRACE_VERSION or not isinstance(trace.get("events"), list):
             raise ValueError(f"not a trace of version {TRACE_VERSION}: {str(trace)[:80]}")
-        sample.trace = copy.deepcopy(trace)
+        setattr(sample, "trace", copy.deepcopy(trace))  # noqa: B010
     except Exception as error:
         _drop("import_trace", error)
 
 
-def trace_next_attempt(sample: Any) -> None:
+def trace_next_attempt(sample: object) -> None:
     """A sample is made again (partial rollout, retry): later events count to the next attempt."""
     trace = bind_trace(sample)
     if trace is not None:
         trace["attempt"] = int(trace.get("attempt", 0)) + 1
 
 
-def build_sglang_meta_trace_attrs(meta_info: Any) -> Attrs:
+def build_sglang_meta_trace_attrs(meta_info: Mapping[str, object]) -> Attrs:
     """What an engine's ``meta_info`` says that belongs on a span: token counts, latencies, finish reason."""
     try:
         attrs = {key: meta_info[key] for key in _META_FIELDS if meta_info.get(key) is not None}
@@ -197,7 +226,7 @@ def build_sglang_meta_trace_attrs(meta_info: Any) -> Attrs:
         return {}
 
 
-def _targets(target: Any) -> tuple[Any, ...]:
+def _targets(target: object) -> tuple[object, ...]:
     if target is None:
         return _bound.get()
     if isinstance(target, list | tuple):
@@ -206,10 +235,11 @@ def _targets(target: Any) -> tuple[Any, ...]:
 
 
 def _record(
-    targets: Iterable[Any], kind: str, name: str, span_id: str, parent: str | None, attrs: Attrs | None
+    targets: Iterable[object], kind: str, name: str, span_id: str, parent: str | None, attrs: Attrs | None
 ) -> None:
     try:
-        now, event = time.time(), None
+        now = time.time()
+        event: Event | None = None
         for sample in targets:
             trace = bind_trace(sample)
             if trace is None:
@@ -226,7 +256,7 @@ def _record(
         _drop(f"{kind} {name!r}", error)
 
 
-def _reset(tokens: tuple[Any, Any]) -> None:
+def _reset(tokens: tuple[Token[tuple[object, ...]], Token[str | None]]) -> None:
     try:
         _bound.reset(tokens[0])
         _parent.reset(tokens[1])

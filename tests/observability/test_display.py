@@ -59,8 +59,8 @@ def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
 def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     out = io.StringIO()
-    result = Display(make_args(), run, Console(file=out, width=100)).finish({"extra": 1})
-    assert result is not None and result["extra"] == 1
+    result = Display(make_args(), run, Console(file=out, width=100)).finish()
+    assert result is not None and result["num_rollouts"] == 3
     text = out.getvalue()
     assert re.search(r"products\s+0\.250\s+0\.750\s+\+0\.500", text)
     assert "reward per rollout   0.200 → 0.400" in text and "█" in text
@@ -171,7 +171,6 @@ def test_timers_add_up_and_keep_spans() -> None:
     times = timers.pop()
     assert times["perf/train_time"] >= 2.0 and timers.pop() == {}
     assert timers.pop_spans()[-1] == {"name": "train", "start": 100.0, "end": 102.0}
-    assert timers.totals()["train"] >= 2.0
 
 
 def test_bars() -> None:
