@@ -9,7 +9,6 @@ from slime.config.machine import Machine
 
 def pretend_machine(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     """Parsing finds ``machine`` with every backend installed, in defaults as in checks."""
-    for module in ("defaults", "validate"):
-        monkeypatch.setattr(f"slime.config.{module}.this_machine", lambda: machine)
-    for module in ("run", "model", "cluster"):
+    monkeypatch.setattr("slime.config.resolve.this_machine", lambda: machine)
+    for module in ("run", "trainer", "cluster"):
         monkeypatch.setattr(f"slime.config.{module}.installed", lambda name: True)
