@@ -27,7 +27,8 @@ import orjson
 
 from slime.cluster.garbage import GarbageCollection
 from slime.cluster.rollout_state import Rollout, RolloutState
-from slime.config.resolve import default_args
+from slime.config.args import Args
+from slime.config.resolve import resolve_defaults
 from slime.data.convert import samples_to_train_data, split_train_data
 from slime.data.sample import Sample, flatten
 from slime.data.source import RolloutDataSourceWithBuffer
@@ -74,8 +75,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_args(options: argparse.Namespace) -> Any:
-    return default_args(
+def make_args(options: argparse.Namespace) -> Args:
+    args = Args().with_values(
         hf_checkpoint="unused",
         rollout_batch_size=options.samples // GROUP,
         n_samples_per_prompt=GROUP,
@@ -86,6 +87,8 @@ def make_args(options: argparse.Namespace) -> Any:
         save="unused",
         rollout_num_gpus=options.ranks,
     )
+    resolve_defaults(args)
+    return args
 
 
 def make_groups(options: argparse.Namespace) -> list[list[Any]]:

@@ -44,15 +44,17 @@ class Phases:
 
 def walk(path: Path, rollouts: int) -> dict[str, Any]:
     """What a run does with the file, without engines and trainer."""
-    from slime.config.resolve import default_args
+    from slime.config.args import Args
+    from slime.config.resolve import resolve_defaults
     from slime.data.dataset import Dataset
     from slime.data.source import RolloutDataSource
     from slime.data.validate import check_data
 
-    args = default_args(
+    args = Args().with_values(
         prompt_data=str(path), streaming_data=True, input_key="prompt", label_key="label", rollout_shuffle=True,
         n_samples_per_prompt=8, rm_type="math",
     )  # fmt: skip
+    resolve_defaults(args)
     phases = Phases()
     assert check_data(args) == []
     phases.end("check before the start")

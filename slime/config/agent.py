@@ -66,35 +66,35 @@ class AgentConfig:
     agent_function_path: str | None = flag(
         None,
         kind="hook",
-        help="agent program run(task), sync or async, that calls the model through task.openai_base_url or "
-        "task.anthropic_base_url and returns a reward or None; sets --custom-generate-function-path",
+        help="Agent program as a function run(task), sync or async: it calls the model at task.openai_base_url or "
+        "task.anthropic_base_url and returns a reward or None. It sets --custom-generate-function-path",
     )
     agent_command: str | None = flag(
         None,
-        help="agent program as a command line: it finds OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, "
-        "ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON) in its environment",
+        help="Agent program as a command line: its environment has OPENAI_BASE_URL, OPENAI_API_KEY, "
+        "ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY, SLIME_MODEL and SLIME_TASK (JSON)",
     )
     agent_timeout: float = flag(
-        1800.0, above=0, help="seconds that an agent program may take; then its sample is left out"
+        1800.0, above=0, help="Deadline in seconds for an agent program; a sample that takes longer is left out"
     )
     agent_tool_parser: str = flag(
         "auto",
-        help="reads tool calls in the model's text: auto (by the chat template, then the model type), hermes, qwen25, "
-        "qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, another name of "
-        "the installed SGLang's, or a class of your own",
+        help="Parser of tool calls in responses: auto (by the chat template, then by the model type), hermes, qwen25, "
+        "qwen3_coder, glm45, glm47, deepseekv3, deepseekv31, kimi_k2, llama3, pythonic, mistral, none, a parser "
+        "of the installed SGLang, or the path of the user's own class",
     )
     agent_reasoning_parser: str = flag(
         "auto",
-        help="takes reasoning out of the answer: auto (by the chat template and the tokenizer), none, or a name of "
-        "SGLang's such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral",
+        help="Parser that separates reasoning from the answer in responses: auto (by the chat template and the "
+        "tokenizer), none, or a parser of SGLang such as qwen3, deepseek-r1, glm45, kimi_k2, kimi, mistral",
     )
     agent_constrained_decoding: bool = flag(
         False,
-        help="SGLang samples answers under the constraint of a request's tool_choice and response_format; they are "
-        "trained only with --allow-truncated-sampling. Without the flag answers are checked, and one that does not "
-        "meet them is an error for the program",
+        help="Let SGLang constrain the tokens of an answer to the tool_choice and response_format of the agent's "
+        "request; these tokens are trained only with --allow-truncated-sampling. Without this flag the answer is "
+        "checked, and one that does not comply is returned to the agent as an error",
     )
-    agent_host: str = flag("127.0.0.1", help="this machine's address, under which agent programs reach the endpoint")
+    agent_host: str = flag("127.0.0.1", help="Address of this machine at which agent programs reach the endpoint")
 
 
 def derive_agent(args: Args) -> list[str]:

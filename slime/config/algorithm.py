@@ -28,46 +28,68 @@ class AlgorithmConfig:
         "grpo",
         choices=tuple(ALGORITHMS),
         or_hook=True,
-        help="how rewards become advantages: a built-in estimator, or the path of your own class; ppo trains a critic",
+        help="Advantage estimator: a built-in one, or the path of the user's own class; ppo also trains a critic",
     )
-    loss_type: str = flag("policy_loss", choices=("policy_loss", "sft_loss", "custom_loss"), help="what is minimised")
-    custom_loss_function_path: str | None = flag(None, kind="hook", help="loss of custom_loss")
-    custom_advantage_function_path: str | None = flag(None, kind="hook", help="replaces the estimator")
-    custom_pg_loss_reducer_function_path: str | None = flag(None, kind="hook", help="how the policy loss is averaged")
+    loss_type: str = flag(
+        "policy_loss",
+        choices=("policy_loss", "sft_loss", "custom_loss"),
+        help="Loss to minimise: the policy gradient loss, the SFT loss, or the function in --custom-loss-function-path",
+    )
+    custom_loss_function_path: str | None = flag(None, kind="hook", help="Loss function for --loss-type custom_loss")
+    custom_advantage_function_path: str | None = flag(
+        None, kind="hook", help="Function that computes advantages instead of --advantage-estimator"
+    )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None,
+        kind="hook",
+        help="Function that averages the policy loss over tokens and samples. Default: the mean over samples",
+    )
     compute_advantages_and_returns: bool = flag(
         True,
         option="--disable-compute-advantages-and-returns",
         kind="negative",
-        help="no advantages (SFT, custom loss)",
+        help="Do not compute advantages and returns, as for SFT or a custom loss",
     )
-    eps_clip: float = flag(0.2, help="lower clip distance")
-    eps_clip_high: float = flag(DERIVED, help="upper clip distance; default --eps-clip")
-    eps_clip_c: float | None = flag(None, above=1, help="dual-clip constant, above 1")
-    value_clip: float = flag(0.2, low=0, help="clip distance of values")
-    entropy_coef: float = flag(0.0, help="weight of the entropy bonus")
-    gamma: float = flag(1.0, help="discount")
-    lambd: float = flag(1.0, help="lambda of GAE")
-    normalize_advantages: bool = flag(False, help="whiten advantages over the whole batch")
+    eps_clip: float = flag(0.2, low=0, help="Lower clip range (epsilon) of the importance ratio in the policy loss")
+    eps_clip_high: float = flag(
+        DERIVED, low=0, help="Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"
+    )
+    eps_clip_c: float | None = flag(
+        None,
+        above=1,
+        help="Constant of dual-clip PPO, which bounds the loss of tokens with negative advantage. Default: no dual "
+        "clip",
+    )
+    value_clip: float = flag(0.2, low=0, help="Clip range of the critic's values in the value loss")
+    entropy_coef: float = flag(0.0, help="Coefficient of the entropy bonus in the loss")
+    gamma: float = flag(1.0, low=0, high=1, help="Discount factor (gamma) of returns")
+    lambd: float = flag(1.0, low=0, high=1, help="Lambda of generalized advantage estimation (GAE)")
+    normalize_advantages: bool = flag(False, help="Whiten advantages over the batch (mean 0, standard deviation 1)")
     grpo_std_normalization: bool = flag(
         True,
         option="--disable-grpo-std-normalization",
         kind="negative",
-        help="do not divide by the group's deviation (Dr.GRPO)",
+        help="Do not divide rewards by the standard deviation of their group, as in Dr. GRPO",
     )
     rewards_normalization: bool = flag(
         True,
         option="--disable-rewards-normalization",
         kind="negative",
-        help="train on raw rewards",
+        help="Train on raw rewards, without a group baseline",
     )
     overlong_buffer_len: int = flag(
         0,
-        help="DAPO: rewards fall over the last so many tokens of --rollout-max-response-len; 0: they do not",
+        help="Number of tokens at the end of --rollout-max-response-len over which DAPO's overlong penalty grows; 0 "
+        "disables the penalty",
     )
-    overlong_penalty: float = flag(1.0, help="how far they fall")
-    calculate_per_token_loss: bool = flag(False, help="average over tokens instead of samples")
-    num_critic_only_steps: int = flag(0, low=0, help="rollouts that train the critic alone at the start")
-    use_rollout_entropy: bool = flag(False, help="entropy in the log-prob pass")
+    overlong_penalty: float = flag(
+        1.0,
+        help="Maximum overlong penalty, which is subtracted from the reward of a response of "
+        "--rollout-max-response-len tokens",
+    )
+    calculate_per_token_loss: bool = flag(False, help="Average the loss over tokens instead of over samples")
+    num_critic_only_steps: int = flag(0, low=0, help="Number of rollouts at the start that train only the critic")
+    use_rollout_entropy: bool = flag(False, help="Compute the entropy of the policy in the log-prob pass, as a metric")
 
 
 def derive_algorithm(args: Args) -> None:
@@ -203,20 +225,11 @@ def check_losses(args: Args) -> list[str]:
     problems = []
     if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
         problems.append("--loss-type custom_loss and --custom-loss-function-path go together: give both or none")
-    if args.eps_clip < 0 or args.eps_clip_high < 0:
-        problems.append(
-            f"--eps-clip {args.eps_clip} and --eps-clip-high {args.eps_clip_high}: clip distances are not negative"
-        )
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        problems.append(f"--eps-clip-c {args.eps_clip_c}: the dual-clip constant must be above 1")
     if args.overlong_buffer_len and not 0 < args.overlong_buffer_len < args.rollout_max_response_len:
         problems.append(
-            f"--overlong-buffer-len {args.overlong_buffer_len}: needs to be between 0 and --rollout-max-response-len "
+            f"--overlong-buffer-len {args.overlong_buffer_len}: must be between 0 and --rollout-max-response-len "
             f"{args.rollout_max_response_len}"
         )
-    for name in ("gamma", "lambd"):
-        if not 0 <= getattr(args, name) <= 1:
-            problems.append(f"--{name} {getattr(args, name)}: needs to be between 0 and 1")
     if args.only_train_params_name_list and args.freeze_params_name_list:
         problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other: drop one")
     return problems

@@ -20,42 +20,49 @@ MIN_TOKEN_BUDGET = 4096
 class BatchConfig:
     _title = "batches"
 
-    rollout_batch_size: int = flag(32, low=1, help="prompts per rollout")
-    n_samples_per_prompt: int = flag(8, low=1, help="samples per prompt: the group; with --loss-type sft_loss 1")
+    rollout_batch_size: int = flag(32, low=1, help="Number of prompts per rollout")
+    n_samples_per_prompt: int = flag(
+        8, low=1, help="Number of samples per prompt, which form a group. With --loss-type sft_loss the default is 1"
+    )
     global_batch_size: int = flag(
         DERIVED,
         low=1,
-        help="samples per optimizer step; default: rollout batch x samples / steps",
+        help="Number of samples per optimizer step. Default: --rollout-batch-size x --n-samples-per-prompt / "
+        "--num-steps-per-rollout",
     )
-    num_steps_per_rollout: int = flag(DERIVED, low=1, help="optimizer steps per rollout; default 1")
-    micro_batch_size: int = flag(1, low=1, help="samples per micro-batch; turns --use-dynamic-batch-size off")
+    num_steps_per_rollout: int = flag(
+        DERIVED, low=1, help="Number of optimizer steps per rollout. Default: 1, or what --global-batch-size implies"
+    )
+    micro_batch_size: int = flag(
+        1, low=1, help="Number of samples per micro-batch; giving this flag disables --use-dynamic-batch-size"
+    )
     use_dynamic_batch_size: bool = flag(
         DERIVED,
         kind="toggle",
-        help="fill micro-batches up to --max-tokens-per-gpu; default: unless --micro-batch-size is given or batches "
-        "are padded (--attn-implementation)",
+        help="Fill each micro-batch with samples up to --max-tokens-per-gpu tokens. Default: on, unless "
+        "--micro-batch-size is given or batches are padded (--attn-implementation)",
     )
     max_tokens_per_gpu: int | None = flag(
         None,
         low=1,
-        help="token budget of a micro-batch on one GPU; default: measured on GPUs, else (on a CPU, with "
-        "--deterministic, in float32) the longest prompt and response that the flags allow, at least 4096",
+        help="Maximum number of tokens of a micro-batch on one GPU. Default: measured at the start on GPUs; on a CPU, "
+        "with --deterministic or in float32, the longest prompt and response that the flags allow, but at least "
+        "4096",
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
         low=1,
-        help="token budget of a micro-batch in passes without a backward (log-probs, entropy, the critic's values), "
-        "which keep no activations: 2 to 4 times --max-tokens-per-gpu usually fits; default: the micro-batches of "
-        "training",
+        help="Maximum number of tokens of a micro-batch on one GPU in passes without a backward pass (log-probs, "
+        "entropy, values); 2 to 4 times --max-tokens-per-gpu usually fits. Default: the micro-batches of training",
     )
     balance_data: bool = flag(
         DERIVED,
         kind="toggle",
-        help="pack micro-batches so that all ranks have the same work in each (estimated FLOPs); default: with "
-        "--use-dynamic-batch-size",
+        help="Distribute samples so that all ranks have about the same work (estimated FLOPs) in each micro-batch. "
+        "Default: on with --use-dynamic-batch-size",
     )
-    balance_by_flops: bool = flag(False, help="the same as --balance-data, with --use-dynamic-batch-size")
-    data_pad_size_multiplier: int = flag(128, low=1, help="packs are padded to a multiple of this")
+    balance_by_flops: bool = flag(False, help="Synonym of --balance-data; needs --use-dynamic-batch-size")
+    data_pad_size_multiplier: int = flag(128, low=1, help="Pad each pack of sequences to a multiple of so many tokens")
 
 
 def derive_batch(args: Args) -> list[str]:

@@ -33,55 +33,62 @@ EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglan
 class ClusterConfig:
     _title = "cluster and resources"
 
-    actor_num_nodes: int = flag(1, low=1, high=MOST, help="nodes of the trainer")
+    actor_num_nodes: int = flag(1, low=1, high=MOST, help="Number of nodes for training")
     actor_num_gpus_per_node: int = flag(
         DERIVED,
         low=1,
         high=MOST,
-        help="training GPUs per node; default: what the node has, 1 without a GPU",
+        help="Number of training GPUs per node; without GPUs, the number of training processes. Default: all GPUs of "
+        "the node (fewer if engines need their own), or 1 on a machine without GPUs",
     )
     rollout_num_gpus: int = flag(
         DERIVED,
         low=0,
         high=MOST,
-        help="inference GPUs in all; default: the trainer's with --colocate, else one engine",
+        help="Total number of GPUs for inference; without GPUs, the number of engine processes. Default: the number "
+        "of training GPUs with --colocate, otherwise the GPUs of one engine",
     )
-    rollout_num_gpus_per_engine: int = flag(1, low=1, high=MOST, help="GPUs of one engine (its tensor parallel size)")
-    colocate: bool = flag(False, help="trainer and engines share GPUs and take turns")
-    offload: bool = flag(False, help="short for --offload-train --offload-rollout")
+    rollout_num_gpus_per_engine: int = flag(
+        1, low=1, high=MOST, help="GPUs per engine, which is its tensor parallel size"
+    )
+    colocate: bool = flag(False, help="Let the trainer and the engines share the same GPUs and take turns")
+    offload: bool = flag(False, help="Shorthand for --offload-train --offload-rollout")
     offload_train: bool = flag(
         DERIVED,
         kind="toggle",
-        help="trainer moves to CPU memory between its phases; default: with --colocate",
+        help="Move the trainer's state to CPU memory while it does not train. Default: on with --colocate",
     )
     offload_rollout: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="engines release memory while training; default: with --colocate",
+        DERIVED, kind="toggle", help="Release the engines' GPU memory during training. Default: on with --colocate"
     )
-    distributed_timeout_minutes: int = flag(10, low=1, help="deadline of one collective")
+    distributed_timeout_minutes: int = flag(10, low=1, help="Deadline in minutes for a collective of torch.distributed")
     threads_per_process: int | None = flag(
         None,
         low=1,
-        help="CPU threads of each trainer and engine process; default: the cores shared out",
+        help="Number of CPU threads of each trainer and engine process. Default: the CPU cores divided among these "
+        "processes",
     )
-    train_env_vars: dict[str, str] = flag({}, help="JSON; environment variables of the training processes")
+    train_env_vars: dict[str, str] = flag({}, help="Environment variables of the training processes, as a JSON object")
     use_fault_tolerance: bool = flag(
         False,
-        help="go on without engines that die, hang or are cut off, and start them again with the current weights; "
-        "off: the run ends with a report",
+        help="Continue the run without engines that die, hang or cannot be reached, and restart them with the current "
+        "weights. Without this flag the run ends with a report",
     )
     max_restarts: int = flag(
         DERIVED,
         low=0,
-        help="times that the run goes on by itself from its last snapshot when its rollout manager, a training rank, "
-        "Ray or the driver has died; default: 3 with --use-fault-tolerance, else 0",
+        help="Number of automatic restarts from the last snapshot after the rollout manager, a training rank, Ray or "
+        "the driver has died. Default: 3 with --use-fault-tolerance, otherwise 0",
     )
     rollout_health_check_interval: float = flag(
-        30.0, above=0, help="seconds between checks that an engine makes tokens"
+        30.0, above=0, help="Seconds between two health checks of an engine, each of which generates tokens"
     )
-    rollout_health_check_timeout: float = flag(30.0, above=0, help="seconds an engine has to answer a check")
-    rollout_health_check_first_wait: float = flag(0.0, low=0, help="seconds of grace after each pause of the checks")
+    rollout_health_check_timeout: float = flag(
+        30.0, above=0, help="Deadline in seconds for the answer to a health check"
+    )
+    rollout_health_check_first_wait: float = flag(
+        0.0, low=0, help="Seconds to wait before the first health check after each pause of the checks"
+    )
 
 
 def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:

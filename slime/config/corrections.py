@@ -16,43 +16,62 @@ if TYPE_CHECKING:
 class KlConfig:
     _title = "KL to the reference"
 
-    use_kl_loss: bool = flag(False, help="KL to the reference model in the loss")
-    kl_loss_coef: float = flag(0.0, help="its weight")
+    use_kl_loss: bool = flag(False, help="Add the KL divergence from the reference model to the loss")
+    kl_loss_coef: float = flag(0.0, help="Coefficient of the KL divergence in the loss; needs --use-kl-loss")
     kl_loss_type: str = flag(
         DERIVED,
         choices=("k1", "k2", "k3", "low_var_kl"),
-        help="estimator of the KL; default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the loss the "
-        "expected gradient of k1 is 0, so it does not regularise",
+        help="Estimator of the KL divergence. Default: low_var_kl in the loss, k1 in the reward (--kl-coef). In the "
+        "loss the expected gradient of k1 is 0, so it does not regularise",
     )
-    kl_coef: float = flag(0.0, help="KL in the reward; excludes --kl-loss-coef")
-    use_unbiased_kl: bool = flag(False, help="weigh the KL by the importance ratio")
-    ref_update_interval: int | None = flag(None, low=1, help="copy the actor to the reference every N rollouts")
+    kl_coef: float = flag(0.0, help="Coefficient of the KL divergence in the reward; excludes --kl-loss-coef")
+    use_unbiased_kl: bool = flag(
+        False, help="Multiply the KL divergence in the loss by the importance ratio, which makes the estimate unbiased"
+    )
+    ref_update_interval: int | None = flag(
+        None,
+        low=1,
+        help="Number of rollouts after which the actor's weights are copied to the reference model. Default: the "
+        "reference stays fixed",
+    )
 
 
 @dataclass
 class OffPolicyConfig:
     _title = "off-policy correction and routing replay"
 
-    use_rollout_logprobs: bool = flag(
-        False,
-        help="the engine's log-probs are the old policy; excludes --use-tis",
-    )
+    use_rollout_logprobs: bool = flag(False, help="Use the engine's log-probs as the old policy; excludes --use-tis")
     use_tis: bool = flag(
         DERIVED,
-        help="truncated importance weights between trainer and engine; default: on where train_async.py trains tokens "
-        "of older weights",
+        help="Weigh the loss of each token by the truncated importance ratio (TIS) between trainer and engine. "
+        "Default: on in train_async.py if tokens can be older than the weights that they train",
     )
-    tis_clip: float = flag(2.0, help="upper bound of the weight")
-    tis_clip_low: float = flag(0.0, help="lower bound of the weight")
-    custom_tis_function_path: str | None = flag(None, kind="hook", help="replaces the weight (IcePop, MIS)")
-    get_mismatch_metrics: bool = flag(False, help="measure only; needs --custom-tis-function-path")
-    use_opsm: bool = flag(False, help="mask sequences that drifted from the policy")
-    opsm_delta: float = flag(1e-4, low=0, help="drift from which a sequence is masked")
+    tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
+    tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")
+    custom_tis_function_path: str | None = flag(
+        None,
+        kind="hook",
+        help="Function that computes the importance weights instead of --use-tis, such as IcePop or MIS",
+    )
+    get_mismatch_metrics: bool = flag(
+        False,
+        help="Only log the mismatch between trainer and engine, without a correction; needs --custom-tis-function-path",
+    )
+    use_opsm: bool = flag(
+        False,
+        help="Mask sequences with negative advantage from which the policy has drifted (off-policy sequence masking)",
+    )
+    opsm_delta: float = flag(
+        1e-4, low=0, help="Mean log-prob difference per token above which --use-opsm masks a sequence"
+    )
     use_routing_replay: bool = flag(
-        False, help="Megatron: experts are chosen as in the pass that computed the old log-probs"
+        False,
+        help="Megatron: route tokens in training to the same experts as in the pass that computed the old log-probs",
     )
     use_rollout_routing_replay: bool = flag(
-        False, help="Megatron with SGLang: experts are chosen as the engine chose them; implies --use-routing-replay"
+        False,
+        help="Megatron with SGLang: route tokens in training to the same experts as in the engine; implies "
+        "--use-routing-replay",
     )
 
 
@@ -60,18 +79,26 @@ class OffPolicyConfig:
 class DistillationConfig:
     _title = "on-policy distillation"
 
-    use_opd: bool = flag(False, help="distil from a teacher on the student's own samples")
+    use_opd: bool = flag(
+        False,
+        help="Train by on-policy distillation: the reverse KL divergence from a teacher on the policy's own samples",
+    )
     opd_type: str | None = flag(
         None,
         choices=("sglang", "megatron"),
-        help="sglang: the teacher answers over HTTP; megatron: the trainer (of any backend) holds it",
+        help="Location of the teacher for --use-opd. sglang: a server that is asked over HTTP. megatron: the trainer "
+        "(of either backend) loads it from --opd-teacher-load",
     )
-    opd_kl_coef: float = flag(1.0, help="weight of the teacher")
-    opd_teacher_load: str | None = flag(None, help="teacher of --opd-type megatron: a model of the trained one's shape")
+    opd_kl_coef: float = flag(1.0, help="Coefficient of the reverse KL divergence from the teacher (--use-opd)")
+    opd_teacher_load: str | None = flag(
+        None,
+        kind="path",
+        help="Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained model",
+    )
     opd_teacher_ckpt_step: int | None = flag(
         None,
         low=0,
-        help="iteration of the teacher checkpoint",
+        help="Iteration of the teacher's checkpoint",
         status="refused",
         reason="name the folder of that iteration with --opd-teacher-load",
     )
@@ -130,10 +157,8 @@ def check_off_policy(args: Args) -> list[str]:
         )
     if args.get_mismatch_metrics and not args.custom_tis_function_path:
         problems.append("--get-mismatch-metrics needs --custom-tis-function-path, the function that measures")
-    if args.tis_clip_low < 0 or args.tis_clip <= args.tis_clip_low:
-        problems.append(
-            f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}, and that 0 or more"
-        )
+    if args.tis_clip <= args.tis_clip_low:
+        problems.append(f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}")
     return problems
 
 

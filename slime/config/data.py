@@ -20,44 +20,64 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 class DataConfig:
     _title = "data"
 
-    prompt_data: str | None = flag(None, help="JSONL, Parquet or JSON file; path@[a:b] takes a slice")
-    input_key: str = flag("prompt", help="column of the prompt (text or messages)")
-    label_key: str | None = flag("label", help="column of the label, if rows have it")
-    metadata_key: str = flag("metadata", help="column of metadata (object or JSON string)")
-    tool_key: str = flag("tools", help="column of tool schemas")
-    multimodal_keys: dict[str, str] | None = flag(None, help='JSON; media type to column, {"image": "images"}')
-    apply_chat_template: bool = flag(False, help="render messages with the tokenizer's template")
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON; extra arguments of the template")
-    num_rollout: int | None = flag(None, low=0, help="rollout-and-train iterations; default: one epoch")
-    num_epoch: int | None = flag(None, low=1, help="epochs, when --num-rollout is not given")
-    start_rollout_id: int | None = flag(None, low=0, help="where to go on; default: after the loaded checkpoint")
-    rollout_shuffle: bool = flag(False, help="shuffle the prompts in each epoch")
-    rollout_seed: int = flag(42, help="seed of shuffling and of sampling")
+    prompt_data: str | None = flag(
+        None,
+        kind="path",
+        help="File of training prompts in JSONL, Parquet or JSON; path@[a:b] selects a slice of its rows",
+    )
+    input_key: str = flag("prompt", help="Column of the prompt, which is a text or a list of messages")
+    label_key: str | None = flag(
+        "label", help="Column of the label that rewards compare responses with; it may be absent"
+    )
+    metadata_key: str = flag("metadata", help="Column of the sample's metadata, which is an object or a JSON string")
+    tool_key: str = flag("tools", help="Column of the tool schemas for the chat template")
+    multimodal_keys: dict[str, str] | None = flag(
+        None, help='JSON object that maps media types to columns, such as {"image": "images"}. Default: text only'
+    )
+    apply_chat_template: bool = flag(False, help="Render messages with the tokenizer's chat template")
+    apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON object of additional chat template arguments")
+    num_rollout: int | None = flag(
+        None,
+        low=0,
+        help="Total number of rollouts; each is generated and then trained. Default: as many as --num-epoch takes, or "
+        "one epoch",
+    )
+    num_epoch: int | None = flag(None, low=1, help="Number of epochs if --num-rollout is not given. Default: 1")
+    start_rollout_id: int | None = flag(
+        None, low=0, help="Number of the first rollout. Default: the one after the loaded snapshot, or 0"
+    )
+    rollout_shuffle: bool = flag(False, help="Shuffle the prompts in each epoch")
+    rollout_seed: int = flag(42, help="Random seed for shuffling prompts and for sampling tokens")
     rollout_global_dataset: bool = flag(
         True,
         option="--disable-rollout-global-dataset",
         kind="negative",
-        help="the user's data source manages the data",
+        help="Do not read --prompt-data; the class in --data-source-path provides the prompts",
     )
     data_source_path: str = flag(
-        DEFAULT_DATA_SOURCE,
-        kind="hook",
-        help="class of the data source",
+        DEFAULT_DATA_SOURCE, kind="hook", help="Class of the data source, which provides the prompts"
     )
-    buffer_filter_path: str | None = flag(None, kind="hook", help="chooses groups from the buffer")
+    buffer_filter_path: str | None = flag(
+        None,
+        kind="hook",
+        help="Function that selects groups from the data source's buffer. Default: the oldest groups first",
+    )
     num_data_workers: int = flag(
         0,
         low=0,
-        help="processes that parse, render and count the tokens of --prompt-data; 0: the rollout manager itself. The "
-        "order is the same",
+        help="Number of processes that parse, render and tokenize --prompt-data, without an effect on the order; 0 "
+        "does this in the rollout manager",
     )
     streaming_data: bool = flag(
         False,
-        help="read rows of --prompt-data when they are needed, in memory that does not grow with the file. The order "
-        "is the same; before the start the first 10,000 rows are checked, later ones when they are reached",
+        help="Read the rows of --prompt-data when they are needed, so that memory does not grow with the file; the "
+        "order stays the same. Only the first 10,000 rows are checked before the start, later ones when they are "
+        "read",
     )
     loss_mask_type: str = flag(
-        "qwen", choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"), help="chat format for SFT masks"
+        "qwen",
+        choices=("qwen", "qwen3", "qwen3_5", "distill_qwen"),
+        help="Chat format by which the loss mask of SFT samples is computed",
     )
 
 
@@ -99,24 +119,58 @@ def check_multimodal_keys(args: Args) -> list[str]:
 class EvalConfig:
     _title = "evaluation"
 
-    eval_interval: int | None = flag(None, low=1, help="evaluate every N rollouts")
+    eval_interval: int | None = flag(None, low=1, help="Number of rollouts between evaluations. Default: no evaluation")
     eval_prompt_data: list[str] | None = flag(
-        None, kind="pairs", metavar="NAME PATH", help="data sets as NAME PATH pairs; may be repeated"
+        None,
+        kind="pairs",
+        metavar="NAME PATH",
+        help="Evaluation data sets as pairs of a name and a file; the flag can be repeated",
     )
-    eval_config: str | None = flag(None, kind="path", help="YAML of data sets with their own settings")
-    eval_function_path: str = flag(DERIVED, kind="hook", help="evaluation; default: the rollout function")
-    skip_eval_before_train: bool = flag(False, help="no evaluation before the first step")
-    eval_input_key: str = flag(DERIVED, help="default --input-key")
-    eval_label_key: str | None = flag(None, help="default --label-key")
-    eval_tool_key: str = flag(DERIVED, help="default --tool-key")
-    n_samples_per_eval_prompt: int = flag(1, low=1, help="samples per prompt")
-    eval_temperature: float = flag(DERIVED, low=0, help="default --rollout-temperature")
-    eval_top_p: float = flag(DERIVED, above=0, high=1, help="default --rollout-top-p")
-    eval_top_k: int = flag(DERIVED, low=1, off=-1, help="default --rollout-top-k")
-    eval_max_response_len: int = flag(DERIVED, low=1, help="default --rollout-max-response-len")
-    eval_max_prompt_len: int | None = flag(None, low=1, help="default --rollout-max-prompt-len")
-    eval_min_new_tokens: int | None = flag(None, low=0, help="fewest new tokens")
-    eval_max_context_len: int | None = flag(None, low=1, help="prompt and response together, for the user's functions")
+    eval_config: str | None = flag(None, kind="path", help="YAML file of evaluation data sets with their own settings")
+    eval_function_path: str = flag(
+        DERIVED,
+        kind="hook",
+        help="Function that runs an evaluation. Default: --rollout-function-path, or the built-in rollout function "
+        "with the fully asynchronous one",
+    )
+    skip_eval_before_train: bool = flag(False, help="Skip the evaluation before the first optimizer step")
+    eval_input_key: str = flag(DERIVED, help="Column of the prompt in evaluation data. Default: --input-key")
+    eval_label_key: str | None = flag(None, help="Column of the label in evaluation data. Default: --label-key")
+    eval_tool_key: str = flag(DERIVED, help="Column of the tool schemas in evaluation data. Default: --tool-key")
+    n_samples_per_eval_prompt: int = flag(1, low=1, help="Number of samples per evaluation prompt")
+    eval_temperature: float = flag(
+        DERIVED, low=0, help="Sampling temperature of evaluations; 0 is greedy decoding. Default: --rollout-temperature"
+    )
+    eval_top_p: float = flag(
+        DERIVED, above=0, high=1, help="Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"
+    )
+    eval_top_k: int = flag(
+        DERIVED,
+        low=1,
+        off=-1,
+        help="Number of most likely tokens to sample from (top-k) in evaluations; -1 disables it. Default: "
+        "--rollout-top-k",
+    )
+    eval_max_response_len: int = flag(
+        DERIVED,
+        low=1,
+        help="Maximum number of tokens of a response in evaluations. Default: --rollout-max-response-len",
+    )
+    eval_max_prompt_len: int | None = flag(
+        None,
+        low=1,
+        help="Maximum number of prompt tokens in evaluations; longer prompts are dropped. Default: "
+        "--rollout-max-prompt-len",
+    )
+    eval_min_new_tokens: int | None = flag(
+        None, low=0, help="Minimum number of tokens of a response in evaluations. Default: no minimum"
+    )
+    eval_max_context_len: int | None = flag(
+        None,
+        low=1,
+        help="Maximum number of tokens of prompt and response together in evaluations, for the user's functions. "
+        "Default: --rollout-max-context-len",
+    )
 
 
 def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -183,21 +237,36 @@ class RewardConfig:
 
     rm_type: str | None = flag(
         None,
-        help="deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also with boxed_ in "
-        "front; default: math where rows have a label",
+        help="Built-in reward: deepscaler, dapo, math, f1, gpqa, ifbench, last_number, random or remote_rm, each also "
+        "with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
+        "other flag provides rewards",
     )
-    custom_rm_path: str | None = flag(None, kind="hook", help="reward function")
-    rm_model_path: str | None = flag(None, help="model of a class-style --custom-rm-path")
-    rm_url: str | None = flag(None, help="endpoint of remote_rm")
-    group_rm: bool = flag(False, help="score a whole group at once")
-    reward_key: str | None = flag(None, help="entry of a dict reward that trains")
-    eval_reward_key: str | None = flag(None, help="entry of a dict reward that evaluates")
-    custom_reward_post_process_path: str | None = flag(None, kind="hook", help="raw rewards to trained rewards")
-    reward_timeout: float = flag(30.0, above=0, help="seconds a verifier may take; then the sample is left out")
+    custom_rm_path: str | None = flag(
+        None, kind="hook", help="Function or class that computes rewards instead of --rm-type"
+    )
+    rm_model_path: str | None = flag(None, kind="path", help="Model that a class given as --custom-rm-path loads")
+    rm_url: str | None = flag(None, help="URL of the server that scores samples for --rm-type remote_rm")
+    group_rm: bool = flag(
+        False, help="Pass all samples of a group to the reward function at once instead of one by one"
+    )
+    reward_key: str | None = flag(None, help="Key of the training reward if rewards are dicts")
+    eval_reward_key: str | None = flag(None, help="Key of the evaluation reward if rewards are dicts (--reward-key)")
+    custom_reward_post_process_path: str | None = flag(
+        None,
+        kind="hook",
+        help="Function that turns raw rewards into the rewards to train on. Default: the baseline of "
+        "--advantage-estimator",
+    )
+    reward_timeout: float = flag(
+        30.0,
+        above=0,
+        help="Deadline in seconds for scoring one sample with a verifier; a sample that takes longer is left out",
+    )
     reward_workers: int | None = flag(
         None,
         low=1,
-        help="verifier processes; default: half of the cores of the machine that judges, at least two if it has two",
+        help="Number of verifier processes. Default: half of the CPU cores of the machine that scores, but at least 2 "
+        "if it has 2",
     )
 
 

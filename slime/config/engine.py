@@ -39,34 +39,45 @@ class EngineConfig:
     _title = "engines and router"
 
     rollout_dtype: str = flag(
-        DERIVED,
-        choices=("float32", "bfloat16"),
-        help="dtype of the engines' weights; default: --train-dtype",
+        DERIVED, choices=("float32", "bfloat16"), help="Data type of the engines' weights. Default: --train-dtype"
     )
-    use_router: bool = flag(False, help="put sglang-router in front of a single engine too")
-    embedded_max_running_requests: int = flag(64, low=1, help="requests the embedded engine decodes together")
-    embedded_max_total_tokens: int | None = flag(None, low=1, help="tokens in its KV cache; default: by memory")
-    embedded_device: str = flag(DERIVED, help="cpu or cuda; default: cuda where there is one")
-    sglang_router_ip: str | None = flag(None, help="use a router that runs already")
-    sglang_router_port: int | None = flag(None, low=1, high=65535, help="its port")
-    sglang_router_request_timeout_secs: int = flag(14400, low=1, help="the router gives a request up after this")
-    sglang_server_concurrency: int = flag(512, low=1, help="requests in flight per engine")
+    use_router: bool = flag(False, help="Use sglang-router even if there is only one engine")
+    embedded_max_running_requests: int = flag(
+        64, low=1, help="Maximum number of requests that the embedded engine decodes at the same time (its slots)"
+    )
+    embedded_max_total_tokens: int | None = flag(
+        None,
+        low=1,
+        help="Capacity of the embedded engine's KV cache in tokens. Default: chosen by the available memory",
+    )
+    embedded_device: str = flag(DERIVED, help="Device of the embedded engine, cpu or cuda. Default: cuda if available")
+    sglang_router_ip: str | None = flag(
+        None, help="IP address of a router that already runs. Default: slime starts one"
+    )
+    sglang_router_port: int | None = flag(None, low=1, high=65535, help="Port of the router at --sglang-router-ip")
+    sglang_router_request_timeout_secs: int = flag(14400, low=1, help="Deadline of a request to the router in seconds")
+    sglang_server_concurrency: int = flag(512, low=1, help="Maximum number of concurrent requests per engine")
     rollout_external_engine_addrs: list[str] | None = flag(
         None,
-        help="host:port of servers that run already: they get weights and requests, and are never stopped",
+        help="Addresses host:port of inference servers that are already running; slime sends them weights and "
+        "requests and never stops them. Default: slime starts the engines",
     )
     sglang_config: str | None = flag(
         None,
         kind="path",
-        help="YAML of several models, or of groups of servers that prefill and decode",
+        help="YAML file that describes several served models, or groups of SGLang servers for prefill and decode. "
+        "Default: one model and one kind of server",
     )
     prefill_num_servers: int | None = flag(
-        None, low=1, help="so many of the SGLang servers only prefill, the others decode"
+        None,
+        low=1,
+        help="Number of SGLang servers that only prefill; the others only decode. Default: each server does both",
     )
     logprob_gap_threshold: float | None = flag(
         None,
         low=0,
-        help="warn when trainer and engine log-probs differ by more in a step's mean; default: by dtype",
+        help="Warn if the log-probs of trainer and engine differ by more than this in the mean of a step. Default: "
+        "depends on the data types",
     )
 
 

@@ -9,39 +9,6 @@ from typing import Any
 
 import yaml
 
-PATH_FLAGS = frozenset(
-    {
-        "custom_config_path",
-        "custom_generate_function_path",
-        "custom_rm_path",
-        "data_source_path",
-        "dump_details",
-        "eval_config",
-        "eval_prompt_data",
-        "hf_checkpoint",
-        "load",
-        "load_debug_rollout_data",
-        "load_forge_rollout_data",
-        "memory_snapshot_dir",
-        "opd_teacher_load",
-        "output_dir",
-        "override",
-        "prompt_data",
-        "ref_load",
-        "rm_model_path",
-        "rollout_function_path",
-        "save",
-        "save_debug_rollout_data",
-        "save_debug_train_data",
-        "save_hf",
-        "sglang_config",
-        "update_weight_disk_dir",
-        "wandb_dir",
-    }
-)
-"""Flags whose value is, or begins with, the name of a file or folder."""
-
-
 _LONGEST_NAME = 255  # bytes, of every file system in use
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from slime.config.files import PATH_FLAGS, path_problem
+from slime.config.files import path_problem
 
 Status = Literal["works", "notice", "refused"]
 """``works``; ``notice``: accepted, and one line says what it does not do; ``refused``: refused with the reason."""
@@ -102,22 +102,11 @@ def flag(
     """
     derived = isinstance(default, _Derived)
     default = None if derived else default
-    meta = dict(
-        derived=derived,
-        help=help,
-        option=option,
-        kind=kind,
-        choices=tuple(choices),
-        status=status,
-        reason=reason,
-        limits=dict(limits or {}),
-        metavar=metavar,
-        low=low,
-        above=above,
-        high=high,
-        off=off,
-        or_hook=or_hook,
-    )
+    meta = {
+        **{"derived": derived, "help": help, "option": option, "kind": kind, "choices": tuple(choices)},
+        **{"status": status, "reason": reason, "limits": dict(limits or {}), "metavar": metavar},
+        **{"low": low, "above": above, "high": high, "off": off, "or_hook": or_hook},
+    }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
     return dataclasses.field(default=default, metadata={_KEY: meta})
@@ -143,32 +132,14 @@ def _flags_of(cls: type) -> dict[str, Flag]:
     }
 
 
-def _make(field: dataclasses.Field[Any], hint: Any, group: str) -> Flag:
-    meta = field.metadata[_KEY]
+def _make(field: dataclasses.Field[Any], hint: object, group: str) -> Flag:
+    meta = dict(field.metadata[_KEY])
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     value_type, container, optional = _unwrap(hint)
-    kind = meta["kind"] or _infer_kind(value_type, container, optional or default is None, field.name)
-    return Flag(
-        name=field.name,
-        option=meta["option"] or "--" + field.name.replace("_", "-"),
-        kind=kind,
-        value_type=value_type,
-        default=default,
-        help=meta["help"],
-        group=group,
-        choices=meta["choices"],
-        status=meta["status"],
-        reason=meta["reason"],
-        limits=meta["limits"],
-        metavar=meta["metavar"],
-        optional=optional or default is None,
-        low=meta["low"],
-        above=meta["above"],
-        high=meta["high"],
-        off=meta["off"],
-        derived=meta["derived"],
-        or_hook=meta["or_hook"],
-    )
+    optional = optional or default is None
+    meta["option"] = meta["option"] or "--" + field.name.replace("_", "-")
+    meta["kind"] = meta["kind"] or _infer_kind(value_type, container, optional, field.name)
+    return Flag(name=field.name, value_type=value_type, default=default, group=group, optional=optional, **meta)
 
 
 def _unwrap(hint: Any) -> tuple[type, type | None, bool]:
@@ -232,15 +203,17 @@ def out_of_range(flag: Flag, value: Any) -> str | None:
         and (flag.above is None or value > flag.above)
         and (flag.high is None or value <= flag.high)
     )
-    return None if inside else f"needs to be {range_text(flag)}"
+    return None if inside else f"must be {range_text(flag)}"
 
 
 def range_text(flag: Flag) -> str:
     """The range in words; empty where every finite number is taken."""
     words = [f"above {flag.above}"] if flag.above is not None else []
-    if flag.low is not None:
-        words.append(f"{flag.low} or more" if flag.low == 0 else f"at least {flag.low}")
-    if flag.high is not None:
+    if flag.low is not None and flag.high is not None:
+        words.append(f"from {flag.low} to {flag.high}")
+    elif flag.low is not None:
+        words.append(f"at least {flag.low}")
+    elif flag.high is not None:
         words.append(f"at most {flag.high}")
     off = f"{flag.off}, or " if flag.off is not None else ""
     return off + " and ".join(words)
@@ -266,7 +239,7 @@ def _checked_text(flag: Flag, value: str) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{value!r} is not UTF-8") from None
-    if flag.name not in PATH_FLAGS and flag.kind not in ("hook", "path", "repeat") and not flag.or_hook:
+    if flag.kind not in ("hook", "path", "repeat", "pairs") and not flag.or_hook:
         return value
     problem = path_problem(value)
     if problem:

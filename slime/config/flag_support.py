@@ -37,97 +37,95 @@ class UnsupportedConfig:
     _title = "not supported"
 
     config: str | None = refused(None, "YAML file of default values", "use --override FILE", kind="path")
-    fp16: bool = refused(False, "train in float16", "use --train-dtype bfloat16 or float32")
+    fp16: bool = refused(False, "Train in float16", "use --train-dtype bfloat16 or float32")
     fsdp_cpu_offload: bool = refused(
         False,
-        "keep FSDP shards in CPU memory",
+        "Keep FSDP shards in CPU memory",
         "shards stay where they compute; --offload-train moves them out between the trainer's phases",
     )
     custom_model_provider_path: str | None = refused(
         None,
-        "function that builds Megatron's model",
+        "Function that builds Megatron's model",
         "a model needs a weight map, too: add a family in slime/weights/maps",
         kind="hook",
     )
     qwen_gdn_backend: str = refused(
-        "fla", "kernels of gated delta nets", "no kernels for Qwen3-Next layers yet", choices=("fla", "flashqla")
+        "fla", "Kernels of gated delta networks", "no kernels for Qwen3-Next layers yet", choices=("fla", "flashqla")
     )
-    freeze_indexer: bool = refused(False, "freeze the indexers of DSA models", _NO_DSA)
-    allgather_cp: bool = refused(False, "contiguous layout of context parallelism", "it is for DSA models only")
+    freeze_indexer: bool = refused(False, "Freeze the indexers of DSA models", _NO_DSA)
+    allgather_cp: bool = refused(False, "Use the contiguous layout of context parallelism", "it is for DSA models only")
     release_train: bool = refused(
         False,
-        "end the trainer's processes during a rollout",
+        "End the training processes during a rollout",
         "--offload-train gives their memory back, and nothing has to be loaded again",
     )
-    rollout_task_type: str = refused("math", "task of an external rollout buffer", _NO_BUFFER)
+    rollout_task_type: str = refused("math", "Task of an external rollout buffer", _NO_BUFFER)
     rollout_buffer_url: str | None = refused(None, "URL of an external rollout buffer", _NO_BUFFER)
-    fetch_trajectory_retry_times: int = refused(-1, "attempts to fetch from an external rollout buffer", _NO_BUFFER)
-    ci_test: bool = refused(False, "assertions for CI in the training loop", _NO_CI)
-    ci_disable_kl_checker: bool = refused(False, "switch off the KL assertion of --ci-test", _NO_CI)
+    fetch_trajectory_retry_times: int = refused(-1, "Number of attempts to fetch from a rollout buffer", _NO_BUFFER)
+    ci_test: bool = refused(False, "Enable assertions for CI in the training loop", _NO_CI)
+    ci_disable_kl_checker: bool = refused(False, "Disable the KL assertion of --ci-test", _NO_CI)
     ci_train_rollout_logprob_abs_diff_threshold: float = refused(
-        0.1, "largest gap between log-probs of trainer and engine in --ci-test", _NO_CI
+        0.1, "Maximum difference between the log-probs of trainer and engine with --ci-test", _NO_CI
     )
-    ci_save_grad_norm: str | None = refused(None, "file to which --ci-test writes gradient norms", _NO_CI)
-    ci_load_grad_norm: str | None = refused(None, "file with which --ci-test compares gradient norms", _NO_CI)
-    mtp_num_layers: int | None = refused(None, "number of multi-token prediction layers", _NO_MTP)
-    mtp_loss_scaling_factor: float = refused(0.2, "coefficient of the multi-token prediction loss", _NO_MTP)
-    enable_mtp_training: bool = refused(False, "train the multi-token prediction layers", _NO_MTP)
-    megatron_deepgemm_forward_layers: list[int] | None = refused(None, "layers that run in FP8 DeepGEMM", _NO_DEEPGEMM)
+    ci_save_grad_norm: str | None = refused(None, "File to which --ci-test writes gradient norms", _NO_CI)
+    ci_load_grad_norm: str | None = refused(None, "File with which --ci-test compares gradient norms", _NO_CI)
+    mtp_num_layers: int | None = refused(None, "Number of multi-token prediction layers", _NO_MTP)
+    mtp_loss_scaling_factor: float = refused(0.2, "Coefficient of the multi-token prediction loss", _NO_MTP)
+    enable_mtp_training: bool = refused(False, "Train the multi-token prediction layers", _NO_MTP)
+    megatron_deepgemm_forward_layers: list[int] | None = refused(None, "Layers that run in FP8 DeepGEMM", _NO_DEEPGEMM)
     megatron_deepgemm_forward_modules: list[str] | None = refused(
-        None, "modules that run in FP8 DeepGEMM", _NO_DEEPGEMM
+        None, "Modules that run in FP8 DeepGEMM", _NO_DEEPGEMM
     )
-    megatron_deepgemm_moe_forward_layers: list[int] | None = refused(
-        None, "MoE layers that run in FP8 DeepGEMM", _NO_DEEPGEMM
+    megatron_deepgemm_moe_forward_layers: list[int] | None = refused(None, "MoE layers in FP8 DeepGEMM", _NO_DEEPGEMM)
+    megatron_deepgemm_moe_forward_modules: list[str] | None = refused(None, "MoE modules in FP8 DeepGEMM", _NO_DEEPGEMM)
+    teacher_port: int = refused(7999, "Port of a Megatron teacher server", _NO_SERVER)
+    teacher_warmup_port: int = refused(7999, "Warm-up port of a Megatron teacher server", _NO_SERVER)
+    teacher_warmup_timeout_s: int = refused(
+        3000, "Warm-up deadline of a Megatron teacher server in seconds", _NO_SERVER
     )
-    megatron_deepgemm_moe_forward_modules: list[str] | None = refused(
-        None, "MoE modules that run in FP8 DeepGEMM", _NO_DEEPGEMM
+    teacher_sample_reduction_chunk_size: int = refused(
+        4096, "Samples per chunk of a Megatron teacher server", _NO_SERVER
     )
-    teacher_port: int = refused(7999, "port of a Megatron teacher server", _NO_SERVER)
-    teacher_warmup_port: int = refused(7999, "warm-up port of a Megatron teacher server", _NO_SERVER)
-    teacher_warmup_timeout_s: int = refused(3000, "warm-up deadline of a Megatron teacher server", _NO_SERVER)
-    teacher_sample_reduction_chunk_size: int = refused(4096, "samples per chunk of a teacher server", _NO_SERVER)
-    teacher_label_reduction_chunk_size: int = refused(4096, "labels per chunk of a teacher server", _NO_SERVER)
-    megatron_server_max_length: int = refused(0, "longest sequence of a Megatron server", _NO_SERVER)
+    teacher_label_reduction_chunk_size: int = refused(4096, "Labels per chunk of a Megatron teacher server", _NO_SERVER)
+    megatron_server_max_length: int = refused(0, "Maximum sequence length of a Megatron server in tokens", _NO_SERVER)
     megatron_server_update_timeout_s: int = refused(
-        3600, "deadline of a weight update of a Megatron server", _NO_SERVER
+        3600, "Deadline in seconds for a weight update of a Megatron server", _NO_SERVER
     )
-    megatron_server_warmup: bool = refused(True, "warm up a Megatron server", _NO_SERVER, kind="toggle")
+    megatron_server_warmup: bool = refused(True, "Warm up a Megatron server", _NO_SERVER, kind="toggle")
     ref_ckpt_step: int | None = refused(
         None,
-        "iteration of the reference checkpoint",
+        "Iteration of the reference model's checkpoint",
         "--ref-load is a Hugging Face folder, which has no iterations",
     )
-    num_gpus_per_node: int | None = ignored(None, "GPUs per node", "Ray is asked what each node has")
+    num_gpus_per_node: int | None = ignored(None, "Number of GPUs per node", "Ray is asked what each node has")
     distributed_backend: str | None = ignored(
-        None, "backend of torch.distributed", "it is nccl on CUDA and gloo on the CPU"
+        None, "Backend of torch.distributed", "it is nccl on CUDA and gloo on the CPU"
     )
     use_distributed_post: bool = ignored(
-        False, "send HTTP requests from one actor per node", "the rollout manager has one HTTP client"
+        False, "Send HTTP requests from one Ray actor per node", "the rollout manager has one HTTP client"
     )
     http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "engines are reached directly")
     model_name: str | None = ignored(
-        None, "model family for the names of weights", "the names follow from the checkpoint"
+        None, "Model family that determines the names of weights", "the names follow from the checkpoint"
     )
     recompute_loss_function: bool = ignored(
-        False,
-        "recompute logits in the backward pass",
-        "it is always done: logits of a whole batch are never kept",
+        False, "Recompute logits in the backward pass", "it is always done: logits of a whole batch are never kept"
     )
     fsdp_state_dict_cpu_offload: bool = ignored(
-        True, "gather FSDP state dicts in CPU memory", "checkpoints are always written from CPU memory", kind="toggle"
+        True, "Gather FSDP state dicts in CPU memory", "checkpoints are always written from CPU memory", kind="toggle"
     )
-    fsdp_cpu_backend: str = ignored("gloo", "backend of FSDP's collectives on the CPU", "it is always gloo")
+    fsdp_cpu_backend: str = ignored("gloo", "Backend of FSDP's collective operations on the CPU", "it is always gloo")
     update_weight_local_checkpoint_dir: str | None = ignored(
         None,
-        "folder on each host in which deltas are applied",
+        "Folder on each host in which weight deltas are applied",
         "each engine keeps what deltas patch in memory and needs no folder",
     )
     min_batch_collection_ratio: float = ignored(
-        1.0, "share of a batch that a rollout waits for", "a rollout always collects the whole batch"
+        1.0, "Fraction of a batch for which a rollout waits", "a rollout always collects the whole batch"
     )
     wandb_random_suffix: bool = ignored(
         True,
-        "no random suffix of the W&B group's name",
+        "Do not append a random suffix to the group name in Weights & Biases",
         "names have no random suffix",
         option="--disable-wandb-random-suffix",
         kind="negative",

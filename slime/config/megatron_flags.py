@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from slime.config.flag import flags_of
 from slime.config.hf_config import SHAPE
 from slime.config.layout import ParallelLayout
-from slime.config.megatron_lm import ALIASES, ARCHITECTURE, shadowing_notice
+from slime.config.megatron_lm import shadowing_notice
 from slime.config.passthrough import MEGATRON_VERSION, by_name, load_table
 
 if TYPE_CHECKING:
@@ -24,6 +24,20 @@ READ_BY_SLIME = frozenset(
     swiglu spec optimizer_cpu_offload optimizer_offload_fraction""".split()  # noqa: SIM905
 )
 """The Megatron backend acts on these itself, or they say what config.json says."""
+
+
+ARCHITECTURE = frozenset(
+    """add_bias_linear add_position_embedding apply_layernorm_1p attention_output_gate enable_experimental
+    group_query_attention make_vocab_size_divisible_by max_position_embeddings moe_layer_freq
+    moe_router_enable_expert_bias moe_router_group_topk moe_router_load_balancing_type moe_router_num_groups
+    moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor moe_shared_expert_gate
+    moe_shared_expert_intermediate_size mscale mscale_all_dim multi_latent_attention normalization
+    padded_vocab_size position_embedding_type post_mlp_layernorm post_self_attn_layernorm qk_layernorm
+    quick_geglu rope_scaling_factor rope_type rotary_interleaved rotary_percent rotary_scaling_factor
+    rotary_seq_len_interpolation_factor seq_length spec squared_relu swiglu use_gated_attention use_rope_scaling
+    use_rotary_position_embeddings""".split()  # noqa: SIM905
+)
+"""They describe the model. FSDP takes all of this from the checkpoint's own code and config."""
 
 
 WITHOUT_EFFECT = frozenset(
@@ -79,7 +93,8 @@ BUILT_IN_SPECS = ("glm4", "get_glm_spec", "slime_plugins.models.glm4")
 
 def fields_by_dest() -> dict[str, str]:
     """Megatron-LM's attribute → megatron-core's config field, where the names differ."""
-    return {alias.dest: alias.field for alias in ALIASES if alias.field}
+    table = load_table("megatron_lm", MEGATRON_VERSION)
+    return {entry["dest"]: entry["field"] for entry in table.values() if "field" in entry}
 
 
 def refused_flags(given: dict[str, Any]) -> list[str]:

@@ -17,39 +17,56 @@ if TYPE_CHECKING:
 class ObservabilityConfig:
     _title = "observability"
 
-    use_tensorboard: bool = flag(True, kind="toggle", help="TensorBoard events in the run's folder")
+    use_tensorboard: bool = flag(True, kind="toggle", help="Write TensorBoard events to the run's folder")
     tb_project_name: str | None = flag(
+        None, help="Folder in tensorboard_log/ for TensorBoard events. Default: the run's folder"
+    )
+    tb_experiment_name: str | None = flag(
+        None, help="Subfolder of --tb-project-name for the TensorBoard events. Default: the run's name"
+    )
+    use_wandb: bool = flag(False, help="Also log metrics to Weights & Biases")
+    wandb_mode: str | None = flag(
         None,
-        help="folder of TensorBoard events beside the run's own, with --tb-experiment-name",
+        choices=("online", "offline", "disabled"),
+        help="Mode of Weights & Biases. Default: WANDB_MODE of the environment",
     )
-    tb_experiment_name: str | None = flag(None, help="last part of that folder's path; default: the run's name")
-    use_wandb: bool = flag(False, help="log to Weights & Biases too")
-    wandb_mode: str | None = flag(None, choices=("online", "offline", "disabled"), help="default: the environment's")
-    wandb_dir: str | None = flag(None, help="folder of its files")
-    wandb_key: str | None = flag(None, help="API key; `ps` shows it to everyone: better set WANDB_API_KEY")
-    wandb_host: str | None = flag(None, help="server")
-    wandb_team: str | None = flag(None, help="entity")
-    wandb_group: str | None = flag(None, help="group")
-    wandb_project: str | None = flag(None, help="project")
-    wandb_run_id: str | None = flag(None, help="go on with this run")
-    wandb_always_use_train_step: bool = flag(False, help="x-axis in optimizer steps")
-    log_multi_turn: bool = flag(False, help="metrics of multi-turn samples")
-    log_passrate: bool = flag(False, help="pass@k of the training groups")
-    log_correct_samples: bool = flag(
-        False,
-        help="means over the correct samples apart, as rollout/correct-<name>",
+    wandb_dir: str | None = flag(
+        None, kind="path", help="Folder for files of Weights & Biases. Default: the run's folder"
     )
-    log_reward_category: str | None = flag(None, help="entry of a dict reward to count by")
+    wandb_key: str | None = flag(
+        None,
+        help="API key of Weights & Biases. It is visible in the process list (ps), so prefer the environment variable "
+        "WANDB_API_KEY",
+    )
+    wandb_host: str | None = flag(
+        None,
+        help="URL of the Weights & Biases server. Default: WANDB_BASE_URL of the environment, or the public server",
+    )
+    wandb_team: str | None = flag(None, help="Entity (team or user) of the run in Weights & Biases")
+    wandb_group: str | None = flag(None, help="Group of the run in Weights & Biases")
+    wandb_project: str | None = flag(None, help="Project of the run in Weights & Biases. Default: slime")
+    wandb_run_id: str | None = flag(None, help="Id of the run to resume in Weights & Biases. Default: a new run")
+    wandb_always_use_train_step: bool = flag(
+        False, help="Use optimizer steps instead of rollouts as the x-axis of all metrics in Weights & Biases"
+    )
+    log_multi_turn: bool = flag(False, help="Log metrics of multi-turn samples")
+    log_passrate: bool = flag(False, help="Log pass@k of the training groups")
+    log_correct_samples: bool = flag(False, help="Also log means over the correct samples, as rollout/correct-<name>")
+    log_reward_category: str | None = flag(
+        None, help="Key of a dict reward by whose values samples are counted in metrics"
+    )
     log_samples: str = flag(
         "all",
         metavar="all|none|N",
-        help="samples whose texts are written to samples/ of the run: all, none, or N of each rollout and data set of "
-        "an evaluation, at even distances",
+        help="Number of samples per rollout and evaluation data set whose texts are written to samples/ of the run, "
+        "at even distances; all or none are also accepted",
     )
     log_keep_last: int | None = flag(
-        None, low=1, help="keep the texts and traces of the newest N rollouts and evaluations only; default: all"
+        None,
+        low=1,
+        help="Number of rollouts and evaluations whose texts and traces are kept; older ones are deleted. Default: all",
     )
-    log_compress: bool = flag(False, help="write the texts as .jsonl.zst; zstdcat reads them")
+    log_compress: bool = flag(False, help="Compress the texts of samples as .jsonl.zst, which zstdcat reads")
 
 
 def log_samples_count(value: str) -> int | None:
@@ -69,41 +86,65 @@ def log_samples_count(value: str) -> int | None:
 class DebugConfig:
     _title = "debugging and profiling"
 
-    debug_rollout_only: bool = flag(False, help="no trainer")
+    debug_rollout_only: bool = flag(False, help="Generate rollouts without a trainer")
     debug_train_only: bool = flag(
-        False, help="no engines; needs --load-debug-rollout-data or a rollout function that asks none, such as SFT's"
+        False,
+        help="Train without engines, on --load-debug-rollout-data or a rollout function that needs no engine, such as "
+        "the one for SFT",
     )
-    save_debug_rollout_data: str | None = flag(None, help="template of a dump of each rollout, with {rollout_id}")
-    load_debug_rollout_data: str | None = flag(None, help="train on such dumps; implies --debug-train-only")
-    load_debug_rollout_data_subsample: float | None = flag(None, above=0, high=1, help="share of the dump to use")
+    save_debug_rollout_data: str | None = flag(
+        None,
+        kind="path",
+        help="File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the rollout's "
+        "number",
+    )
+    load_debug_rollout_data: str | None = flag(
+        None,
+        kind="path",
+        help="File of saved samples to train on, with {rollout_id} in the path; implies --debug-train-only",
+    )
+    load_debug_rollout_data_subsample: float | None = flag(
+        None, above=0, high=1, help="Fraction of the samples of --load-debug-rollout-data to train on. Default: all"
+    )
     load_forge_rollout_data: str | None = flag(
         None,
-        help="template of dumps that slime.rollout.forge_load replays with engines alive",
+        kind="path",
+        help="File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays while the "
+        "engines are running",
     )
     save_debug_train_data: str | None = flag(
         None,
-        help="template of a dump of each rollout's train batches, with {rollout_id}",
+        kind="path",
+        help="File to which each rollout's training batches are saved; {rollout_id} in the path is replaced by the "
+        "rollout's number",
     )
     dump_details: str | None = flag(
         None,
-        help="folder; sets both dumps to rollout_data/ and train_data/ in it and keeps the tokenizer",
+        kind="path",
+        help="Folder for --save-debug-rollout-data (rollout_data/), --save-debug-train-data (train_data/) and the "
+        "tokenizer",
     )
-    record_memory_history: bool = flag(False, help="record CUDA allocations of the trainer's first rollouts")
-    memory_snapshot_num_steps: int | None = flag(None, low=1, help="rollouts that are recorded; default 1")
-    memory_snapshot_dir: str | None = flag(None, help="folder of the record; default: traces/ of the run")
+    record_memory_history: bool = flag(False, help="Record the trainer's CUDA memory allocations in the first rollouts")
+    memory_snapshot_num_steps: int | None = flag(
+        None, low=1, help="Number of rollouts for which --record-memory-history records. Default: 1"
+    )
+    memory_snapshot_dir: str | None = flag(
+        None, kind="path", help="Folder for the files of --record-memory-history. Default: traces/ of the run"
+    )
     memory_recorder: str = flag(
         "torch",
         choices=("torch", "memray"),
-        help="recorder of memory",
+        help="Memory recorder for --record-memory-history",
         limits={"memray": ("refused", "it records host memory: attach memray to the process in question")},
     )
-    use_pytorch_profiler: bool = flag(False, help="traces of the trainer by torch's profiler, in traces/")
-    profile_step_start: int = flag(1, low=0, help="first rollout to profile")
-    profile_step_end: int = flag(2, low=0, help="first rollout not to")
+    use_pytorch_profiler: bool = flag(False, help="Write PyTorch profiler traces of the trainer to traces/ of the run")
+    profile_step_start: int = flag(1, low=0, help="First rollout that --use-pytorch-profiler records")
+    profile_step_end: int = flag(2, low=0, help="First rollout that --use-pytorch-profiler no longer records")
     profile_target: list[str] = flag(
         ["train_overall"],
         choices=("train_overall", "train_actor", "train_log_probs"),
-        help="what is profiled: all the trainer does, the optimizer's steps, the passes that score",
+        help="Parts of the trainer that --use-pytorch-profiler records: everything, the optimizer steps "
+        "(train_actor), or the log-prob passes",
     )
 
 
@@ -112,15 +153,19 @@ class MegatronExtrasConfig:
     _title = "hooks of the Megatron backend"
 
     custom_megatron_init_path: str | None = flag(
-        None, kind="hook", help="called once Megatron's groups exist: fn(args)"
+        None, kind="hook", help="Function fn(args) that is called after Megatron has created its process groups"
     )
     custom_megatron_before_log_prob_hook_path: str | None = flag(
-        None, kind="hook", help='called before log-probs: fn(args, model, prefix), prefix "", "ref_" or "teacher_"'
+        None,
+        kind="hook",
+        help="Function fn(args, model, prefix) that is called before log-probs are computed with Megatron; the prefix "
+        'is "", "ref_" or "teacher_"',
     )
     custom_megatron_before_train_step_hook_path: str | None = flag(
         None,
         kind="hook",
-        help="called before a step: fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
+        help="Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called before "
+        "each optimizer step of Megatron",
     )
 
 
@@ -165,7 +210,7 @@ def check_debug_files(args: Args) -> list[str]:
     if args.load_debug_rollout_data_subsample is not None and not args.load_debug_rollout_data:
         problems.append("--load-debug-rollout-data-subsample needs --load-debug-rollout-data")
     if args.profile_step_end <= args.profile_step_start:
-        problems.append(f"--profile-step-end {args.profile_step_end}: needs to be above --profile-step-start")
+        problems.append(f"--profile-step-end {args.profile_step_end}: must be above --profile-step-start")
     template = args.load_debug_rollout_data
     if template and not Path(template).expanduser().parent.is_dir() and "{" not in str(Path(template).parent):
         problems.append(f"--load-debug-rollout-data {template}: no such folder")

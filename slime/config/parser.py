@@ -67,8 +67,15 @@ class FlagParser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
+    """Wraps lines on a terminal. Elsewhere each flag is one line, so that ``grep`` finds whole sentences."""
+
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=46, width=120)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if sys.stdout.isatty():
+            return super()._format_action(action)
+        return f"  {self._format_action_invocation(action):<44}  {self._expand_help(action)}\n"
 
 
 @functools.cache
@@ -136,14 +143,16 @@ def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.P
 
 
 def help_text(flag: Flag) -> str:
-    """One line for ``--help``: meaning, default, state."""
-    text = flag.help
-    if flag.kind == "negative" or flag.default in (None, False, [], {}):
-        default = ""
+    """One line for ``--help``: the meaning and the default."""
+    if flag.kind == "negative" or flag.derived or "Default" in flag.help:
+        return flag.help.replace("%", "%%")
+    if flag.is_bool:
+        default = "on" if flag.default else "off"
+    elif flag.default in (None, [], {}):
+        default = "none"
     else:
-        words = flag.default if isinstance(flag.default, list) else [flag.default]
-        default = f" [{' '.join(map(str, words))}]"
-    return (text + default).replace("%", "%%")
+        default = " ".join(map(str, flag.default)) if isinstance(flag.default, list) else str(flag.default)
+    return f"{flag.help} (default: {default})".replace("%", "%%")
 
 
 def metavar(flag: Flag) -> str:
@@ -152,7 +161,7 @@ def metavar(flag: Flag) -> str:
         return flag.metavar
     if flag.choices:
         return "{" + ",".join([*map(str, flag.choices), *["FILE:CLASS"] * flag.or_hook]) + "}"
-    by_kind = {"hook": "FUNCTION", "path": "FILE", "json": "JSON", "repeat": "FUNCTION"}
+    by_kind = {"hook": "FUNCTION", "path": "PATH", "json": "JSON", "repeat": "FUNCTION"}
     by_type = {int: "N", float: "X", str: "TEXT"}
     return by_kind.get(flag.kind) or by_type.get(flag.value_type, "VALUE")
 
@@ -311,9 +320,7 @@ def check_args(
 
 
 def read_settings(
-    argv: Sequence[str],
-    add_custom_arguments: AddArguments | None = None,
-    settings: Mapping[str, Any] | None = None,
+    argv: Sequence[str], add_custom_arguments: AddArguments | None = None, settings: Mapping[str, Any] | None = None
 ) -> tuple[Args, list[str]]:
     """Words, then the files that they name (``--custom-config-path`` and ``--override``), then ``settings``. Nothing is
     resolved yet."""

@@ -7,8 +7,6 @@ reported together.
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.config import passthrough
 from slime.config.agent import check_constrained_decoding, check_parsers, derive_agent
 from slime.config.algorithm import check_estimator, check_losses, derive_algorithm
@@ -68,24 +66,6 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     return problems
 
 
-def default_args(**values: Any) -> Args:
-    """Resolved but unchecked Args, for tests and tools: ``default_args(rollout_batch_size=4)``.
-
-    Pass-through flags come as ``sglang={"mem_fraction_static": 0.8}``.
-
-    Raises:
-        TypeError: a name that is no field of Args.
-    """
-    args = Args()
-    for name, value in values.items():
-        if name not in vars(args):
-            raise TypeError(f"args has no {name!r}")
-        setattr(args, name, value)
-    args.explicit = frozenset(values)
-    resolve_defaults(args)
-    return args
-
-
 def check_ranges(args: Args) -> list[str]:
     """Ranges of values that were derived; those of the command line and of files are checked as they are read."""
     problems = []
@@ -96,7 +76,7 @@ def check_ranges(args: Args) -> list[str]:
             problems.append(f"{flag.option} {value}: {problem}")
     if args.rollout_temperature == 0:
         hint = "greedy sampling cannot explore; evaluate greedily with --eval-temperature 0"
-        problems.append(f"--rollout-temperature 0: needs to be above 0 ({hint})")
+        problems.append(f"--rollout-temperature 0: must be above 0 ({hint})")
     return problems
 
 

@@ -23,51 +23,92 @@ FULLY_ASYNC_FUNCTION = "slime.rollout.fully_async_rollout.generate_rollout_fully
 class RolloutConfig:
     _title = "rollout"
 
-    rollout_function_path: str = flag(
-        DEFAULT_ROLLOUT_FUNCTION,
+    rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook", help="Function that generates a rollout")
+    custom_generate_function_path: str | None = flag(
+        None,
         kind="hook",
-        help="the whole rollout",
+        help="Function that generates one sample, for example over several turns or with tools. Default: one request "
+        "to an engine",
     )
-    custom_generate_function_path: str | None = flag(None, kind="hook", help="generates one sample (multi-turn, tools)")
-    max_turns: int | None = flag(None, low=1, help="turns of a multi-turn sample, for generate functions")
-    rollout_temperature: float = flag(1.0, low=0, help="sampling temperature, above 0")
+    max_turns: int | None = flag(
+        None,
+        low=1,
+        help="Maximum number of turns of a multi-turn sample, for custom generate functions. Default: no limit",
+    )
+    rollout_temperature: float = flag(1.0, low=0, help="Sampling temperature of rollouts; must be above 0")
     rollout_top_p: float = flag(
         1.0,
         above=0,
         high=1,
-        help="nucleus; below 1, training scores tokens over the nucleus they came from (embedded engine and FSDP)",
+        help="Nucleus sampling threshold (top-p) of rollouts; 1 samples from the whole vocabulary. Below 1, the "
+        "embedded engine with FSDP trains tokens over the nucleus they were sampled from",
     )
-    rollout_top_k: int = flag(-1, low=1, off=-1, help="-1 is off")
+    rollout_top_k: int = flag(
+        -1, low=1, off=-1, help="Top-k: number of most likely tokens to sample from; -1 disables it"
+    )
     allow_truncated_sampling: bool = flag(
         False,
-        help="allow --rollout-top-p below 1 and --rollout-top-k with SGLang or Megatron, and train what "
-        "--agent-constrained-decoding samples: training scores tokens over the whole vocabulary, so importance ratios "
-        "are then wrong",
+        help="Allow --rollout-top-p below 1 and --rollout-top-k with SGLang or Megatron, and train on tokens that "
+        "--agent-constrained-decoding sampled. Training then computes log-probs over the whole vocabulary, so "
+        "the importance ratios are wrong",
     )
-    rollout_max_response_len: int = flag(1024, low=1, help="new tokens per sample")
-    rollout_max_prompt_len: int | None = flag(None, low=1, help="drop longer prompts")
+    rollout_max_response_len: int = flag(1024, low=1, help="Maximum number of tokens of a response, per sample")
+    rollout_max_prompt_len: int | None = flag(
+        None,
+        low=1,
+        help="Maximum number of tokens of a prompt; longer prompts are dropped. Default: --rollout-max-context-len "
+        "minus 1, or no limit",
+    )
     rollout_max_context_len: int | None = flag(
         None,
-        help="tokens of prompt and response together; default and most: --sglang-context-length, else the model's",
+        help="Maximum number of tokens of prompt and response together. Default and upper limit: the context length "
+        "of the engines (--sglang-context-length or the model's)",
     )
-    rollout_skip_special_tokens: bool = flag(False, help="leave special tokens out of the text")
-    rollout_stop: list[str] | None = flag(None, help="stop strings")
-    rollout_stop_token_ids: list[int] | None = flag(None, low=0, help="stop token ids")
-    over_sampling_batch_size: int = flag(DERIVED, low=1, help="groups fetched at a time; default: rollout batch size")
-    dynamic_sampling_filter_path: str | None = flag(None, kind="hook", help="keeps or drops a group (DAPO)")
-    partial_rollout: bool = flag(False, help="aborted groups go on in a later rollout")
+    rollout_skip_special_tokens: bool = flag(False, help="Remove special tokens from the text of responses")
+    rollout_stop: list[str] | None = flag(None, help="Strings that end a response")
+    rollout_stop_token_ids: list[int] | None = flag(
+        None, low=0, help="Token ids that end a response besides the model's own"
+    )
+    over_sampling_batch_size: int = flag(
+        DERIVED,
+        low=1,
+        help="Number of prompts that a rollout takes from the data source at a time. Default: --rollout-batch-size",
+    )
+    dynamic_sampling_filter_path: str | None = flag(
+        None,
+        kind="hook",
+        help="Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are "
+        "kept",
+    )
+    partial_rollout: bool = flag(False, help="Continue groups that a rollout aborted at its end in a later rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(
-        False, help="do not train a sample's tokens of earlier rollouts; of earlier weights, fully asynchronously"
+        False,
+        help="Set the loss mask to 0 for tokens that were generated in an earlier rollout, or, in the fully "
+        "asynchronous rollout, with earlier weights",
     )
-    rollout_sample_hook_path: list[str] = flag([], kind="repeat", help="called on each sample before its reward")
-    rollout_sample_filter_path: str | None = flag(None, kind="hook", help="marks samples of the finished rollout")
-    rollout_all_samples_process_path: str | None = flag(None, kind="hook", help="sees all groups, kept or not")
-    rollout_data_postprocess_path: str | None = flag(None, kind="hook", help="called in the trainer after advantages")
-    custom_rollout_log_function_path: str | None = flag(None, kind="hook", help="replaces the logging of rollouts")
+    rollout_sample_hook_path: list[str] = flag(
+        [], kind="repeat", help="Function that is called with each sample before it is scored; the flag can be repeated"
+    )
+    rollout_sample_filter_path: str | None = flag(
+        None, kind="hook", help="Function that marks samples of a finished rollout that are not to be trained"
+    )
+    rollout_all_samples_process_path: str | None = flag(
+        None, kind="hook", help="Function that is called with all groups of a rollout, including dropped ones"
+    )
+    rollout_data_postprocess_path: str | None = flag(
+        None,
+        kind="hook",
+        help="Function that is called in the trainer after advantages are computed, with the rank's training data",
+    )
+    custom_rollout_log_function_path: str | None = flag(
+        None, kind="hook", help="Function that logs the metrics of a rollout instead of the built-in one"
+    )
     custom_eval_rollout_log_function_path: str | None = flag(
-        None, kind="hook", help="replaces the logging of evaluations"
+        None, kind="hook", help="Function that logs the metrics of an evaluation instead of the built-in one"
     )
-    custom_convert_samples_to_train_data_path: str | None = flag(None, kind="hook", help="samples to train data")
+    custom_convert_samples_to_train_data_path: str | None = flag(
+        None, kind="hook", help="Function that converts samples to training data instead of the built-in one"
+    )
 
 
 @dataclass
@@ -75,16 +116,21 @@ class AsyncConfig:
     _title = "asynchrony (train_async.py)"
 
     async_buffer_size: int = flag(
-        1, low=1, help="rollouts that may be finished or under way beside the one that trains"
+        1,
+        low=1,
+        help="Maximum number of rollouts that are being generated or are finished while another one is trained "
+        "(train_async.py)",
     )
     max_weight_staleness: int | None = flag(
         None,
         low=0,
-        help="most steps between the weights that made a trained token and those that train on it; default: what "
-        "--async-buffer-size and --update-weights-interval imply",
+        help="Maximum number of optimizer steps between the weights that sampled a token and those that train on it "
+        "(train_async.py). Default: the bound implied by --async-buffer-size and --update-weights-interval",
     )
     replay_schedule: str | None = flag(
-        None, kind="path", help="repeat an earlier asynchronous run exactly: its schedule.jsonl (embedded engine)"
+        None,
+        kind="path",
+        help="File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine",
     )
 
 

@@ -24,45 +24,59 @@ class RunConfig:
 
     train_backend: str = flag(
         DERIVED,
-        help="what trains; default: megatron on CUDA where installed, else fsdp (Hugging Face models)",
+        help="Training backend: fsdp (Hugging Face models) or megatron. Default: megatron on a CUDA machine where "
+        "megatron-core is installed, otherwise fsdp",
         choices=("fsdp", "megatron"),
     )
     rollout_backend: str = flag(
         DERIVED,
-        help="what generates; default: sglang on CUDA where installed, else embedded (our own server)",
+        help="Inference backend: sglang, or embedded (slime's own server). Default: sglang on a CUDA machine where "
+        "SGLang is installed, otherwise embedded",
         choices=("embedded", "sglang"),
     )
     deterministic: bool = flag(
         DERIVED,
         kind="toggle",
-        help="same seed, same run: fixed compute shapes, groups judged in submission order. Bit for bit with FSDP and "
-        "the embedded engine on the CPU, where it is the default (not with --partial-rollout); best effort with SGLang "
-        "and on GPUs",
+        help="Make two runs with the same seed identical, by fixed compute shapes and by scoring groups in the order "
+        "of their submission. The runs are equal bit for bit with FSDP and the embedded engine on the CPU, and "
+        "nearly equal with SGLang or on GPUs. Default: on with the embedded engine on a CPU machine, unless "
+        "--partial-rollout is given",
     )
-    seed: int = flag(1234, help="seed of initialisation, dropout and everything the trainer draws")
-    output_dir: str = flag("outputs", help="each run writes a folder of its own below this one")
+    seed: int = flag(
+        1234,
+        help="Random seed of the trainer: weight initialisation, dropout and every other random number that the "
+        "trainer draws",
+    )
+    output_dir: str = flag("outputs", kind="path", help="Parent folder of the runs, each of which has its own folder")
     run_name: str = flag(
         DERIVED,
-        help="name of the run's folder; default: model, estimator and time, or the resumed run's",
+        help="Name of the run's folder in --output-dir. Default: the name of the resumed run, otherwise model, "
+        "estimator and start time",
     )
     override: str | None = flag(
         None,
         kind="path",
-        help="YAML file of flag names and values, applied last and printed: scales a recipe to a machine",
+        help="YAML file of flag names and values that is applied after all other settings, to scale a recipe to a "
+        "machine; the changes are printed",
     )
     custom_config_path: str | None = flag(
         None,
         kind="path",
-        help="YAML file; every key becomes an attribute of args (before the checks), for the user's own hooks",
+        help="YAML file whose keys become attributes of args before the settings are checked, for the user's own hooks",
     )
-    start_timeout: float = flag(900.0, above=0, help="seconds that an engine or the trainer may take to start")
+    start_timeout: float = flag(900.0, above=0, help="Deadline in seconds for the start of an engine or of the trainer")
     status_timeout: float = flag(
         120.0,
         low=0,
-        help="seconds without an answer after which the rollout manager or a training rank counts as lost, long before "
-        "--phase-timeout; 0: never",
+        help="Seconds without an answer to a status request after which the rollout manager or a training rank counts "
+        "as lost, usually long before --phase-timeout; 0 disables the check",
     )
-    phase_timeout: float = flag(3600.0, above=0, help="seconds that generate, train or a weight sync may take")
+    phase_timeout: float = flag(
+        3600.0,
+        above=0,
+        help="Deadline in seconds for one phase of the run: the generation of a rollout, its training, or a weight "
+        "sync",
+    )
 
 
 def derive_backends(args: Args, machine: Machine) -> None:
@@ -100,36 +114,58 @@ def _resumed_run(args: Args) -> str | None:
 class CheckpointConfig:
     _title = "checkpoints"
 
-    load: str | None = flag(None, help="resume from here (a --save folder), or start from this Hugging Face folder")
-    save: str | None = flag(None, help="folder of snapshots; default with --save-interval: outputs/<run>/checkpoints")
-    save_interval: int | None = flag(None, low=1, help="snapshot every N rollouts, and at the end")
+    load: str | None = flag(
+        None,
+        kind="path",
+        help="Folder to start from: a --save folder, from which the run resumes, or a Hugging Face folder with "
+        "initial weights",
+    )
+    save: str | None = flag(
+        None,
+        kind="path",
+        help="Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is given, "
+        "otherwise no snapshots",
+    )
+    save_interval: int | None = flag(
+        None,
+        low=1,
+        help="Number of rollouts between two snapshots; one more is written at the end of the run. Default: no "
+        "snapshots",
+    )
     save_keep_last: int | None = flag(
         None,
         low=1,
-        help="delete all but the last N snapshots; default: keep all, with --save-retain-interval 1",
+        help="Number of snapshots to keep; older ones are deleted. Default: all snapshots are kept, or 1 with "
+        "--save-retain-interval",
     )
     save_retain_interval: int | None = flag(
-        None, low=1, help="of the snapshots that would be deleted, keep one every N rollouts"
+        None, low=1, help="Keep one snapshot every N rollouts of those that --save-keep-last would delete"
     )
-    save_hf: str | None = flag(None, help="also export Hugging Face weights; {rollout_id} in the path")
-    ref_load: str = flag(DERIVED, help="reference model; default --hf-checkpoint")
-    ckpt_step: int | None = flag(None, low=0, help="iteration to load instead of the latest")
-    no_save_optim: bool = flag(False, help="leave the optimizer out of snapshots")
+    save_hf: str | None = flag(
+        None,
+        kind="path",
+        help="Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path "
+        "is replaced by the rollout's number",
+    )
+    ref_load: str = flag(DERIVED, kind="path", help="Reference model for the KL divergence. Default: --hf-checkpoint")
+    ckpt_step: int | None = flag(None, low=0, help="Iteration of the snapshot to load from --load. Default: the latest")
+    no_save_optim: bool = flag(False, help="Leave the optimizer state out of snapshots")
     no_load_optim: bool = flag(
         False,
-        help="leave the snapshot's optimizer and schedule aside and begin them anew",
+        help="Do not load the optimizer and learning-rate schedule from the snapshot; start both from the beginning",
     )
-    no_load_rng: bool = flag(False, help="leave the snapshot's random state aside")
-    finetune: bool = flag(False, help="take only the weights of --load, and start at rollout 0")
+    no_load_rng: bool = flag(False, help="Do not load the states of the random number generators from the snapshot")
+    finetune: bool = flag(False, help="Load only the weights from --load and start at rollout 0")
     async_save: bool = flag(
         False,
-        help="write snapshots while the run goes on; from the first one on, each rank keeps CPU memory "
-        "(pinned for state on a GPU) for a copy of its training state",
+        help="Write snapshots in the background while the run continues. From the first snapshot on, each rank keeps "
+        "a copy of its training state in CPU memory (pinned if the state is on a GPU)",
     )
     ckpt_format: str = flag(
         "torch_dist",
         choices=("torch", "torch_dist"),
-        help="Megatron's snapshots: torch_dist can be read by another layout, torch (a file per rank) by its own alone",
+        help="Snapshot format of the Megatron backend: torch_dist can be loaded with another parallel layout, torch "
+        "(one file per rank) only with the same one",
     )
 
 

@@ -18,7 +18,7 @@ from slime.config.hf_config import (
     read_config,
 )
 from slime.config.machine import Machine, installed
-from slime.config.megatron_lm import ARCHITECTURE
+from slime.config.megatron_flags import ARCHITECTURE
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -30,70 +30,82 @@ class ModelConfig:
 
     hf_checkpoint: str = flag(
         DERIVED,
-        help="Hugging Face folder or hub id: tokenizer, engines and (FSDP) the model that is trained",
+        kind="path",
+        help="Hugging Face folder or hub id of the model: it provides the tokenizer, the engines' weights and, with "
+        "FSDP, the model to train. Default: --ref-load or --load if that is a Hugging Face folder",
     )
-    trust_remote_code: bool = flag(False, help="run model code that comes with the checkpoint")
+    trust_remote_code: bool = flag(False, help="Allow running Python code that is part of the checkpoint")
     train_dtype: str = flag(
         DERIVED,
         choices=("float32", "bfloat16"),
-        help="default: bfloat16 on CUDA, float32 on the CPU",
+        help="Data type of the trainer's computation. Default: bfloat16 on CUDA, float32 on the CPU",
     )
-    bf16: bool = flag(False, help="Megatron's name for --train-dtype bfloat16")
+    bf16: bool = flag(False, help="Megatron's spelling of --train-dtype bfloat16")
     attn_implementation: str | None = flag(
         None,
-        help="attention of the trainer; default: packed, without a mask (varlen on CUDA, its equal on the CPU)",
+        help="Attention implementation of the trainer, by its name in transformers; other ones than varlen train "
+        "padded batches. Default: varlen on packed sequences, with an equivalent for the CPU",
     )
     gradient_checkpointing: bool = flag(
-        False,
-        help="recompute activations in the backward pass; --recompute-activations means the same",
+        False, help="Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"
     )
     compile_layers: bool = flag(
         DERIVED,
         kind="toggle",
-        help="compile each decoder layer and the passes over logits (torch.compile); default: on CUDA",
+        help="Compile each decoder layer and the computations on logits with torch.compile. Default: on with CUDA and "
+        "Triton",
     )
     log_probs_chunk_size: int = flag(
-        -1, low=1, off=-1, help="tokens per chunk of logits -> log-prob; -1: chosen for you"
+        -1,
+        low=1,
+        off=-1,
+        help="Number of tokens per chunk when log-probs are computed from logits; -1 chooses the size automatically",
     )
     share_prompt_in_pack: bool = flag(
         True,
         kind="toggle",
-        help="store the prompt of a group once per pack; same gradients, less work",
+        help="Store the prompt of a group once per pack, which gives the same gradients with less computation",
     )
     skip_zero_advantage_groups: bool = flag(
         True,
         kind="toggle",
-        help="no forward and backward pass for groups that cannot move the weights",
+        help="Skip the forward and backward pass for groups that cannot change the weights because their advantages "
+        "are 0",
     )
-    only_train_params_name_list: list[str] | None = flag(None, help="regular expressions: train only these")
-    freeze_params_name_list: list[str] | None = flag(None, help="regular expressions: freeze these")
+    only_train_params_name_list: list[str] | None = flag(
+        None, help="Regular expressions of parameter names; only matching parameters are trained. Default: all"
+    )
+    freeze_params_name_list: list[str] | None = flag(
+        None, help="Regular expressions of parameter names; matching parameters are not trained"
+    )
     keep_old_actor: bool = flag(
         False,
-        help="keep a copy of the weights that made the samples, and compute old log-probs with it; refused in "
-        "train_async.py where samples are of several ages (--async-buffer-size above 1, fully asynchronous rollout)",
+        help="Keep a copy of the weights that generated the samples and compute the old log-probs with it. It is "
+        "refused in train_async.py if samples can come from several weight versions (--async-buffer-size above "
+        "1, fully asynchronous rollout)",
     )
     fsdp_shard_size: int | None = flag(
         None,
         low=1,
-        help="FSDP: split parameters, gradients and optimizer state over groups of this many neighbouring ranks. Each "
-        "group holds a replica of the model, and sums its gradients with the other groups once per optimizer step. The "
-        "number must divide the number of training ranks. Default: all ranks are one group",
+        help="FSDP: number of neighbouring ranks over which parameters, gradients and optimizer state are sharded. "
+        "Each such group holds a replica of the model and sums its gradients with the other groups once per "
+        "optimizer step. It must divide the number of training ranks. Default: all training ranks",
     )
     fsdp_reshard_after_forward: bool = flag(
         True,
         kind="toggle",
         help="FSDP: free a layer's gathered parameters after its forward pass and gather them again for the backward "
-        "pass. --no-fsdp-reshard-after-forward keeps them from the first forward pass of an optimizer step to its last "
-        "backward pass (or for a whole log-prob pass), for models whose parameters fit on every rank in --train-dtype",
+        "pass. --no-fsdp-reshard-after-forward keeps them for a whole optimizer step or log-prob pass, for "
+        "models whose parameters fit on every rank in --train-dtype",
     )
     fsdp_accumulate_unsharded_gradients: bool = flag(
         False,
-        help="FSDP: reduce the gradients once per optimizer step, not after every micro-batch. Until then every rank "
-        "adds up the whole model's gradients in float32, which takes 4 bytes per trained parameter",
+        help="FSDP: reduce gradients once per optimizer step instead of after every micro-batch. Each rank then "
+        "accumulates the gradients of the whole model in float32, 4 bytes per trained parameter",
     )
-    deterministic_mode: bool = flag(False, help="Megatron's name for --deterministic")
+    deterministic_mode: bool = flag(False, help="Megatron's spelling of --deterministic")
     megatron_config_path: str | None = flag(
-        None, kind="path", help="YAML with other values of flags for a role: actor: {...}, critic: {...}"
+        None, kind="path", help="YAML file with flag values for one role, under the keys actor and critic"
     )
 
 
@@ -249,44 +261,57 @@ class OptimizerConfig:
     optimizer: str = flag(
         "adam",
         choices=("adam", "sgd"),
-        help="adam is AdamW",
+        help="Optimizer; adam is AdamW",
         limits={"sgd": ("refused", "policies are trained with AdamW")},
     )
-    lr: float = flag(1e-6, low=0, help="peak learning rate")
-    min_lr: float = flag(0.0, low=0, help="where the decay ends")
+    lr: float = flag(1e-6, low=0, help="Peak learning rate")
+    min_lr: float = flag(0.0, low=0, help="Learning rate at the end of the decay")
     lr_decay_style: str = flag(
         "constant",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
-        help="shape of the decay",
+        help="Shape of the learning-rate decay",
     )
-    lr_decay_iters: int | None = flag(None, low=1, help="optimizer steps of the decay; default: the whole run")
-    lr_warmup_iters: int = flag(0, low=0, help="optimizer steps of linear warm-up")
-    lr_warmup_fraction: float | None = flag(None, low=0, high=1, help="warm-up as a share of --lr-decay-iters")
-    lr_warmup_init: float = flag(0.0, low=0, help="where the warm-up starts")
-    lr_wsd_decay_iters: int | None = flag(None, low=0, help="optimizer steps of the last phase of WSD")
+    lr_decay_iters: int | None = flag(
+        None, low=1, help="Number of optimizer steps of the learning-rate decay. Default: all steps of the run"
+    )
+    lr_warmup_iters: int = flag(0, low=0, help="Number of optimizer steps of linear learning-rate warm-up")
+    lr_warmup_fraction: float | None = flag(
+        None,
+        low=0,
+        high=1,
+        help="Length of the learning-rate warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters",
+    )
+    lr_warmup_init: float = flag(0.0, low=0, help="Learning rate at the start of the warm-up")
+    lr_wsd_decay_iters: int | None = flag(
+        None, low=0, help="Number of optimizer steps of the final decay with --lr-decay-style WSD, which needs it"
+    )
     lr_wsd_decay_style: str = flag(
         "exponential",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        help="shape of the last phase of WSD",
+        help="Shape of the final decay with --lr-decay-style WSD",
     )
-    warmup_ratio: float | None = flag(None, low=0, high=1, help="old name of --lr-warmup-fraction")
-    weight_decay: float = flag(0.0, low=0, help="decoupled weight decay")
-    adam_beta1: float = flag(0.9, help="decay of the first moment")
-    adam_beta2: float = flag(0.95, help="decay of the second moment")
-    adam_eps: float = flag(1e-8, above=0, help="epsilon of Adam")
-    clip_grad: float = flag(1.0, low=0, help="largest gradient norm; 0 turns clipping off")
-    critic_lr: float = flag(DERIVED, low=0, help="learning rate of the critic; default --lr")
-    critic_lr_warmup_iters: int = flag(DERIVED, low=0, help="warm-up of the critic; default --lr-warmup-iters")
-    reset_optimizer_states: bool = flag(False, help="zero Adam's moments before each rollout's steps")
+    warmup_ratio: float | None = flag(None, low=0, high=1, help="Former name of --lr-warmup-fraction")
+    weight_decay: float = flag(0.0, low=0, help="Coefficient of decoupled weight decay")
+    adam_beta1: float = flag(0.9, help="Adam's beta1, the decay rate of the first moment")
+    adam_beta2: float = flag(0.95, help="Adam's beta2, the decay rate of the second moment")
+    adam_eps: float = flag(1e-8, above=0, help="Adam's epsilon, which is added to the denominator")
+    clip_grad: float = flag(1.0, low=0, help="Maximum norm of the gradient; 0 disables clipping")
+    critic_lr: float = flag(DERIVED, low=0, help="Peak learning rate of the critic. Default: --lr")
+    critic_lr_warmup_iters: int = flag(
+        DERIVED,
+        low=0,
+        help="Number of optimizer steps of the critic's learning-rate warm-up. Default: --lr-warmup-iters",
+    )
+    reset_optimizer_states: bool = flag(False, help="Reset Adam's moments to zero at the start of each rollout's steps")
     use_stateless_adam: bool = flag(
-        False, help="Adam without moments that persist: each step is lr x the gradient's sign, nearly"
+        False,
+        help="Use Adam without persistent moments: each step is approximately the learning rate times the sign of the "
+        "gradient",
     )
 
 
 def check_schedule(args: Args) -> list[str]:
     problems = []
-    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction <= 1:
-        problems.append(f"--lr-warmup-fraction {args.lr_warmup_fraction}: needs to be between 0 and 1")
     if args.lr_warmup_fraction and args.lr_warmup_iters:
         problems.append("--lr-warmup-fraction and --lr-warmup-iters say the same thing twice: drop one")
     if args.min_lr > args.lr:
@@ -299,5 +324,5 @@ def check_schedule(args: Args) -> list[str]:
             problems.append(f"{option}: the schedule counts optimizer steps; use {option.replace('samples', 'iters')}")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(args, name) < 1:
-            problems.append(f"--{name.replace('_', '-')} {getattr(args, name)}: needs to be at least 0 and below 1")
+            problems.append(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 0 and below 1")
     return problems

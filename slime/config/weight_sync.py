@@ -16,76 +16,88 @@ if TYPE_CHECKING:
 class WeightSyncConfig:
     _title = "weight sync"
 
-    update_weights_interval: int = flag(1, low=1, help="sync every N rollouts (train_async.py)")
+    update_weights_interval: int = flag(1, low=1, help="Number of rollouts between two weight syncs (train_async.py)")
     update_weight_pause_mode: str | None = flag(
         None,
         choices=("abort", "retract", "in_place", "drain"),
-        help="what an update does to requests under way. abort: end them, the rollout goes on with their tokens; "
-        "retract: compute their cache again; in_place: keep the cache of the old weights; drain: start no more and "
-        "let them finish first, so that no sample mixes weights; default: retract where the engine can, else abort",
+        help="Treatment of running requests during a weight sync. abort: end them, and continue from their tokens. "
+        "retract: free their KV cache and prefill it again. in_place: keep the KV cache of the old weights. "
+        "drain: wait until they finish, so that no sample mixes weight versions. Default: retract if the engine "
+        "can, otherwise abort",
     )
     update_weight_mode: str = flag(
         "full",
         choices=("full", "delta"),
-        help="all weights or changed bytes only",
+        help="What a weight sync sends: all weights (full), or only the bytes that changed (delta)",
     )
     update_weight_transport: str = flag(
         "nccl",
         choices=("nccl", "disk"),
-        help="nccl: from process to process (shared memory or IPC on one host, else NCCL or gloo); disk: by files",
+        help="Transport of a weight sync. nccl: between processes (shared memory or CUDA IPC on one host, otherwise "
+        "NCCL or gloo). disk: through files in --update-weight-disk-dir",
     )
     update_weight_buffer_size: int | None = flag(
-        None, low=1, help="bytes per bucket; default: 1 GiB for broadcasts over NCCL, else 512 MiB"
+        None,
+        low=1,
+        help="Size of a bucket of weights in bytes. Default: 1 GiB for broadcasts over NCCL, otherwise 512 MiB",
     )
     update_weight_senders: int | None = flag(
         None,
         low=1,
-        help="training ranks that broadcast weights at the same time, each to its own share of the engines; default: "
-        "one for every 16 engines",
+        help="Number of training ranks that broadcast weights at the same time, each to its own share of the engines. "
+        "Default: one per 16 engines",
     )
-    update_weight_disk_dir: str | None = flag(None, help="shared folder for the disk transport")
-    update_weight_disk_keep_files: bool = flag(False, help="keep published weights")
+    update_weight_disk_dir: str | None = flag(
+        None, kind="path", help="Folder that the trainer and all engines share, for --update-weight-transport disk"
+    )
+    update_weight_disk_keep_files: bool = flag(
+        False, help="Keep the weight files of --update-weight-transport disk after the engines have loaded them"
+    )
     update_weight_delta_encoding: str = flag(
         "xor",
         choices=("xor", "overwrite"),
-        help="a changed byte travels as old xor new, or as it is now",
+        help="Encoding of a changed byte with --update-weight-mode delta: the XOR of old and new value, or the new "
+        "value (overwrite)",
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
         choices=("xxh3-128", "blake3", "adler32"),
-        help="digest per tensor of a delta",
+        help="Checksum of each tensor with --update-weight-mode delta",
         limits={"blake3": ("refused", "xxh3-128 finds the same damage in less time")},
     )
     custom_update_weight_post_write_path: str | None = flag(
         None,
         kind="hook",
-        help="fn(args, version_dir, engines) on the sending rank, after files are written and before engines read them",
+        help="Function fn(args, version_dir, engines) that is called on the sending rank after weight files are "
+        "written and before the engines read them",
     )
     audit_weights: bool = flag(
-        True,
-        kind="toggle",
-        help="after each sync compare what engine and trainer hold",
+        True, kind="toggle", help="Compare the weights of engines and trainer after every weight sync"
     )
     audit_threshold: float | None = flag(
-        None, low=0, help="largest log-prob difference an audit accepts; default: by dtype"
+        None,
+        low=0,
+        help="Maximum difference of log-probs that the audit of a weight sync accepts. Default: depends on the data "
+        "type",
     )
     check_weight_update_equal: bool = flag(
         DERIVED,
         kind="toggle",
-        help="at the first update, and then as --check-weight-update-interval says: let the engines overwrite their "
-        "weights, send the same ones again, compare: all were written; default: with SGLang, where weights go from "
-        "process to process",
+        help="Verify that a weight sync writes every tensor: let the engines overwrite their weights, send the same "
+        "weights again, and compare. This happens at the first weight sync and then every "
+        "--check-weight-update-interval. Default: on with SGLang and --update-weight-transport nccl, for models "
+        "of which all tensors are sent",
     )
     check_weight_update_interval: int = flag(
         100,
         low=0,
-        help="updates from one check of --check-weight-update-equal to the next, each of which costs one more update; "
-        "0: only the first update is checked",
+        help="Number of weight syncs between two checks of --check-weight-update-equal, each of which costs one more "
+        "weight sync; 0 checks the first one only",
     )
     rollout_data_transport: str = flag(
         "object-store",
         choices=("object-store", "nixl"),
-        help="how the trainer fetches rollouts",
+        help="Transport of rollout data from the rollout manager to the trainer",
         limits={"nixl": ("refused", "Ray's object store carries the batches")},
     )
 

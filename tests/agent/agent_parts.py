@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from make_args import make_args
 
 from slime.config.args import Args
-from slime.config.resolve import default_args
 
 CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|> {{ m['content'] }}"
@@ -59,7 +59,7 @@ def save_model(folder: Path) -> Path:
 def arguments(folder: Path, url: str = "http://127.0.0.1:1", **more: Any) -> Args:
     """The run's arguments, with an engine at ``url``."""
     host, port = url.removeprefix("http://").split(":")
-    args = default_args(
+    args = make_args(
         hf_checkpoint=str(folder), rollout_backend="embedded", rollout_max_response_len=200,
         sglang_router_ip=host, sglang_router_port=int(port), **more,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from make_args import make_args
 
 from slime.checkpoint import snapshot
 from slime.cluster.checks import (
@@ -16,7 +17,6 @@ from slime.cluster.checks import (
     check_schedules,
 )
 from slime.config.args import Args
-from slime.config.resolve import default_args
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 from tiny_checkpoints import FP8_CONFIG, llama_config, read_tensors, rewrite, save_model, to_block_fp8
@@ -137,7 +137,7 @@ def test_a_save_folder_that_cannot_be_written_or_has_no_room_is_told(model: Path
 
 
 def test_a_schedule_that_cannot_be_made_is_named_before_the_start_where_the_length_is_known() -> None:
-    args = default_args(num_rollout=10, lr_decay_style="cosine", lr_warmup_iters=20)
+    args = make_args(num_rollout=10, lr_decay_style="cosine", lr_warmup_iters=20)
     (problem,) = check_schedules(args)
     assert problem.startswith("actor: warm-up of 20 steps leaves nothing of a decay of 10")
     args.num_rollout = None

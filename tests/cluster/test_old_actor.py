@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from make_args import make_args
 
 from slime.cluster.old_actor import OldActor
 from slime.cluster.train_group import TrainActor
 from slime.config.args import Args
-from slime.config.resolve import default_args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION, check_loop, old_actor_lag
 from slime.rollout.admission import Admission
 
@@ -91,7 +91,7 @@ class Loop:
 
 
 def arguments(buffered: int, interval: int, bound: int | None, **more: object) -> Args:
-    return default_args(
+    return make_args(
         keep_old_actor=True, async_buffer_size=buffered, update_weights_interval=interval, max_weight_staleness=bound,
         **more,
     )  # fmt: skip

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from make_args import make_args
 
 from slime.cluster.rollout_state import Rollout, RolloutState
-from slime.config.resolve import default_args
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.source import RolloutDataSourceWithBuffer
 from slime.data.token_fields import Packed, UnsetMask
@@ -27,7 +27,7 @@ class Prompts:
 
 
 def make_state(folder: Path) -> RolloutState:
-    args = default_args(hf_checkpoint="unused", n_samples_per_prompt=2, save=str(folder), save_interval=1)
+    args = make_args(hf_checkpoint="unused", n_samples_per_prompt=2, save=str(folder), save_interval=1)
     state = RolloutState(args, folder, RolloutDataSourceWithBuffer(args, Prompts()))
     state.ledger.strict = False
     return state

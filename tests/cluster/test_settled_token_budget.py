@@ -6,19 +6,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from make_args import make_args
 
 from slime.backends.token_budget import Measurement
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.token_budget import SHARE, SHARE_WITH_EXPERTS, memory_share, settle_token_budget
 from slime.cluster.train_group import TrainActor
 from slime.config.args import Args
-from slime.config.resolve import default_args
 
 GIB = 2**30
 
 
 def gpu_args(**flags: Any) -> Any:
-    return default_args(**{"train_dtype": "bfloat16", "deterministic": False, **flags})
+    return make_args(**{"train_dtype": "bfloat16", "deterministic": False, **flags})
 
 
 class Group:
@@ -110,7 +110,7 @@ def test_a_resume_on_as_many_gpus_packs_as_before(world_size: int, expected: int
 
 def test_experts_leave_more_room(tmp_path: Any) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"num_experts": 8}}')
-    assert memory_share(default_args(hf_checkpoint=str(tmp_path))) == SHARE_WITH_EXPERTS < SHARE
+    assert memory_share(make_args(hf_checkpoint=str(tmp_path))) == SHARE_WITH_EXPERTS < SHARE
 
 
 def test_ranks_and_rollout_manager_pack_by_it() -> None:

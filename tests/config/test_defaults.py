@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from make_args import make_args
 
 from slime.config import machine as machine_module
 from slime.config.args import Args
 from slime.config.machine import Machine, count_gpus
-from slime.config.resolve import default_args, resolve_defaults
+from slime.config.resolve import resolve_defaults
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
 NODE = Machine(gpus=8, cores=64, in_cluster=False)
@@ -49,16 +50,16 @@ def test_verifiers_take_half_of_the_cores_of_the_machine_that_judges(
     started: list[int] = []
     monkeypatch.setattr(pool, "VerifierPool", lambda count, memory: started.append(count) or SimpleNamespace(close=int))
     monkeypatch.setattr(pool, "_shared", {})
-    args = default_args(hf_checkpoint=None)
+    args = make_args(hf_checkpoint=None)
     resolve_defaults(args)
     pool.shared_pool(args.reward_workers)
     assert started == [workers]
 
 
 def test_conversations_are_trained_once_unless_copies_are_asked_for() -> None:
-    once, copies = default_args(loss_type="sft_loss"), default_args(loss_type="sft_loss", n_samples_per_prompt=4)
+    once, copies = make_args(loss_type="sft_loss"), make_args(loss_type="sft_loss", n_samples_per_prompt=4)
     assert (once.n_samples_per_prompt, once.global_batch_size) == (1, once.rollout_batch_size)
-    assert copies.n_samples_per_prompt == 4 and default_args(loss_type="custom_loss").n_samples_per_prompt == 8
+    assert copies.n_samples_per_prompt == 4 and make_args(loss_type="custom_loss").n_samples_per_prompt == 8
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 8))
@@ -183,14 +184,14 @@ def test_recompute_flags_mean_gradient_checkpointing(workplace) -> None:
     assert not workplace.load().gradient_checkpointing
 
 
-def test_default_args_are_resolved_and_reject_unknown_names() -> None:
-    args = default_args(rollout_batch_size=4, n_samples_per_prompt=2)
+def test_made_args_are_resolved_and_reject_unknown_names() -> None:
+    args = make_args(rollout_batch_size=4, n_samples_per_prompt=2)
     assert (args.global_batch_size, args.over_sampling_batch_size) == (8, 4)
     with pytest.raises(TypeError, match="rollout_batchsize"):
-        default_args(rollout_batchsize=4)
+        make_args(rollout_batchsize=4)
     with pytest.raises(TypeError, match="sglang_mem_fraction_static"):
-        default_args(sglang_mem_fraction_static=0.8)
-    assert default_args(sglang={"mem_fraction_static": 0.7}).sglang_mem_fraction_static == 0.7
+        make_args(sglang_mem_fraction_static=0.8)
+    assert make_args(sglang={"mem_fraction_static": 0.7}).sglang_mem_fraction_static == 0.7
 
 
 def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,7 @@ def test_the_first_update_is_checked_where_one_more_update_is_cheap(tmp_path: Pa
     def checked(config: dict[str, object] | None = None, **given: Any) -> bool:
         (tmp_path / "config.json").write_text(json.dumps(config or {}))
         given = {"rollout_backend": "sglang", "hf_checkpoint": str(tmp_path), **given}
-        return default_args(**given).check_weight_update_equal
+        return make_args(**given).check_weight_update_equal
 
     assert checked() and checked(rollout_backend="embedded", check_weight_update_equal=True)
     assert not checked(rollout_backend="embedded"), "it names each tensor that differs anyway"
@@ -237,25 +238,25 @@ def test_the_first_update_is_checked_where_one_more_update_is_cheap(tmp_path: Pa
 
 
 def test_micro_batches_hold_tokens_unless_the_user_counts_samples() -> None:
-    args = default_args()
+    args = make_args()
     assert args.use_dynamic_batch_size and args.balance_data and args.max_tokens_per_gpu == 4096
-    assert default_args(max_tokens_per_gpu=512).max_tokens_per_gpu == 512
-    args = default_args(micro_batch_size=1)
+    assert make_args(max_tokens_per_gpu=512).max_tokens_per_gpu == 512
+    args = make_args(micro_batch_size=1)
     assert not args.use_dynamic_batch_size and not args.balance_data and args.max_tokens_per_gpu is None
-    assert default_args(micro_batch_size=1, use_dynamic_batch_size=True).use_dynamic_batch_size
-    assert not default_args(attn_implementation="sdpa").use_dynamic_batch_size, "padding is not counted"
-    assert not default_args(balance_data=False).balance_data
+    assert make_args(micro_batch_size=1, use_dynamic_batch_size=True).use_dynamic_batch_size
+    assert not make_args(attn_implementation="sdpa").use_dynamic_batch_size, "padding is not counted"
+    assert not make_args(balance_data=False).balance_data
 
 
 def test_passes_without_a_backward_have_the_budget_of_training_unless_one_is_given() -> None:
-    assert default_args(max_tokens_per_gpu=512).log_probs_max_tokens_per_gpu == 512
-    assert default_args(max_tokens_per_gpu=512, log_probs_max_tokens_per_gpu=2048).log_probs_max_tokens_per_gpu == 2048
-    assert default_args(micro_batch_size=1).log_probs_max_tokens_per_gpu is None, "training's micro-batches"
+    assert make_args(max_tokens_per_gpu=512).log_probs_max_tokens_per_gpu == 512
+    assert make_args(max_tokens_per_gpu=512, log_probs_max_tokens_per_gpu=2048).log_probs_max_tokens_per_gpu == 2048
+    assert make_args(micro_batch_size=1).log_probs_max_tokens_per_gpu is None, "training's micro-batches"
 
 
 def test_the_token_budget_follows_from_the_longest_sample() -> None:
-    assert default_args(rollout_max_response_len=8192).max_tokens_per_gpu == 8192
-    assert default_args(rollout_max_response_len=8192, rollout_max_prompt_len=1024).max_tokens_per_gpu == 9216
-    assert default_args(rollout_max_response_len=8192, rollout_max_context_len=8000).max_tokens_per_gpu == 8000
+    assert make_args(rollout_max_response_len=8192).max_tokens_per_gpu == 8192
+    assert make_args(rollout_max_response_len=8192, rollout_max_prompt_len=1024).max_tokens_per_gpu == 9216
+    assert make_args(rollout_max_response_len=8192, rollout_max_context_len=8000).max_tokens_per_gpu == 8000
     megatron = {"context_parallel_size": 2}
-    assert default_args(rollout_max_response_len=16384, megatron=megatron).max_tokens_per_gpu == 8192
+    assert make_args(rollout_max_response_len=16384, megatron=megatron).max_tokens_per_gpu == 8192

@@ -6,11 +6,11 @@ import resource
 from pathlib import Path
 
 import pytest
+from make_args import make_args
 
 from slime.config import machine
 from slime.config.cluster import check_machine
 from slime.config.machine import Machine, connection_limit, raise_file_limit
-from slime.config.resolve import default_args
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_limit_of_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("slime.config.cluster.connection_limit", lambda router: 25_000)
     here = Machine(gpus=64, cores=8, in_cluster=False)
     for engines, told in ((48, False), (56, True)):
-        args = default_args(rollout_num_gpus=engines, rollout_num_gpus_per_engine=1)
+        args = make_args(rollout_num_gpus=engines, rollout_num_gpus_per_engine=1)
         check_machine(args, here)
         notices = [notice for notice in args.notices if "requests under way: limited to 25000" in notice]
         assert bool(notices) == told
@@ -49,7 +49,7 @@ async def test_the_client_keeps_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime.rollout.state import GenerateState
 
     monkeypatch.setattr("slime.rollout.state.connection_limit", lambda router: 3)
-    assert GenerateState(default_args(hf_checkpoint=None, rollout_num_gpus=2)).semaphore._value == 3
+    assert GenerateState(make_args(hf_checkpoint=None, rollout_num_gpus=2)).semaphore._value == 3
 
 
 def test_the_soft_limit_of_open_files_is_raised() -> None:

@@ -361,7 +361,7 @@ def test_numbers_outside_their_range_are_refused(typed: str, tmp_path: Path) -> 
     option, *values = typed.split()
     _, problems = read_command_line([option, *values])
     assert len(problems) == 1 and problems[0].startswith(option)
-    assert "needs to be" in problems[0] or "too large" in problems[0]
+    assert "must be" in problems[0] or "too large" in problems[0]
     file = tmp_path / "o.yaml"
     file.write_text(f"{option[2:]}: {json.dumps([int(value) for value in values]) if values[1:] else values[0]}")
     assert any(option[2:] in problem for problem in read_settings(["--override", str(file)])[1])

@@ -7,11 +7,11 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+from make_args import make_args
 
 from slime.config.cluster import check_machine, check_placement
 from slime.config.engine import ServerGroupError, read_server_groups
 from slime.config.machine import Machine
-from slime.config.resolve import default_args
 from slime.engines.plan import plan_engines
 from slime.rollout.state import concurrency
 
@@ -37,9 +37,7 @@ def write(folder: Path, text: str) -> str:
 
 
 def test_servers_of_two_models_with_a_hole_between_them(tmp_path: Path) -> None:
-    args = default_args(
-        hf_checkpoint="/models/actor", rollout_backend="sglang", sglang_config=write(tmp_path, TWO_MODELS)
-    )
+    args = make_args(hf_checkpoint="/models/actor", rollout_backend="sglang", sglang_config=write(tmp_path, TWO_MODELS))
     assert args.rollout_num_gpus == 8
     specs = plan_engines(args)
     assert [(s.index, s.model, s.worker_type, s.slot, s.num_gpus, s.updates) for s in specs] == [
@@ -55,7 +53,7 @@ def test_servers_of_two_models_with_a_hole_between_them(tmp_path: Path) -> None:
 
 
 def test_one_model_without_a_file() -> None:
-    args = default_args(
+    args = make_args(
         hf_checkpoint="m", rollout_backend="sglang", rollout_num_gpus=8, rollout_num_gpus_per_engine=2,
         prefill_num_servers=1,
     )  # fmt: skip
@@ -103,7 +101,7 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
     given = {"hf_checkpoint": "m", "rollout_backend": "sglang", "sglang_config": file}
 
     def problems(**more: object) -> str:
-        return "\n".join(check_placement(default_args(**{**given, **more})))
+        return "\n".join(check_placement(make_args(**{**given, **more})))
 
     assert problems() == ""
     assert "its groups have 2 GPUs, --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
@@ -116,7 +114,7 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
 
 def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
     cpu, gpu = Machine(0, 2, False), Machine(1, 2, False)
-    args = default_args(hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9)
+    args = make_args(hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9)
     assert any("--deterministic: SGLang" in problem for problem in check_machine(args, cpu))
     assert not any("--deterministic" in problem for problem in check_machine(args, gpu))
     assert any("--embedded-max-total-tokens: for the embedded engine" in notice for notice in args.notices)
@@ -130,7 +128,7 @@ def colocated(machine: Machine = ON_GPU, train: int = 2, rollout: int = 4, **mor
         "hf_checkpoint": "model", "rollout_backend": "sglang", "colocate": True, "actor_num_gpus_per_node": train,
         "rollout_num_gpus": rollout, "rollout_num_gpus_per_engine": 2,
     }  # fmt: skip
-    args = default_args(**{**given, **more})
+    args = make_args(**{**given, **more})
     problems = [*check_placement(args), *check_machine(args, machine)]
     return [problem for problem in problems if problem.startswith("--colocate with")]
 

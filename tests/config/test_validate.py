@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from make_args import make_args
 
 from slime.config.corrections import check_kl, check_opsm
 from slime.config.engine import check_draft
 from slime.config.machine import Machine
-from slime.config.resolve import default_args
 from slime.config.rollout import check_rollout
 
 LAPTOP = Machine(gpus=0, cores=2, in_cluster=False)
@@ -25,7 +25,7 @@ ONE_PROBLEM = [
         "--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo:pg_loss_reducer --calculate-per-token-loss",
         "divides by a constant",
     ),
-    ("--overlong-buffer-len 5000", "needs to be between 0 and --rollout-max-response-len"),
+    ("--overlong-buffer-len 5000", "must be between 0 and --rollout-max-response-len"),
     ("--opd-teacher-load /nowhere --use-opd --opd-type megatron", "--opd-teacher-load /nowhere: no such folder"),
     ("--embedded-device gpu", "--embedded-device gpu: cpu or cuda"),
     ("--n-samples-per-prompt 1", "makes every advantage 0"),
@@ -41,8 +41,8 @@ ONE_PROBLEM = [
     ("--router-api-key k", "--router-api-key is not supported: slime's own requests carry no key"),
     ("--router-control-plane-api-keys a:b:admin:k", "--router-control-plane-api-keys is not supported"),
     ("--router-tls-key-path k", "plain HTTP"),
-    ("--eps-clip -0.1 --eps-clip-high 0.2", "not negative"),
-    ("--gamma 1.5", "between 0 and 1"),
+    ("--eps-clip -0.1 --eps-clip-high 0.2", "at least 0"),
+    ("--gamma 1.5", "from 0 to 1"),
     ("--only-train-params-name-list a --freeze-params-name-list b", "exclude each other"),
     ("--use-rollout-logprobs --use-tis", "drop one"),
     ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
@@ -58,7 +58,7 @@ ONE_PROBLEM = [
     ("--mask-offpolicy-in-partial-rollout", "needs --partial-rollout"),
     ("--rollout-temperature 0", "above 0"),
     ("--rollout-top-p 1.5", "at most 1"),
-    ("--num-rollout -3", "0 or more"),
+    ("--num-rollout -3", "at least 0"),
     ("--rollout-max-response-len 0", "at least 1"),
     ("--rm-type deepscalar", "not one of deepscaler"),
     ("--rm-type remote_rm", "needs --rm-url"),
@@ -231,7 +231,7 @@ def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_a
     cut: dict[str, object],
 ) -> None:
     for engine, trainer, wrong in (("embedded", "fsdp", 0), ("sglang", "fsdp", 1), ("embedded", "megatron", 1)):
-        args = default_args(rollout_backend=engine, train_backend=trainer, **cut)
+        args = make_args(rollout_backend=engine, train_backend=trainer, **cut)
         problems = check_rollout(args)
         assert len(problems) == wrong and args.notices == []
         assert all("importance ratios are wrong" in p and "--allow-truncated-sampling" in p for p in problems)
@@ -239,7 +239,7 @@ def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_a
         assert check_rollout(args) == []
         assert len(args.notices) == wrong and all("importance ratios are wrong" in notice for notice in args.notices)
     for untrained in ({"debug_rollout_only": True}, {"loss_type": "sft_loss"}):
-        assert check_rollout(default_args(rollout_backend="sglang", **cut, **untrained)) == []
+        assert check_rollout(make_args(rollout_backend="sglang", **cut, **untrained)) == []
 
 
 @pytest.mark.parametrize(
@@ -255,14 +255,14 @@ def test_sampling_from_a_part_of_the_vocabulary_that_training_cannot_replay_is_a
     ids=str,
 )
 def test_opsm_needs_a_policy_that_has_moved(settings: dict[str, object], asynchronous: bool, said: bool) -> None:
-    args = default_args(use_opsm=True, **settings)
+    args = make_args(use_opsm=True, **settings)
     assert check_opsm(args, asynchronous) == []
     assert any("--use-opsm masks nothing" in notice for notice in args.notices) is said
 
 
 def test_a_kl_that_trains_nothing_is_said_with_its_cost() -> None:
     for coefficient, said in ((0.0, True), (0.001, False)):
-        args = default_args(use_kl_loss=True, kl_loss_coef=coefficient)
+        args = make_args(use_kl_loss=True, kl_loss_coef=coefficient)
         assert check_kl(args) == []
         assert any("a forward pass over every rollout" in notice for notice in args.notices) is said
 
@@ -281,7 +281,7 @@ def test_a_draft_that_is_not_trained_is_said(
     tmp_path: Path, sglang: dict[str, object], settings: dict[str, object], said: str | None
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "glm4_moe", "num_nextn_predict_layers": 1}')
-    args = default_args(rollout_backend="sglang", hf_checkpoint=str(tmp_path), sglang=sglang, **settings)
+    args = make_args(rollout_backend="sglang", hf_checkpoint=str(tmp_path), sglang=sglang, **settings)
     assert check_draft(args) == []
     assert [said is not None and said in notice for notice in args.notices] == ([True] if said else [])
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from make_args import make_args
 
-from slime.config.resolve import default_args
 from slime.engines.launch import start_engine
 from slime.engines.plan import plan_engines
 from slime.engines.process import EngineProcess
@@ -64,7 +64,7 @@ def test_a_flag_that_sglang_refuses_ends_the_run_before_an_engine_starts(runner,
 
 @pytest.fixture
 def running_server(tiny_model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
-    args = default_args(
+    args = make_args(
         hf_checkpoint=str(tiny_model), rollout_backend="sglang", train_dtype="float32", rollout_num_gpus=1,
         sglang={"device": "cpu", "max_total_tokens": 8192},
     )  # fmt: skip

@@ -120,13 +120,15 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     from slime.backends.megatron.model import build_chunk
     from slime.backends.megatron.shape import merged_settings
     from slime.backends.megatron.weights import ModelWeights
+    from slime.config.args import Args
     from slime.config.layout import ParallelLayout
-    from slime.config.resolve import default_args
+    from slime.config.resolve import resolve_defaults
     from slime.weights.maps.registry import get_family
 
     family = get_family(family_name(script))
     flags = flags_of(script)
-    args = default_args(train_backend="megatron", train_dtype="bfloat16", megatron=flags)
+    args = Args(train_backend="megatron", train_dtype="bfloat16", megatron=flags)
+    resolve_defaults(args)
     merged_settings(args, family, hf_config(family.name, flags))
     settings = family.settings(reduced_config(script).to_dict())
     with torch.device("meta"):
