@@ -253,7 +253,7 @@ def parse_args(
     *,
     asynchronous: bool = False,
     extra_checks: Sequence[ExtraCheck] = (),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> Args:
     """The command line of train.py, resolved and checked.
 
@@ -269,31 +269,23 @@ def parse_args(
         SystemExit: 2, after every problem was printed to stderr; 0 after ``--help``.
     """
     prog = os.path.basename(sys.argv[0]) or "slime"
-    try:
-        args = load_args(
-            argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks, settings=settings
-        )
-    except ConfigError as error:
-        count = len(error.problems)
-        print(f"{prog}: {count} problem{'s' * (count > 1)} with the arguments\n{error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    args, problems = check_args(
+        argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks, settings=settings
+    )
+    if problems:
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)} with the arguments"
+        print(f"{prog}: {count}\n{ConfigError(problems)}", file=sys.stderr)
+        raise SystemExit(2)
     for notice in args.notices:
         print(f"{prog}: {notice}", file=sys.stderr)
     return args
 
 
 def load_args(
-    argv: Sequence[str] | None = None,
-    add_custom_arguments: AddArguments | None = None,
-    *,
-    asynchronous: bool = False,
-    extra_checks: Sequence[ExtraCheck] = (),
-    settings: Mapping[str, Any] | None = None,
+    argv: Sequence[str] | None = None, *, asynchronous: bool = False, settings: Mapping[str, object] | None = None
 ) -> Args:
     """Like :func:`parse_args`, but raises :class:`ConfigError` and prints nothing."""
-    args, problems = check_args(
-        argv, add_custom_arguments, asynchronous=asynchronous, extra_checks=extra_checks, settings=settings
-    )
+    args, problems = check_args(argv, asynchronous=asynchronous, settings=settings)
     if problems:
         raise ConfigError(problems)
     return args
@@ -305,7 +297,7 @@ def check_args(
     *,
     asynchronous: bool = False,
     extra_checks: Sequence[ExtraCheck] = (),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> tuple[Args, list[str]]:
     """The resolved arguments with everything that is wrong with them."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
@@ -320,7 +312,7 @@ def check_args(
 
 
 def read_settings(
-    argv: Sequence[str], add_custom_arguments: AddArguments | None = None, settings: Mapping[str, Any] | None = None
+    argv: Sequence[str], add_custom_arguments: AddArguments | None = None, settings: Mapping[str, object] | None = None
 ) -> tuple[Args, list[str]]:
     """Words, then the files that they name (``--custom-config-path`` and ``--override``), then ``settings``. Nothing is
     resolved yet."""
