@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.config.flag import flag
+from slime.config.flag import flag, hook_flag
 from slime.config.hf_config import read_chat_template, read_config
 from slime.config.hooks import hook_problem
 
@@ -63,11 +63,9 @@ SGLANG_REASONING_PARSERS = "sglang.srt.parser.reasoning_parser", "ReasoningParse
 class AgentConfig:
     _title = "agents"
 
-    agent_function_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Agent program as a function run(task), sync or async: it calls the model at task.openai_base_url or "
-        "task.anthropic_base_url and returns a reward or None. It sets --custom-generate-function-path",
+    agent_function_path: str | None = hook_flag(
+        "Agent program as a function run(task), sync or async: it calls the model at task.openai_base_url or "
+        "task.anthropic_base_url and returns a reward or None. It sets --custom-generate-function-path"
     )
     agent_command: str | None = flag(
         None,

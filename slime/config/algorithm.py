@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from slime.algorithms.algorithm import Algorithm, EstimatorSettings, baseline_problem, class_problem
 from slime.algorithms.dr_grpo import pg_loss_reducer
 from slime.algorithms.registry import ALGORITHMS
-from slime.config.flag import DERIVED, flag, flags_of, is_hook_path
+from slime.config.flag import DERIVED, flag, flags_of, hook_flag, is_hook_path
 from slime.config.hooks import HookError, load_function
 
 if TYPE_CHECKING:
@@ -35,14 +35,12 @@ class AlgorithmConfig:
         choices=("policy_loss", "sft_loss", "custom_loss"),
         help="Loss to minimise: the policy gradient loss, the SFT loss, or the function in --custom-loss-function-path",
     )
-    custom_loss_function_path: str | None = flag(None, kind="hook", help="Loss function for --loss-type custom_loss")
-    custom_advantage_function_path: str | None = flag(
-        None, kind="hook", help="Function that computes advantages instead of --advantage-estimator"
+    custom_loss_function_path: str | None = hook_flag("Loss function for --loss-type custom_loss")
+    custom_advantage_function_path: str | None = hook_flag(
+        "Function that computes advantages instead of --advantage-estimator"
     )
-    custom_pg_loss_reducer_function_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function that averages the policy loss over tokens and samples. Default: the mean over samples",
+    custom_pg_loss_reducer_function_path: str | None = hook_flag(
+        "Function that averages the policy loss over tokens and samples. Default: the mean over samples"
     )
     compute_advantages_and_returns: bool = flag(
         True,
@@ -55,10 +53,7 @@ class AlgorithmConfig:
         DERIVED, low=0, help="Upper clip range (epsilon) of the importance ratio. Default: --eps-clip"
     )
     eps_clip_c: float | None = flag(
-        None,
-        above=1,
-        help="Constant of dual-clip PPO, which bounds the loss of tokens with negative advantage. Default: no dual "
-        "clip",
+        None, above=1, help="Constant of dual-clip PPO for tokens with negative advantage. Default: no dual clip"
     )
     value_clip: float = flag(0.2, low=0, help="Clip range of the critic's values in the value loss")
     entropy_coef: float = flag(0.0, help="Coefficient of the entropy bonus in the loss")
@@ -78,9 +73,7 @@ class AlgorithmConfig:
         help="Train on raw rewards, without a group baseline",
     )
     overlong_buffer_len: int = flag(
-        0,
-        help="Number of tokens at the end of --rollout-max-response-len over which DAPO's overlong penalty grows; 0 "
-        "disables the penalty",
+        0, help="DAPO: number of last tokens of a response over which the overlong penalty grows; 0 disables it"
     )
     overlong_penalty: float = flag(
         1.0,

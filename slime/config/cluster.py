@@ -54,19 +54,14 @@ class ClusterConfig:
     colocate: bool = flag(False, help="Let the trainer and the engines share the same GPUs and take turns")
     offload: bool = flag(False, help="Shorthand for --offload-train --offload-rollout")
     offload_train: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Move the trainer's state to CPU memory while it does not train. Default: on with --colocate",
+        DERIVED, kind="toggle", help="Move the trainer to CPU memory while it is idle. Default: on with --colocate"
     )
     offload_rollout: bool = flag(
         DERIVED, kind="toggle", help="Release the engines' GPU memory during training. Default: on with --colocate"
     )
     distributed_timeout_minutes: int = flag(10, low=1, help="Deadline in minutes for a collective of torch.distributed")
     threads_per_process: int | None = flag(
-        None,
-        low=1,
-        help="Number of CPU threads of each trainer and engine process. Default: the CPU cores divided among these "
-        "processes",
+        None, low=1, help="CPU threads of each trainer and engine process. Default: an equal share of the cores"
     )
     train_env_vars: dict[str, str] = flag({}, help="Environment variables of the training processes, as a JSON object")
     use_fault_tolerance: bool = flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, hook_flag, path_flag
 from slime.config.rollout import old_actor_lag, staleness_bound
 
 if TYPE_CHECKING:
@@ -29,10 +29,7 @@ class KlConfig:
         False, help="Multiply the KL divergence in the loss by the importance ratio, which makes the estimate unbiased"
     )
     ref_update_interval: int | None = flag(
-        None,
-        low=1,
-        help="Number of rollouts after which the actor's weights are copied to the reference model. Default: the "
-        "reference stays fixed",
+        None, low=1, help="Number of rollouts between copies of the actor to the reference model. Default: never"
     )
 
 
@@ -48,19 +45,13 @@ class OffPolicyConfig:
     )
     tis_clip: float = flag(2.0, help="Upper bound of the truncated importance ratio (--use-tis)")
     tis_clip_low: float = flag(0.0, low=0, help="Lower bound of the truncated importance ratio (--use-tis)")
-    custom_tis_function_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function that computes the importance weights instead of --use-tis, such as IcePop or MIS",
+    custom_tis_function_path: str | None = hook_flag(
+        "Function that computes the importance weights instead of --use-tis, such as IcePop or MIS"
     )
     get_mismatch_metrics: bool = flag(
-        False,
-        help="Only log the mismatch between trainer and engine, without a correction; needs --custom-tis-function-path",
+        False, help="Only log the mismatch of trainer and engine; needs --custom-tis-function-path"
     )
-    use_opsm: bool = flag(
-        False,
-        help="Mask sequences with negative advantage from which the policy has drifted (off-policy sequence masking)",
-    )
+    use_opsm: bool = flag(False, help="Mask sequences with negative advantage from which the policy has drifted (OPSM)")
     opsm_delta: float = flag(
         1e-4, low=0, help="Mean log-prob difference per token above which --use-opsm masks a sequence"
     )
@@ -79,10 +70,7 @@ class OffPolicyConfig:
 class DistillationConfig:
     _title = "on-policy distillation"
 
-    use_opd: bool = flag(
-        False,
-        help="Train by on-policy distillation: the reverse KL divergence from a teacher on the policy's own samples",
-    )
+    use_opd: bool = flag(False, help="On-policy distillation: train on the reverse KL divergence from a teacher")
     opd_type: str | None = flag(
         None,
         choices=("sglang", "megatron"),
@@ -90,10 +78,8 @@ class DistillationConfig:
         "(of either backend) loads it from --opd-teacher-load",
     )
     opd_kl_coef: float = flag(1.0, help="Coefficient of the reverse KL divergence from the teacher (--use-opd)")
-    opd_teacher_load: str | None = flag(
-        None,
-        kind="path",
-        help="Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained model",
+    opd_teacher_load: str | None = path_flag(
+        "Checkpoint of the teacher for --opd-type megatron, with the architecture of the trained model"
     )
     opd_teacher_ckpt_step: int | None = flag(
         None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import file_of, first_row, read_yaml
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, hook_flag, path_flag
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, context_notice, is_fully_async
 
 if TYPE_CHECKING:
@@ -20,10 +20,8 @@ DEFAULT_DATA_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 class DataConfig:
     _title = "data"
 
-    prompt_data: str | None = flag(
-        None,
-        kind="path",
-        help="File of training prompts in JSONL, Parquet or JSON; path@[a:b] selects a slice of its rows",
+    prompt_data: str | None = path_flag(
+        "File of training prompts in JSONL, Parquet or JSON; path@[a:b] selects a slice of its rows"
     )
     input_key: str = flag("prompt", help="Column of the prompt, which is a text or a list of messages")
     label_key: str | None = flag(
@@ -37,10 +35,7 @@ class DataConfig:
     apply_chat_template: bool = flag(False, help="Render messages with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] = flag({}, help="JSON object of additional chat template arguments")
     num_rollout: int | None = flag(
-        None,
-        low=0,
-        help="Total number of rollouts; each is generated and then trained. Default: as many as --num-epoch takes, or "
-        "one epoch",
+        None, low=0, help="Total number of rollouts, each generated and then trained. Default: one epoch"
     )
     num_epoch: int | None = flag(None, low=1, help="Number of epochs if --num-rollout is not given. Default: 1")
     start_rollout_id: int | None = flag(
@@ -57,10 +52,8 @@ class DataConfig:
     data_source_path: str = flag(
         DEFAULT_DATA_SOURCE, kind="hook", help="Class of the data source, which provides the prompts"
     )
-    buffer_filter_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function that selects groups from the data source's buffer. Default: the oldest groups first",
+    buffer_filter_path: str | None = hook_flag(
+        "Function that selects groups from the data source's buffer. Default: the oldest groups first"
     )
     num_data_workers: int = flag(
         0,
@@ -121,12 +114,9 @@ class EvalConfig:
 
     eval_interval: int | None = flag(None, low=1, help="Number of rollouts between evaluations. Default: no evaluation")
     eval_prompt_data: list[str] | None = flag(
-        None,
-        kind="pairs",
-        metavar="NAME PATH",
-        help="Evaluation data sets as pairs of a name and a file; the flag can be repeated",
+        None, kind="pairs", metavar="NAME PATH", help="Evaluation data sets as pairs of name and file; may be repeated"
     )
-    eval_config: str | None = flag(None, kind="path", help="YAML file of evaluation data sets with their own settings")
+    eval_config: str | None = path_flag("YAML file of evaluation data sets with their own settings")
     eval_function_path: str = flag(
         DERIVED,
         kind="hook",
@@ -139,28 +129,19 @@ class EvalConfig:
     eval_tool_key: str = flag(DERIVED, help="Column of the tool schemas in evaluation data. Default: --tool-key")
     n_samples_per_eval_prompt: int = flag(1, low=1, help="Number of samples per evaluation prompt")
     eval_temperature: float = flag(
-        DERIVED, low=0, help="Sampling temperature of evaluations; 0 is greedy decoding. Default: --rollout-temperature"
+        DERIVED, low=0, help="Sampling temperature of evaluations; 0 is greedy. Default: --rollout-temperature"
     )
     eval_top_p: float = flag(
         DERIVED, above=0, high=1, help="Nucleus sampling threshold (top-p) of evaluations. Default: --rollout-top-p"
     )
     eval_top_k: int = flag(
-        DERIVED,
-        low=1,
-        off=-1,
-        help="Number of most likely tokens to sample from (top-k) in evaluations; -1 disables it. Default: "
-        "--rollout-top-k",
+        DERIVED, low=1, off=-1, help="Top-k of evaluations; -1 disables it. Default: --rollout-top-k"
     )
     eval_max_response_len: int = flag(
-        DERIVED,
-        low=1,
-        help="Maximum number of tokens of a response in evaluations. Default: --rollout-max-response-len",
+        DERIVED, low=1, help="Maximum tokens of a response in evaluations. Default: --rollout-max-response-len"
     )
     eval_max_prompt_len: int | None = flag(
-        None,
-        low=1,
-        help="Maximum number of prompt tokens in evaluations; longer prompts are dropped. Default: "
-        "--rollout-max-prompt-len",
+        None, low=1, help="Maximum tokens of a prompt in evaluations. Default: --rollout-max-prompt-len"
     )
     eval_min_new_tokens: int | None = flag(
         None, low=0, help="Minimum number of tokens of a response in evaluations. Default: no minimum"
@@ -241,32 +222,22 @@ class RewardConfig:
         "with the prefix boxed_ (score the content of \\boxed{}). Default: math if the rows have a label and no "
         "other flag provides rewards",
     )
-    custom_rm_path: str | None = flag(
-        None, kind="hook", help="Function or class that computes rewards instead of --rm-type"
-    )
-    rm_model_path: str | None = flag(None, kind="path", help="Model that a class given as --custom-rm-path loads")
+    custom_rm_path: str | None = hook_flag("Function or class that computes rewards instead of --rm-type")
+    rm_model_path: str | None = path_flag("Model that a class given as --custom-rm-path loads")
     rm_url: str | None = flag(None, help="URL of the server that scores samples for --rm-type remote_rm")
     group_rm: bool = flag(
         False, help="Pass all samples of a group to the reward function at once instead of one by one"
     )
     reward_key: str | None = flag(None, help="Key of the training reward if rewards are dicts")
     eval_reward_key: str | None = flag(None, help="Key of the evaluation reward if rewards are dicts (--reward-key)")
-    custom_reward_post_process_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function that turns raw rewards into the rewards to train on. Default: the baseline of "
-        "--advantage-estimator",
+    custom_reward_post_process_path: str | None = hook_flag(
+        "Function that turns raw rewards into the rewards to train on. Default: the baseline of --advantage-estimator"
     )
     reward_timeout: float = flag(
-        30.0,
-        above=0,
-        help="Deadline in seconds for scoring one sample with a verifier; a sample that takes longer is left out",
+        30.0, above=0, help="Deadline in seconds for scoring one sample; a later sample is left out"
     )
     reward_workers: int | None = flag(
-        None,
-        low=1,
-        help="Number of verifier processes. Default: half of the CPU cores of the machine that scores, but at least 2 "
-        "if it has 2",
+        None, low=1, help="Number of verifier processes. Default: half of the scoring machine's cores, at least 2"
     )
 
 

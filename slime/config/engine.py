@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from slime.config.files import load_yaml
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.hf_config import MTP_COUNTS, read_config
 from slime.config.passthrough import REFUSED
 
@@ -46,9 +46,7 @@ class EngineConfig:
         64, low=1, help="Maximum number of requests that the embedded engine decodes at the same time (its slots)"
     )
     embedded_max_total_tokens: int | None = flag(
-        None,
-        low=1,
-        help="Capacity of the embedded engine's KV cache in tokens. Default: chosen by the available memory",
+        None, low=1, help="Tokens in the embedded engine's KV cache. Default: chosen by available memory"
     )
     embedded_device: str = flag(DERIVED, help="Device of the embedded engine, cpu or cuda. Default: cuda if available")
     sglang_router_ip: str | None = flag(
@@ -62,22 +60,17 @@ class EngineConfig:
         help="Addresses host:port of inference servers that are already running; slime sends them weights and "
         "requests and never stops them. Default: slime starts the engines",
     )
-    sglang_config: str | None = flag(
-        None,
-        kind="path",
-        help="YAML file that describes several served models, or groups of SGLang servers for prefill and decode. "
-        "Default: one model and one kind of server",
+    sglang_config: str | None = path_flag(
+        "YAML file that describes several served models, or groups of SGLang servers for prefill and decode. "
+        "Default: one model and one kind of server"
     )
     prefill_num_servers: int | None = flag(
-        None,
-        low=1,
-        help="Number of SGLang servers that only prefill; the others only decode. Default: each server does both",
+        None, low=1, help="Number of SGLang servers that only prefill; the others only decode. Default: all do both"
     )
     logprob_gap_threshold: float | None = flag(
         None,
         low=0,
-        help="Warn if the log-probs of trainer and engine differ by more than this in the mean of a step. Default: "
-        "depends on the data types",
+        help="Warn if the step's mean log-probs of trainer and engine differ by more. Default: by data type",
     )
 
 

@@ -112,6 +112,16 @@ def flag(
     return dataclasses.field(default=default, metadata={_KEY: meta})
 
 
+def hook_flag(help: str) -> Any:
+    """A flag that names a function or class of the user's, by default none."""
+    return flag(None, help=help, kind="hook")
+
+
+def path_flag(help: str) -> Any:
+    """A flag that names a file or folder, by default none."""
+    return flag(None, help=help, kind="path")
+
+
 def flags_of(cls: type) -> dict[str, Flag]:
     """The flags of a composed dataclass by attribute name, in order of declaration."""
     return dict(_flags_of(cls))

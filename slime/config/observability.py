@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slime.config.flag import flag, flags_of
+from slime.config.flag import flag, flags_of, hook_flag, path_flag
 from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION
 
 if TYPE_CHECKING:
@@ -26,13 +26,9 @@ class ObservabilityConfig:
     )
     use_wandb: bool = flag(False, help="Also log metrics to Weights & Biases")
     wandb_mode: str | None = flag(
-        None,
-        choices=("online", "offline", "disabled"),
-        help="Mode of Weights & Biases. Default: WANDB_MODE of the environment",
+        None, choices=("online", "offline", "disabled"), help="Mode of Weights & Biases. Default: WANDB_MODE"
     )
-    wandb_dir: str | None = flag(
-        None, kind="path", help="Folder for files of Weights & Biases. Default: the run's folder"
-    )
+    wandb_dir: str | None = path_flag("Folder for files of Weights & Biases. Default: the run's folder")
     wandb_key: str | None = flag(
         None,
         help="API key of Weights & Biases. It is visible in the process list (ps), so prefer the environment variable "
@@ -62,9 +58,7 @@ class ObservabilityConfig:
         "at even distances; all or none are also accepted",
     )
     log_keep_last: int | None = flag(
-        None,
-        low=1,
-        help="Number of rollouts and evaluations whose texts and traces are kept; older ones are deleted. Default: all",
+        None, low=1, help="Number of rollouts and evaluations whose texts and traces are kept. Default: all"
     )
     log_compress: bool = flag(False, help="Compress the texts of samples as .jsonl.zst, which zstdcat reads")
 
@@ -92,44 +86,32 @@ class DebugConfig:
         help="Train without engines, on --load-debug-rollout-data or a rollout function that needs no engine, such as "
         "the one for SFT",
     )
-    save_debug_rollout_data: str | None = flag(
-        None,
-        kind="path",
-        help="File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the rollout's "
-        "number",
+    save_debug_rollout_data: str | None = path_flag(
+        "File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the rollout's number"
     )
-    load_debug_rollout_data: str | None = flag(
-        None,
-        kind="path",
-        help="File of saved samples to train on, with {rollout_id} in the path; implies --debug-train-only",
+    load_debug_rollout_data: str | None = path_flag(
+        "File of saved samples to train on, with {rollout_id} in the path; implies --debug-train-only"
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None, above=0, high=1, help="Fraction of the samples of --load-debug-rollout-data to train on. Default: all"
     )
-    load_forge_rollout_data: str | None = flag(
-        None,
-        kind="path",
-        help="File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays while the "
-        "engines are running",
+    load_forge_rollout_data: str | None = path_flag(
+        "File of saved samples, with {rollout_id} in the path, that slime.rollout.forge_load replays while the "
+        "engines are running"
     )
-    save_debug_train_data: str | None = flag(
-        None,
-        kind="path",
-        help="File to which each rollout's training batches are saved; {rollout_id} in the path is replaced by the "
-        "rollout's number",
+    save_debug_train_data: str | None = path_flag(
+        "File to which each rollout's training batches are saved; {rollout_id} in the path is replaced by the "
+        "rollout's number"
     )
-    dump_details: str | None = flag(
-        None,
-        kind="path",
-        help="Folder for --save-debug-rollout-data (rollout_data/), --save-debug-train-data (train_data/) and the "
-        "tokenizer",
+    dump_details: str | None = path_flag(
+        "Folder for --save-debug-rollout-data (rollout_data/), --save-debug-train-data (train_data/) and the tokenizer"
     )
     record_memory_history: bool = flag(False, help="Record the trainer's CUDA memory allocations in the first rollouts")
     memory_snapshot_num_steps: int | None = flag(
         None, low=1, help="Number of rollouts for which --record-memory-history records. Default: 1"
     )
-    memory_snapshot_dir: str | None = flag(
-        None, kind="path", help="Folder for the files of --record-memory-history. Default: traces/ of the run"
+    memory_snapshot_dir: str | None = path_flag(
+        "Folder for the files of --record-memory-history. Default: traces/ of the run"
     )
     memory_recorder: str = flag(
         "torch",
@@ -152,20 +134,16 @@ class DebugConfig:
 class MegatronExtrasConfig:
     _title = "hooks of the Megatron backend"
 
-    custom_megatron_init_path: str | None = flag(
-        None, kind="hook", help="Function fn(args) that is called after Megatron has created its process groups"
+    custom_megatron_init_path: str | None = hook_flag(
+        "Function fn(args) that is called after Megatron has created its process groups"
     )
-    custom_megatron_before_log_prob_hook_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function fn(args, model, prefix) that is called before log-probs are computed with Megatron; the prefix "
-        'is "", "ref_" or "teacher_"',
+    custom_megatron_before_log_prob_hook_path: str | None = hook_flag(
+        "Function fn(args, model, prefix) that is called before log-probs are computed with Megatron; the prefix "
+        'is "", "ref_" or "teacher_"'
     )
-    custom_megatron_before_train_step_hook_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called before "
-        "each optimizer step of Megatron",
+    custom_megatron_before_train_step_hook_path: str | None = hook_flag(
+        "Function fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler) that is called before "
+        "each optimizer step of Megatron"
     )
 
 

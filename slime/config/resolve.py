@@ -7,41 +7,27 @@ reported together.
 
 from __future__ import annotations
 
-from slime.config import passthrough
-from slime.config.agent import check_constrained_decoding, check_parsers, derive_agent
-from slime.config.algorithm import check_estimator, check_losses, derive_algorithm
+from slime.config import (
+    agent,
+    algorithm,
+    batch,
+    cluster,
+    corrections,
+    data,
+    engine,
+    hooks,
+    megatron_flags,
+    observability,
+    passthrough,
+    rollout,
+    run,
+    settings,
+    trainer,
+    weight_sync,
+)
 from slime.config.args import FLAGS, Args
-from slime.config.batch import check_batch, derive_batch
-from slime.config.cluster import check_machine, check_placement, check_routing_replay, derive_resources
-from slime.config.corrections import check_distillation, check_kl, check_off_policy, check_opsm, derive_corrections
-from slime.config.data import (
-    check_data_files,
-    check_eval_files,
-    check_multimodal_keys,
-    check_reward,
-    check_scored,
-    derive_data,
-    derive_evaluation,
-)
-from slime.config.engine import check_draft
 from slime.config.flag import out_of_range
-from slime.config.hooks import check_hooks
 from slime.config.machine import Machine, this_machine
-from slime.config.megatron_flags import check_fsdp, check_megatron
-from slime.config.observability import check_debug_files, check_sinks, derive_debug_modes
-from slime.config.rollout import check_loop, check_rollout
-from slime.config.run import check_load, derive_backends, derive_checkpoints, derive_run_folder
-from slime.config.settings import check_roles
-from slime.config.trainer import (
-    check_checkpoint,
-    check_media,
-    check_reference,
-    check_schedule,
-    check_shape,
-    check_teacher,
-    derive_model,
-)
-from slime.config.weight_sync import check_disk_sync
 
 
 def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
@@ -51,18 +37,18 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
     """
     machine = machine or this_machine()
     problems: list[str] = []
-    derive_backends(args, machine)
-    derive_model(args, machine)
-    derive_debug_modes(args)
-    problems += derive_agent(args)
-    derive_data(args)
-    problems += derive_batch(args)
-    derive_algorithm(args)
-    derive_corrections(args, asynchronous)
-    derive_resources(args, machine, asynchronous)
-    derive_evaluation(args)
-    derive_checkpoints(args)
-    derive_run_folder(args)
+    run.derive_backends(args, machine)
+    trainer.derive_model(args, machine)
+    observability.derive_debug_modes(args)
+    problems += agent.derive_agent(args)
+    data.derive_data(args)
+    problems += batch.derive_batch(args)
+    algorithm.derive_algorithm(args)
+    corrections.derive_corrections(args, asynchronous)
+    cluster.derive_resources(args, machine, asynchronous)
+    data.derive_evaluation(args)
+    run.derive_checkpoints(args)
+    run.derive_run_folder(args)
     return problems
 
 
@@ -81,15 +67,30 @@ def check_ranges(args: Args) -> list[str]:
 
 
 FILE_RULES = (
-    *(check_checkpoint, check_reference, check_teacher, check_load, check_disk_sync, check_debug_files, check_sinks),
-    *(check_hooks, check_multimodal_keys),
+    *(
+        trainer.check_checkpoint,
+        trainer.check_reference,
+        trainer.check_teacher,
+        run.check_load,
+        weight_sync.check_disk_sync,
+        observability.check_debug_files,
+        observability.check_sinks,
+    ),
+    *(hooks.check_hooks, data.check_multimodal_keys),
 )
-DATA_RULES = (check_data_files, check_scored, check_eval_files)
+DATA_RULES = (data.check_data_files, data.check_scored, data.check_eval_files)
 """What can be said of the data without reading it; the data room's own check says more."""
-ROLLOUT_RULES = (check_ranges, check_batch, check_rollout, check_draft, check_reward)
-AGENT_RULES = (check_parsers, check_constrained_decoding)
-ALGORITHM_RULES = (check_kl, check_estimator, check_losses, check_off_policy, check_distillation, check_schedule)
-MODEL_RULES = (check_shape, check_media, check_fsdp, check_megatron)
+ROLLOUT_RULES = (check_ranges, batch.check_batch, rollout.check_rollout, engine.check_draft, data.check_reward)
+AGENT_RULES = (agent.check_parsers, agent.check_constrained_decoding)
+ALGORITHM_RULES = (
+    corrections.check_kl,
+    algorithm.check_estimator,
+    algorithm.check_losses,
+    corrections.check_off_policy,
+    corrections.check_distillation,
+    trainer.check_schedule,
+)
+MODEL_RULES = (trainer.check_shape, trainer.check_media, megatron_flags.check_fsdp, megatron_flags.check_megatron)
 
 
 def validate(
@@ -104,11 +105,11 @@ def validate(
     data_rules = () if data_is_checked else DATA_RULES
     for rule in (*FILE_RULES, *data_rules, *ROLLOUT_RULES, *AGENT_RULES, *ALGORITHM_RULES, *MODEL_RULES):
         problems += rule(args)
-    problems += check_loop(args, asynchronous)
-    problems += check_opsm(args, asynchronous)
-    problems += check_placement(args)
-    problems += check_machine(args, machine or this_machine())
-    problems += check_routing_replay(args, machine or this_machine())
+    problems += rollout.check_loop(args, asynchronous)
+    problems += corrections.check_opsm(args, asynchronous)
+    problems += cluster.check_placement(args)
+    problems += cluster.check_machine(args, machine or this_machine())
+    problems += cluster.check_routing_replay(args, machine or this_machine())
     problems += passthrough.check(args)
-    problems += check_roles(args)
+    problems += settings.check_roles(args)
     return problems

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slime.config.engine import ServerGroupError, read_server_groups
-from slime.config.flag import DERIVED, flag, flags_of
+from slime.config.flag import DERIVED, flag, flags_of, hook_flag, path_flag
 from slime.config.hf_config import context_length, is_hf_folder, read_config
 
 if TYPE_CHECKING:
@@ -24,16 +24,12 @@ class RolloutConfig:
     _title = "rollout"
 
     rollout_function_path: str = flag(DEFAULT_ROLLOUT_FUNCTION, kind="hook", help="Function that generates a rollout")
-    custom_generate_function_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function that generates one sample, for example over several turns or with tools. Default: one request "
-        "to an engine",
+    custom_generate_function_path: str | None = hook_flag(
+        "Function that generates one sample, for example over several turns or with tools. Default: one request "
+        "to an engine"
     )
     max_turns: int | None = flag(
-        None,
-        low=1,
-        help="Maximum number of turns of a multi-turn sample, for custom generate functions. Default: no limit",
+        None, low=1, help="Maximum number of turns of a multi-turn sample, for generate functions. Default: no limit"
     )
     rollout_temperature: float = flag(1.0, low=0, help="Sampling temperature of rollouts; must be above 0")
     rollout_top_p: float = flag(
@@ -56,8 +52,7 @@ class RolloutConfig:
     rollout_max_prompt_len: int | None = flag(
         None,
         low=1,
-        help="Maximum number of tokens of a prompt; longer prompts are dropped. Default: --rollout-max-context-len "
-        "minus 1, or no limit",
+        help="Maximum tokens of a prompt; longer ones are dropped. Default: --rollout-max-context-len minus 1",
     )
     rollout_max_context_len: int | None = flag(
         None,
@@ -70,15 +65,10 @@ class RolloutConfig:
         None, low=0, help="Token ids that end a response besides the model's own"
     )
     over_sampling_batch_size: int = flag(
-        DERIVED,
-        low=1,
-        help="Number of prompts that a rollout takes from the data source at a time. Default: --rollout-batch-size",
+        DERIVED, low=1, help="Prompts that a rollout takes at a time. Default: --rollout-batch-size"
     )
-    dynamic_sampling_filter_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are "
-        "kept",
+    dynamic_sampling_filter_path: str | None = hook_flag(
+        "Function that keeps or drops a finished group, as in DAPO's dynamic sampling. Default: all groups are kept"
     )
     partial_rollout: bool = flag(False, help="Continue groups that a rollout aborted at its end in a later rollout")
     mask_offpolicy_in_partial_rollout: bool = flag(
@@ -89,25 +79,23 @@ class RolloutConfig:
     rollout_sample_hook_path: list[str] = flag(
         [], kind="repeat", help="Function that is called with each sample before it is scored; the flag can be repeated"
     )
-    rollout_sample_filter_path: str | None = flag(
-        None, kind="hook", help="Function that marks samples of a finished rollout that are not to be trained"
+    rollout_sample_filter_path: str | None = hook_flag(
+        "Function that marks samples of a finished rollout that are not to be trained"
     )
-    rollout_all_samples_process_path: str | None = flag(
-        None, kind="hook", help="Function that is called with all groups of a rollout, including dropped ones"
+    rollout_all_samples_process_path: str | None = hook_flag(
+        "Function that is called with all groups of a rollout, including dropped ones"
     )
-    rollout_data_postprocess_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function that is called in the trainer after advantages are computed, with the rank's training data",
+    rollout_data_postprocess_path: str | None = hook_flag(
+        "Function that is called in the trainer after advantages are computed, with the rank's training data"
     )
-    custom_rollout_log_function_path: str | None = flag(
-        None, kind="hook", help="Function that logs the metrics of a rollout instead of the built-in one"
+    custom_rollout_log_function_path: str | None = hook_flag(
+        "Function that logs the metrics of a rollout instead of the built-in one"
     )
-    custom_eval_rollout_log_function_path: str | None = flag(
-        None, kind="hook", help="Function that logs the metrics of an evaluation instead of the built-in one"
+    custom_eval_rollout_log_function_path: str | None = hook_flag(
+        "Function that logs the metrics of an evaluation instead of the built-in one"
     )
-    custom_convert_samples_to_train_data_path: str | None = flag(
-        None, kind="hook", help="Function that converts samples to training data instead of the built-in one"
+    custom_convert_samples_to_train_data_path: str | None = hook_flag(
+        "Function that converts samples to training data instead of the built-in one"
     )
 
 
@@ -118,8 +106,7 @@ class AsyncConfig:
     async_buffer_size: int = flag(
         1,
         low=1,
-        help="Maximum number of rollouts that are being generated or are finished while another one is trained "
-        "(train_async.py)",
+        help="train_async.py: maximum number of rollouts that are in progress or wait while another is trained",
     )
     max_weight_staleness: int | None = flag(
         None,
@@ -127,10 +114,8 @@ class AsyncConfig:
         help="Maximum number of optimizer steps between the weights that sampled a token and those that train on it "
         "(train_async.py). Default: the bound implied by --async-buffer-size and --update-weights-interval",
     )
-    replay_schedule: str | None = flag(
-        None,
-        kind="path",
-        help="File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine",
+    replay_schedule: str | None = path_flag(
+        "File schedule.jsonl of an earlier asynchronous run, to repeat that run exactly with the embedded engine"
     )
 
 

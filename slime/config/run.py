@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.algorithm import estimator_label
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.hf_config import looks_like_hub_id
 from slime.config.machine import Machine, installed
 
@@ -43,9 +43,7 @@ class RunConfig:
         "--partial-rollout is given",
     )
     seed: int = flag(
-        1234,
-        help="Random seed of the trainer: weight initialisation, dropout and every other random number that the "
-        "trainer draws",
+        1234, help="Random seed of the trainer: weight initialisation, dropout and every other random choice"
     )
     output_dir: str = flag("outputs", kind="path", help="Parent folder of the runs, each of which has its own folder")
     run_name: str = flag(
@@ -53,16 +51,12 @@ class RunConfig:
         help="Name of the run's folder in --output-dir. Default: the name of the resumed run, otherwise model, "
         "estimator and start time",
     )
-    override: str | None = flag(
-        None,
-        kind="path",
-        help="YAML file of flag names and values that is applied after all other settings, to scale a recipe to a "
-        "machine; the changes are printed",
+    override: str | None = path_flag(
+        "YAML file of flag names and values that is applied after all other settings, to scale a recipe to a "
+        "machine; the changes are printed"
     )
-    custom_config_path: str | None = flag(
-        None,
-        kind="path",
-        help="YAML file whose keys become attributes of args before the settings are checked, for the user's own hooks",
+    custom_config_path: str | None = path_flag(
+        "YAML file whose keys become attributes of args before the settings are checked, for the user's own hooks"
     )
     start_timeout: float = flag(900.0, above=0, help="Deadline in seconds for the start of an engine or of the trainer")
     status_timeout: float = flag(
@@ -72,10 +66,7 @@ class RunConfig:
         "as lost, usually long before --phase-timeout; 0 disables the check",
     )
     phase_timeout: float = flag(
-        3600.0,
-        above=0,
-        help="Deadline in seconds for one phase of the run: the generation of a rollout, its training, or a weight "
-        "sync",
+        3600.0, above=0, help="Deadline in seconds for generating a rollout, training on it, or a weight sync"
     )
 
 
@@ -114,38 +105,26 @@ def _resumed_run(args: Args) -> str | None:
 class CheckpointConfig:
     _title = "checkpoints"
 
-    load: str | None = flag(
-        None,
-        kind="path",
-        help="Folder to start from: a --save folder, from which the run resumes, or a Hugging Face folder with "
-        "initial weights",
+    load: str | None = path_flag(
+        "Folder to start from: a --save folder, from which the run resumes, or a Hugging Face folder with "
+        "initial weights"
     )
-    save: str | None = flag(
-        None,
-        kind="path",
-        help="Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is given, "
-        "otherwise no snapshots",
+    save: str | None = path_flag(
+        "Folder for snapshots of the run. Default: outputs/<run>/checkpoints if --save-interval is given, "
+        "otherwise no snapshots"
     )
     save_interval: int | None = flag(
-        None,
-        low=1,
-        help="Number of rollouts between two snapshots; one more is written at the end of the run. Default: no "
-        "snapshots",
+        None, low=1, help="Number of rollouts between snapshots; the end of the run adds one. Default: no snapshots"
     )
     save_keep_last: int | None = flag(
-        None,
-        low=1,
-        help="Number of snapshots to keep; older ones are deleted. Default: all snapshots are kept, or 1 with "
-        "--save-retain-interval",
+        None, low=1, help="Number of snapshots to keep. Default: all, or 1 with --save-retain-interval"
     )
     save_retain_interval: int | None = flag(
         None, low=1, help="Keep one snapshot every N rollouts of those that --save-keep-last would delete"
     )
-    save_hf: str | None = flag(
-        None,
-        kind="path",
-        help="Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path "
-        "is replaced by the rollout's number",
+    save_hf: str | None = path_flag(
+        "Folder for an export of the weights in Hugging Face format with each snapshot; {rollout_id} in the path "
+        "is replaced by the rollout's number"
     )
     ref_load: str = flag(DERIVED, kind="path", help="Reference model for the KL divergence. Default: --hf-checkpoint")
     ckpt_step: int | None = flag(None, low=0, help="Iteration of the snapshot to load from --load. Default: the latest")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.files import read_yaml
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, path_flag
 from slime.config.hf_config import (
     SHAPE,
     is_hf_folder,
@@ -50,27 +50,16 @@ class ModelConfig:
         False, help="Recompute activations in the backward pass to save memory; --recompute-activations is a synonym"
     )
     compile_layers: bool = flag(
-        DERIVED,
-        kind="toggle",
-        help="Compile each decoder layer and the computations on logits with torch.compile. Default: on with CUDA and "
-        "Triton",
+        DERIVED, kind="toggle", help="Compile layers and logits with torch.compile. Default: on with CUDA and Triton"
     )
     log_probs_chunk_size: int = flag(
-        -1,
-        low=1,
-        off=-1,
-        help="Number of tokens per chunk when log-probs are computed from logits; -1 chooses the size automatically",
+        -1, low=1, off=-1, help="Tokens per chunk when log-probs are computed from logits; -1: automatic"
     )
     share_prompt_in_pack: bool = flag(
-        True,
-        kind="toggle",
-        help="Store the prompt of a group once per pack, which gives the same gradients with less computation",
+        True, kind="toggle", help="Store a group's prompt once per pack: the same gradients in less time"
     )
     skip_zero_advantage_groups: bool = flag(
-        True,
-        kind="toggle",
-        help="Skip the forward and backward pass for groups that cannot change the weights because their advantages "
-        "are 0",
+        True, kind="toggle", help="Skip forward and backward passes of groups whose advantages are all 0"
     )
     only_train_params_name_list: list[str] | None = flag(
         None, help="Regular expressions of parameter names; only matching parameters are trained. Default: all"
@@ -104,8 +93,8 @@ class ModelConfig:
         "accumulates the gradients of the whole model in float32, 4 bytes per trained parameter",
     )
     deterministic_mode: bool = flag(False, help="Megatron's spelling of --deterministic")
-    megatron_config_path: str | None = flag(
-        None, kind="path", help="YAML file with flag values for one role, under the keys actor and critic"
+    megatron_config_path: str | None = path_flag(
+        "YAML file with flag values for one role, under the keys actor and critic"
     )
 
 
@@ -276,10 +265,7 @@ class OptimizerConfig:
     )
     lr_warmup_iters: int = flag(0, low=0, help="Number of optimizer steps of linear learning-rate warm-up")
     lr_warmup_fraction: float | None = flag(
-        None,
-        low=0,
-        high=1,
-        help="Length of the learning-rate warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters",
+        None, low=0, high=1, help="Length of the warm-up as a fraction of --lr-decay-iters. Default: --lr-warmup-iters"
     )
     lr_warmup_init: float = flag(0.0, low=0, help="Learning rate at the start of the warm-up")
     lr_wsd_decay_iters: int | None = flag(
@@ -298,15 +284,11 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, low=0, help="Maximum norm of the gradient; 0 disables clipping")
     critic_lr: float = flag(DERIVED, low=0, help="Peak learning rate of the critic. Default: --lr")
     critic_lr_warmup_iters: int = flag(
-        DERIVED,
-        low=0,
-        help="Number of optimizer steps of the critic's learning-rate warm-up. Default: --lr-warmup-iters",
+        DERIVED, low=0, help="Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters"
     )
     reset_optimizer_states: bool = flag(False, help="Reset Adam's moments to zero at the start of each rollout's steps")
     use_stateless_adam: bool = flag(
-        False,
-        help="Use Adam without persistent moments: each step is approximately the learning rate times the sign of the "
-        "gradient",
+        False, help="Use Adam without moments: each step is nearly the learning rate times the gradient's sign"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from slime.config.flag import DERIVED, flag
+from slime.config.flag import DERIVED, flag, hook_flag, path_flag
 from slime.config.hf_config import read_config
 
 if TYPE_CHECKING:
@@ -37,18 +37,13 @@ class WeightSyncConfig:
         "NCCL or gloo). disk: through files in --update-weight-disk-dir",
     )
     update_weight_buffer_size: int | None = flag(
-        None,
-        low=1,
-        help="Size of a bucket of weights in bytes. Default: 1 GiB for broadcasts over NCCL, otherwise 512 MiB",
+        None, low=1, help="Bytes per bucket of weights. Default: 1 GiB for broadcasts over NCCL, otherwise 512 MiB"
     )
     update_weight_senders: int | None = flag(
-        None,
-        low=1,
-        help="Number of training ranks that broadcast weights at the same time, each to its own share of the engines. "
-        "Default: one per 16 engines",
+        None, low=1, help="Training ranks that broadcast weights at the same time. Default: one per 16 engines"
     )
-    update_weight_disk_dir: str | None = flag(
-        None, kind="path", help="Folder that the trainer and all engines share, for --update-weight-transport disk"
+    update_weight_disk_dir: str | None = path_flag(
+        "Folder that the trainer and all engines share, for --update-weight-transport disk"
     )
     update_weight_disk_keep_files: bool = flag(
         False, help="Keep the weight files of --update-weight-transport disk after the engines have loaded them"
@@ -65,20 +60,15 @@ class WeightSyncConfig:
         help="Checksum of each tensor with --update-weight-mode delta",
         limits={"blake3": ("refused", "xxh3-128 finds the same damage in less time")},
     )
-    custom_update_weight_post_write_path: str | None = flag(
-        None,
-        kind="hook",
-        help="Function fn(args, version_dir, engines) that is called on the sending rank after weight files are "
-        "written and before the engines read them",
+    custom_update_weight_post_write_path: str | None = hook_flag(
+        "Function fn(args, version_dir, engines) that is called on the sending rank after weight files are "
+        "written and before the engines read them"
     )
     audit_weights: bool = flag(
         True, kind="toggle", help="Compare the weights of engines and trainer after every weight sync"
     )
     audit_threshold: float | None = flag(
-        None,
-        low=0,
-        help="Maximum difference of log-probs that the audit of a weight sync accepts. Default: depends on the data "
-        "type",
+        None, low=0, help="Maximum log-prob difference that the audit of a weight sync accepts. Default: by data type"
     )
     check_weight_update_equal: bool = flag(
         DERIVED,
@@ -89,10 +79,7 @@ class WeightSyncConfig:
         "of which all tensors are sent",
     )
     check_weight_update_interval: int = flag(
-        100,
-        low=0,
-        help="Number of weight syncs between two checks of --check-weight-update-equal, each of which costs one more "
-        "weight sync; 0 checks the first one only",
+        100, low=0, help="Weight syncs between two checks of --check-weight-update-equal; 0 checks only the first"
     )
     rollout_data_transport: str = flag(
         "object-store",
