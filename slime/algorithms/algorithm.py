@@ -15,7 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +43,15 @@ class EstimatorSettings:
     """``--rollout-max-response-len``, in tokens."""
     custom: Mapping[str, Any] = field(default_factory=dict)
     """The names that ``--custom-config-path`` sets and that are no flags of slime."""
+
+
+class Entries(Protocol):
+    """A rank batch as an estimator reads it: a mapping from the names of the batch page of the documentation."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+    def get(self, name: str, /) -> Any:
+        """None where the batch has no such entry."""
 
 
 class Row(NamedTuple):
@@ -81,7 +90,7 @@ class Algorithm(ABC):
     row: ClassVar[Row | None] = None
     """Only for built-in estimators."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         # The property cannot be inherited along with another loss: a term without an advantage would have a gradient.
         changes_loss = "policy_loss" in vars(cls) or "pg_reducer" in vars(cls)
@@ -101,7 +110,7 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
         """Advantages and returns, per sample ``[response_length]``.
 
         Args:
@@ -142,7 +151,7 @@ class Algorithm(ABC):
         return []
 
 
-def custom_setting(args: object, name: str, default: Any) -> Any:
+def custom_setting(args: object, name: str, default: object) -> Any:
     """A name that ``--custom-config-path`` may set on ``args``; ``default`` where it is absent or null. An attribute
     access would not do: args raise on a name that no file has declared."""
     value = vars(args).get(name)

@@ -6,9 +6,9 @@ Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .algorithm import Algorithm, Row
+from .algorithm import Algorithm, Entries, Row
 from .sequences import put_where, scan_from_end
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Ppo(Algorithm):
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
         return rewards
 
-    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
         """Token reward −kl_coef·kl_t, plus the response's reward on its last trained token.
 
         Raises:

@@ -6,9 +6,9 @@ Source: Shao et al., "DeepSeekMath" (2024), outcome supervision.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .algorithm import Algorithm, Row
+from .algorithm import Algorithm, Entries, Row
 from .baselines import centred, standardized
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Grpo(Algorithm):
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
         return standardized(rewards) if self.settings.std_normalization else centred(rewards)
 
-    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
         """Advantages and returns are the same."""
         returns = get_grpo_returns(batch["rewards"], batch["kl"])
         return returns, [x.clone() for x in returns]

@@ -64,7 +64,7 @@ class MisConfig:
     def from_args(cls, args: object) -> MisConfig:
         """Raises ValueError on an unknown level or mode, or on bounds in the wrong order."""
 
-        def setting(name: str, default: Any) -> Any:
+        def setting(name: str, default: object) -> Any:
             return custom_setting(args, name, default)
 
         upper = float(setting("tis_upper_bound", setting("tis_clip", 2.0)))
@@ -137,14 +137,14 @@ def mean_weight(config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[in
 
 def compute_mis_weights(
     *,
-    args: Any,
+    args: object,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
     reduce: Reduce = IDENTITY,
     weight_mean: float | None = None,
-    **_: Any,
+    **_: object,
 ) -> TisResult:
     """Weigh and reject.
 

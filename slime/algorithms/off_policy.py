@@ -13,7 +13,7 @@ report of Ling Team, "Every Step Evolves" (2025).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,24 +23,47 @@ from .sequences import exp_ratio, flatten, keep_where
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
 
+class ClipBounds(Protocol):
+    """The flags that the two functions read."""
+
+    tis_clip: float
+    tis_clip_low: float
+
+
 def train_rollout_ratio(
-    loss_masks: Sequence[Tensor], train_log_probs: Sequence[Tensor], rollout_log_probs: Sequence[Tensor], **_: Any
+    loss_masks: Sequence[Tensor], train_log_probs: Sequence[Tensor], rollout_log_probs: Sequence[Tensor]
 ) -> Tensor:
     """exp(log π_train − log π_rollout) per token, flat and without gradient; 1 on masked tokens."""
     difference = flatten(train_log_probs).detach() - flatten(rollout_log_probs).detach()
     return exp_ratio(keep_where(flatten(loss_masks), difference))
 
 
-def vanilla_tis_function(*, args: Any, pg_loss: Tensor, loss_masks: Sequence[Tensor], **log_probs: Any) -> TisResult:
+def vanilla_tis_function(
+    *,
+    args: ClipBounds,
+    pg_loss: Tensor,
+    loss_masks: Sequence[Tensor],
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    **_: object,
+) -> TisResult:
     """Multiply the loss by the ratio, clamped to [``tis_clip_low``, ``tis_clip``]."""
-    ratio = train_rollout_ratio(loss_masks, **log_probs)
+    ratio = train_rollout_ratio(loss_masks, train_log_probs, rollout_log_probs)
     weight = ratio.clamp(args.tis_clip_low, args.tis_clip)
     return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
 
 
-def icepop_function(*, args: Any, pg_loss: Tensor, loss_masks: Sequence[Tensor], **log_probs: Any) -> TisResult:
+def icepop_function(
+    *,
+    args: ClipBounds,
+    pg_loss: Tensor,
+    loss_masks: Sequence[Tensor],
+    train_log_probs: Sequence[Tensor],
+    rollout_log_probs: Sequence[Tensor],
+    **_: object,
+) -> TisResult:
     """Multiply the loss by the ratio inside [``tis_clip_low``, ``tis_clip``], and by 0 outside."""
-    ratio = train_rollout_ratio(loss_masks, **log_probs)
+    ratio = train_rollout_ratio(loss_masks, train_log_probs, rollout_log_probs)
     inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
     weight = torch.where(inside, ratio, torch.zeros_like(ratio))
     return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)

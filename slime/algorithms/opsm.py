@@ -6,7 +6,7 @@ Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), section "Off-Policy Sequence Maskin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor
 
@@ -32,8 +32,14 @@ def opsm_mask(
     return 1 - ((advantages < 0) & (kl > delta)).to(difference.dtype)
 
 
+class OpsmFlags(Protocol):
+    """The flag that :func:`compute_opsm_mask` reads."""
+
+    opsm_delta: float
+
+
 def compute_opsm_mask(
-    args: Any,
+    args: OpsmFlags,
     full_log_probs: Sequence[Tensor],
     full_old_log_probs: Sequence[Tensor],
     advantages: Sequence[Tensor],

@@ -6,9 +6,9 @@ Source: Hu et al., "REINFORCE++" (2025), and its baseline variant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .algorithm import Algorithm, Row
+from .algorithm import Algorithm, Entries, Row
 from .baselines import centred
 from .sequences import keep_where, put_where, scan_from_end
 
@@ -74,7 +74,7 @@ class ReinforcePlusPlus(Algorithm):
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
         return rewards
 
-    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
         """Advantages and returns are the same."""
         returns = get_reinforce_plus_plus_returns(
             batch["rewards"],
@@ -103,7 +103,7 @@ class ReinforcePlusPlusBaseline(Algorithm):
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
         return centred(rewards)
 
-    def advantages(self, batch: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
         """Advantages and returns are the same."""
         advantages = get_reinforce_plus_plus_baseline_advantages(
             batch["rewards"], batch["kl"], batch["loss_masks"], self.settings.kl_coef

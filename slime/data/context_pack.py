@@ -16,7 +16,7 @@ from slime.data.packing import PackLayout
 
 
 def build_context_pack(
-    tokens: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int] | np.ndarray],
     response_lengths: Sequence[int],
     size: int,
     rank: int,

@@ -70,7 +70,7 @@ class PackLayout:
 
 
 def build_pack(
-    tokens: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int] | np.ndarray],
     response_lengths: Sequence[int],
     group_keys: Sequence[Hashable] | None = None,
     share_prompts: bool = False,

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from slime.models.autograd import Context, Gradients
+
+
+class _GroupContext(Context):
+    group: ProcessGroup
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, *grads: Tensor) -> Gradients:
         grad = grads[0].contiguous()
         out = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad, group=ctx.group)
@@ -27,24 +32,24 @@ class _GatherRows(torch.autograd.Function):
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, *grads: Tensor) -> Gradients:
         total = grads[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
-def gather_rows(x: Tensor, group: Any) -> Tensor:
+def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
     """``[T, ...]`` of every rank, one behind the other: ``[ranks · T, ...]``. Gradients go back summed."""
     return _GatherRows.apply(x, group)
 
 
-def sum_over(x: Tensor, group: Any) -> Tensor:
+def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over ranks. The loss is the sum of all ranks' shares, so gradients are summed too."""
     return _SumOver.apply(x, group)

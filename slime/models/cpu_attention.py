@@ -17,11 +17,10 @@ plain matrix products, 3–4x as fast there as torch's flash kernel; larger ones
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from slime.models.autograd import Context, Gradients
 from slime.models.segments import OwnBlock, PackSegments, PrefixBlock
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -46,9 +45,14 @@ def packed_attention_cpu(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, sc
     return out.transpose(0, 1).flatten(1, 2)
 
 
+class _AttentionContext(Context):
+    pack: PackSegments
+    scale: float
+
+
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) -> Tensor:
+    def forward(ctx: _AttentionContext, q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -66,7 +70,7 @@ class _PackedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _AttentionContext, *grads: Tensor) -> Gradients:
         q, k, v, out, lse = ctx.saved_tensors
         pack, scale, grad = ctx.pack, ctx.scale, grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -13,11 +13,12 @@ CPU tensor, and ``torch.nn.functional.linear`` otherwise.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from slime.models.autograd import Context, Gradients
 
 MIN_ROWS = 4
 """Below this MKL's matrix-vector code is faster."""
@@ -43,12 +44,12 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
 
 class _OneDnnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         grad = grads[0]
         flat = grad.reshape(-1, grad.shape[-1])

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -18,8 +18,19 @@ from slime.models.stored import StoredWeights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.")
 Shape = tuple[int, ...]
+
+
+class LoadingInfo(TypedDict):
+    """What ``from_pretrained`` returns beside the model, if asked."""
+
+    missing_keys: set[str]
+    mismatched_keys: set[tuple[str, Shape, Shape]]
+    """Name, shape in the checkpoint and shape in the model."""
+    unexpected_keys: set[str]
+
+
+_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.")
 
 
 @dataclass
@@ -144,7 +155,7 @@ def _dry_load(model: PreTrainedModel, stored: StoredWeights) -> Differences | No
     return from_loading_info(model, info)
 
 
-def from_loading_info(model: PreTrainedModel, info: Mapping[str, Any]) -> Differences:
+def from_loading_info(model: PreTrainedModel, info: LoadingInfo) -> Differences:
     """The ``output_loading_info`` of transformers. Names are the model's own, not the files'."""
     buffers = {name for name, _ in model.named_buffers()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})

@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from slime.data.context_pack import build_context_pack
+from slime.data.fields import RankBatch
 from slime.data.packing import build_pack
 from slime.models.loading import ModelError
 from slime.models.segments import PackSegments, to_device
 from slime.models.token_log_probs import Nuclei
 
-Multimodal = dict[str, Any] | None
+Multimodal = Mapping[str, object] | None
+"""The processor's tensors of one sample, by the names of the model's forward."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class ModelInputs:
         response_index: with context parallelism, which of each sample's response tokens are this rank's; else None.
     """
 
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     logit_index: Tensor
     targets: Tensor
     response_lengths: list[int]
@@ -60,9 +63,9 @@ class InputBuilder:
     share_prompts: bool = True
     pad_to_multiple: int = 1
     float_dtype: torch.dtype = torch.float32
-    context_group: Any = None
+    context_group: ProcessGroup | None = None
 
-    def from_batch(self, batch: Mapping[str, Any], indices: Sequence[int]) -> ModelInputs:
+    def from_batch(self, batch: RankBatch, indices: Sequence[int]) -> ModelInputs:
         """The samples of a rank batch at ``indices``, in that order."""
         multimodal = batch.get("multimodal_train_inputs")
         inputs = self.build(
@@ -73,7 +76,7 @@ class InputBuilder:
         )
         return replace(inputs, nuclei=self._nuclei(batch, indices))
 
-    def _nuclei(self, batch: Mapping[str, Any], indices: Sequence[int]) -> Nuclei | None:
+    def _nuclei(self, batch: RankBatch, indices: Sequence[int]) -> Nuclei | None:
         if batch.get("rollout_top_p_token_offsets") is None:
             return None
         if self.context_group is not None:
@@ -111,9 +114,11 @@ class InputBuilder:
         keys = [
             ("own", i) if media else ("group", g) for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))
         ]
-        arrays: Any = [t.numpy() for t in tokens]
+        arrays = [t.numpy() for t in tokens]
         if self.context_group is not None:
-            return self._context_packed(arrays, response_lengths, any(multimodal))
+            if any(multimodal):
+                raise ModelError("--context-parallel-size has no images or other media: use 1")
+            return self._context_packed(arrays, response_lengths, self.context_group)
         layout = build_pack(arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple)
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],
@@ -131,10 +136,9 @@ class InputBuilder:
                 kwargs["position_ids"] = positions[:, None]
         return ModelInputs(kwargs, self._move(layout.logit_index), self._move(layout.targets), layout.response_lengths)
 
-    def _context_packed(self, arrays: Any, response_lengths: Sequence[int], multimodal: bool) -> ModelInputs:
-        if multimodal:
-            raise ModelError("--context-parallel-size has no images or other media: use 1")
-        group = self.context_group
+    def _context_packed(
+        self, arrays: list[np.ndarray], response_lengths: Sequence[int], group: ProcessGroup
+    ) -> ModelInputs:
         layout = build_context_pack(arrays, response_lengths, group.size(), group.rank(), self.pad_to_multiple)
         kwargs: dict[str, Any] = {
             "input_ids": self._move(layout.tokens)[None],

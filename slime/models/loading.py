@@ -14,7 +14,7 @@ from slime.models.shards import ModelError, read_headers, shorten
 from slime.models.stored import StoredWeights, is_finite, local_folder, resolve_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 __all__ = ["ModelError", "check_checkpoint", "is_multimodal", "load_hf_config", "load_hf_model"]
 
@@ -33,12 +33,12 @@ def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
     return AutoConfig.from_pretrained(str(folder) if local else str(path), trust_remote_code=trust_remote_code)
 
 
-def is_multimodal(config: Any) -> bool:
+def is_multimodal(config: PretrainedConfig) -> bool:
     """Whether the checkpoint is a vision-language model."""
     return getattr(config, "vision_config", None) is not None
 
 
-def plain_config(config: Any) -> Any:
+def plain_config(config: PretrainedConfig) -> PretrainedConfig:
     """The same config without ``quantization_config``, since the weights are dequantized as they are read."""
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
@@ -47,7 +47,7 @@ def plain_config(config: Any) -> Any:
     return config
 
 
-def empty_model(config: Any, **more: Any) -> PreTrainedModel:
+def empty_model(config: PretrainedConfig, **more: object) -> PreTrainedModel:
     """A causal language model, or an image-text-to-text model when the config has ``vision_config``, on ``meta``."""
     auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
     with torch.device("meta"):
@@ -116,7 +116,7 @@ def load_hf_model(
             or values are not finite. The message names files and tensors.
     """
     config = plain_config(load_hf_config(path, trust_remote_code))
-    common: dict[str, Any] = dict(dtype=dtype, attn_implementation=attn_implementation)
+    common: dict[str, object] = dict(dtype=dtype, attn_implementation=attn_implementation)
     model = empty_model(config, trust_remote_code=trust_remote_code, **common)
     if torch.device(device).type != "meta":
         model = _with_weights(model, path, config, common, trust_remote_code)
@@ -129,7 +129,11 @@ def load_hf_model(
 
 
 def _with_weights(
-    empty: PreTrainedModel, path: str | Path, config: Any, common: dict[str, Any], trust_remote_code: bool
+    empty: PreTrainedModel,
+    path: str | Path,
+    config: PretrainedConfig,
+    common: dict[str, object],
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """The model with the checkpoint's weights, on the CPU."""
     from transformers import GenerationConfig

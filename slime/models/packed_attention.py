@@ -13,6 +13,7 @@ per bucket of segments. Attention that would be silently wrong here is refused.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def packed_attention(
     scaling: float | None = None,
     slime_pack: PackSegments | None = None,
     sliding_window: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The AttentionInterface function: query ``[1, H, T, d]``, key/value ``[1, H_kv, T, d]`` -> ``[1, T, H, d]``.
 
@@ -84,7 +85,7 @@ def _check(
     attention_mask: Tensor | None,
     dropout: float,
     pack: PackSegments | None,
-    kwargs: dict[str, Any],
+    kwargs: Mapping[str, object],
 ) -> None:
     name = type(module).__name__
     for key, what in UNSUPPORTED.items():

@@ -26,7 +26,7 @@ Scales of activations and of the KV cache are left out: the weights that come ou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     """Stored tensors that plain weights do not need: scales of activations."""
 
 
-def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def quantization_of(config: Mapping[str, object]) -> dict[str, object] | None:
     """``quantization_config`` of a config.json, of the model or of its text part; None where there is none."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
@@ -68,7 +68,7 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     """A config.json for weights that are plain again."""
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     return {
@@ -76,7 +76,7 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def plan(where: str, quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> Plan:
+def plan(where: str, quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read) -> Plan:
     """How to make plain weights of the stored tensors.
 
     Args:
@@ -109,7 +109,7 @@ def plan(where: str, quantization: Mapping[str, Any], headers: Mapping[str, Tens
 # --- 8-bit values and a scale ----------------------------------------------------------------------
 
 
-def _scaled(quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
+def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
     block = quantization.get("weight_block_size")
     weights = {}
     for name, header in headers.items():
@@ -127,7 +127,7 @@ def _scaled(quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader]
     return weights
 
 
-def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], block: Any) -> tuple[int, ...] | None:
+def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], block: object) -> tuple[int, ...] | None:
     """Elements per scale along each axis of the scale; None where one number scales the whole tensor."""
     if all(n == 1 for n in scales) or not shape:
         return None
@@ -135,7 +135,7 @@ def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], blo
         scales += (1,) * (len(shape) - 1)
     if len(scales) != len(shape):
         raise ValueError(f"{name} has shape {list(shape)} but scales of shape {list(scales)}")
-    given = [1] * (len(shape) - 2) + [int(n) for n in block] if block and len(shape) >= 2 else []
+    given = [1] * (len(shape) - 2) + [int(n) for n in block] if isinstance(block, list) and len(shape) >= 2 else []
     sizes = []
     for axis, (length, count) in enumerate(zip(shape, scales, strict=True)):
         if given and -(-length // given[axis]) == count:
@@ -145,7 +145,7 @@ def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], blo
         else:
             raise ValueError(
                 f"{name} has shape {list(shape)} but scales of shape {list(scales)}, which fit no blocks"
-                + (f" of {list(block)}" if block else "")
+                + (f" of {block}" if block else "")
             )
     return tuple(sizes)
 
@@ -179,12 +179,13 @@ def scaled(values: Tensor, scales: Tensor, sizes: tuple[int, ...] | None) -> Ten
 # --- compressed-tensors ----------------------------------------------------------------------------
 
 
-def _compressed(quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
-    groups = [g.get("weights") or {} for g in dict(quantization.get("config_groups") or {}).values()]
-    formats = {
-        str(g.get("format") or quantization.get("format")) for g in quantization.get("config_groups", {}).values()
-    }
-    formats |= {str(quantization.get("format"))} if not formats else set()
+def _compressed(
+    quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read
+) -> dict[str, Weight]:
+    named, default = quantization.get("config_groups"), quantization.get("format")
+    configured = list(named.values()) if isinstance(named, dict) else []
+    groups = [group.get("weights") or {} for group in configured]
+    formats = {str(group.get("format") or default) for group in configured} or {str(default)}
     unknown = formats - {"pack-quantized", "mixed-precision", *_SCALED_FORMATS}
     if unknown:
         raise ValueError(f"format {shorten(sorted(unknown))} is not one that slime reads: {_EXPLAINS}")
@@ -235,7 +236,7 @@ def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
 # --- MXFP4 -----------------------------------------------------------------------------------------
 
 
-def _mxfp4(quantization: Mapping[str, Any], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
+def _mxfp4(quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read) -> dict[str, Weight]:
     weights = {}
     for blocks, header in headers.items():
         if not blocks.endswith("_blocks"):

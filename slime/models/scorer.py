@@ -6,11 +6,9 @@ the scorer is also what FSDP gathers parameters for.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from slime.models.cpu_linear import linear
 from slime.models.inputs import InputBuilder, ModelInputs
@@ -104,7 +102,7 @@ def _anchor(parameters: list[nn.Parameter]) -> Tensor:
     return torch.stack([p.reshape(-1)[0].float() for p in parameters]).sum() * 0.0
 
 
-def _logit_scale(config: Any) -> float:
+def _logit_scale(config: PretrainedConfig) -> float:
     """What some families multiply their logits with."""
     text = config.get_text_config()
     if getattr(text, "logits_scaling", None):  # Granite divides

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from slime.data.packing import PackLayout
 
 BOUND_MULTIPLE = 128
@@ -66,10 +68,12 @@ class PackSegments:
     num_tokens: int
     own: list[OwnBlock] = field(default_factory=list)
     prefixes: list[PrefixBlock] = field(default_factory=list)
-    group: Any = None
+    group: ProcessGroup | None = None
 
     @classmethod
-    def from_layout(cls, layout: PackLayout, device: torch.device | str, group: Any = None) -> PackSegments:
+    def from_layout(
+        cls, layout: PackLayout, device: torch.device | str, group: ProcessGroup | None = None
+    ) -> PackSegments:
         on_cpu = torch.device(device).type == "cpu" and group is None
         # Kernels take these as bounds; round ones spare compiled code a variant per length.
         largest = [x if on_cpu else -(-x // BOUND_MULTIPLE) * BOUND_MULTIPLE for x in (layout.max_q, layout.max_k)]

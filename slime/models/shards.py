@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -119,8 +119,10 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def _header(file: str, name: str, entry: Any) -> TensorHeader:
+def _header(file: str, name: str, entry: object) -> TensorHeader:
     try:
+        if not isinstance(entry, dict):
+            raise TypeError("not a JSON object")
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
         begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:

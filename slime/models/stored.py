@@ -184,7 +184,7 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())  # a sum may overflow
 
 
-def _read_config(folder: Path) -> Mapping[str, Any]:
+def _read_config(folder: Path) -> dict[str, object]:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_bytes()) if file.is_file() else {}
@@ -195,7 +195,7 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _nominal_dtype(config: Mapping[str, Any]) -> torch.dtype:
+def _nominal_dtype(config: Mapping[str, object]) -> torch.dtype:
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         named = str(part.get("dtype") or part.get("torch_dtype"))

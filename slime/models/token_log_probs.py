@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.models.autograd import Context, Gradients
 from slime.models.cpu_linear import matmul_nt
 
 CHUNK_BYTES = 256 * 1024 * 1024
@@ -107,10 +108,15 @@ def token_log_probs(
     return TokenScores(log_probs, entropy if entropy_grad else entropy.detach())
 
 
+class _ScoresContext(Context):
+    settings: tuple[float, int, bool, Nuclei | None]
+    """Inverse temperature, chunk size, whether the entropy has a gradient, and the nuclei."""
+
+
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ScoresContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -146,7 +152,7 @@ class _TokenScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ScoresContext, *grads: Tensor) -> Gradients:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad, nuclei = ctx.settings
         chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
@@ -169,12 +175,17 @@ class _TokenScores(torch.autograd.Function):
         return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 6
 
 
+class _FusedContext(Context):
+    settings: tuple[float, int, bool]
+    """Inverse temperature, chunk size, and whether the entropy has a gradient."""
+
+
 class _FusedTokenScores(torch.autograd.Function):
     """The same, with the passes over a chunk compiled into one kernel forward and one backward."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _FusedContext,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -200,7 +211,7 @@ class _FusedTokenScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _FusedContext, *grads: Tensor) -> Gradients:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad = ctx.settings
         chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
@@ -219,7 +230,7 @@ class _FusedTokenScores(torch.autograd.Function):
 
 
 @functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
     return torch.compile(function)
 
 

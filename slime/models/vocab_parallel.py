@@ -9,13 +9,15 @@ two small sums over ranks per chunk of rows, and none backward. Formulas of the 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from slime.models.autograd import Context, Gradients
 from slime.models.token_log_probs import TokenScores
 
 
@@ -23,7 +25,7 @@ class VocabShard(NamedTuple):
     """Rows ``start ... start + len(weight)`` of the output embedding are this rank's."""
 
     start: int
-    group: Any
+    group: ProcessGroup
 
 
 def vocab_parallel_log_probs(
@@ -55,14 +57,19 @@ def vocab_parallel_log_probs(
     return TokenScores(log_probs, entropy if entropy_grad else entropy.detach())
 
 
+class _ScoresContext(Context):
+    settings: tuple[float, int, bool]
+    """Inverse temperature, chunk size, and whether the entropy has a gradient."""
+
+
 class _VocabParallelScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ScoresContext,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        group: Any,
+        group: ProcessGroup,
         inverse_temperature: float,
         chunk_size: int,
         entropy_grad: bool,
@@ -89,7 +96,7 @@ class _VocabParallelScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ScoresContext, *grads: Tensor) -> Gradients:
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad = ctx.settings
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
