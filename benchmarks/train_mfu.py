@@ -21,7 +21,10 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slime.data.fields import RankBatch
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(CHECKOUT), str(CHECKOUT / "benchmarks")]
@@ -77,9 +80,11 @@ def make_args(options: argparse.Namespace, rest: list[str], world: int) -> Any:
     return args
 
 
-def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel: int) -> dict[str, Any]:
+def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel: int) -> RankBatch:
     """One optimizer step of a data-parallel rank: each micro-batch exactly ``--tokens`` long."""
     import torch
+
+    from slime.data.fields import RankBatch
 
     rng = random.Random(rank)
     count = max(options.tokens // options.sample_tokens, 1)
@@ -97,7 +102,7 @@ def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel
     responses = [length - prompt for length in lengths]
     generator = torch.Generator().manual_seed(rank)
     n = len(lengths)
-    return dict(
+    entries = dict(
         rollout_id=0,
         tokens=[torch.randint(vocab, (length,), generator=generator) for length in lengths],
         total_lengths=lengths,
@@ -116,6 +121,7 @@ def make_batch(options: argparse.Namespace, vocab: int, rank: int, data_parallel
         global_batch_sizes=[n * data_parallel],
         global_token_counts=[float(sum(responses) * data_parallel)],
     )
+    return RankBatch(entries)
 
 
 def forward_flops(config: Any, batch: dict[str, Any]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from slime.algorithms.whitening import normalize_advantages
 from slime.config.algorithm import create_algorithm
 from slime.config.args import Args
 from slime.config.hooks import load_function
-from slime.data.fields import on_hook_names
+from slime.data.fields import RankBatch, on_hook_names
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class AdvantageSettings:
         return replace(self, custom=None, kl_coef=0.0, distillation_coef=None, normalize=False, weights_to_average=None)
 
 
-def compute_advantages(settings: AdvantageSettings, batch: dict[str, Any], reduce: Reduce) -> None:
+def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Reduce) -> None:
     """Set ``advantages``, ``returns`` and ``kl`` (per sample ``[response_length]``) in the batch.
 
     In this order: KL to the reference (0 when ``--kl-coef`` is 0); the estimator, or the user's function; the
@@ -101,14 +103,14 @@ def compute_advantages(settings: AdvantageSettings, batch: dict[str, Any], reduc
         batch["mis_weight_mean"] = _mean_weight(settings.weights_to_average, batch, reduce)
 
 
-def _policy_log_probs(settings: AdvantageSettings, batch: dict[str, Any]) -> list[Tensor] | None:
+def _policy_log_probs(settings: AdvantageSettings, batch: RankBatch) -> list[Tensor] | None:
     """log π_old as training will use it: the engine's, the recomputed ones, or None (the current ones)."""
     if settings.use_rollout_logprobs and batch.get("rollout_log_probs") is not None:
         return batch["rollout_log_probs"]
     return batch.get("old_log_probs")
 
 
-def _kl_to_reference(settings: AdvantageSettings, batch: dict[str, Any]) -> list[Tensor]:
+def _kl_to_reference(settings: AdvantageSettings, batch: RankBatch) -> list[Tensor]:
     if settings.kl_coef == 0:
         return [
             torch.zeros(length, dtype=torch.float32, device=mask.device)
@@ -120,14 +122,14 @@ def _kl_to_reference(settings: AdvantageSettings, batch: dict[str, Any]) -> list
     return [compute_approx_kl(p, q, settings.kl_type) for p, q in zip(log_probs, ref, strict=True)]
 
 
-def _check_lengths(batch: dict[str, Any], what: str) -> None:
+def _check_lengths(batch: RankBatch, what: str) -> None:
     for name in ("advantages", "returns"):
         lengths = [len(x) for x in _require(batch.get(name), name, what)]
         if lengths != list(batch["response_lengths"]):
             raise ValueError(f"{what} set {name} with lengths {lengths}; responses have {batch['response_lengths']}")
 
 
-def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: dict[str, Any]) -> None:
+def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: RankBatch) -> None:
     student = _require(_policy_log_probs(settings, batch), "old log-probs (old_log_probs)", "--use-opd")
     teacher = _require(batch.get("teacher_log_probs"), "teacher_log_probs", "--use-opd")
     kl = [reverse_kl(s, t, m) for s, t, m in zip(student, teacher, batch["loss_masks"], strict=True)]
@@ -137,7 +139,7 @@ def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: di
     ]
 
 
-def _mean_weight(config: MisConfig, batch: dict[str, Any], reduce: Reduce) -> float:
+def _mean_weight(config: MisConfig, batch: RankBatch, reduce: Reduce) -> float:
     # The mean is taken over the whole rollout, once: a mean per micro-batch would make the loss depend on how samples
     # are packed.
     train = flatten(_require(batch.get("old_log_probs"), "old_log_probs", "tis_batch_normalize"))
@@ -147,7 +149,7 @@ def _mean_weight(config: MisConfig, batch: dict[str, Any], reduce: Reduce) -> fl
     return mean_weight(config, difference, mask.to(train.dtype), list(batch["response_lengths"]), reduce)
 
 
-def _require(value: Any, what: str, why: str) -> Any:
+def _require(value: T | None, what: str, why: str) -> T:
     if value is None:
         raise ValueError(f"{why} needs {what} in the batch, and it is not there")
     return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from slime.backends.collectives import local
 from slime.backends.needs import needs_ref_log_probs, needs_teacher_log_probs
 from slime.backends.offload import HostArena, host_tensors
+from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
 LIVE = "actor"
@@ -217,7 +217,7 @@ def shard_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
-def keeps_copies_on_device(args: Any, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None) -> bool:
+def keeps_copies_on_device(args: Args, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None) -> bool:
     """Whether the copies that the flags ask for stay on the accelerator; the trainer's log says so. A collective: the
     ranks may have different amounts of free memory, and all of them keep their copies in the same place.
 
@@ -245,7 +245,7 @@ def keeps_copies_on_device(args: Any, named: Sequence[tuple[str, Tensor]], free_
     return bool(fits)
 
 
-def load_copies(args: Any, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> set[str]:
+def load_copies(args: Args, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> set[str]:
     """Make the copies that the flags ask for, beside the weights that training starts from.
 
     Args:
@@ -264,6 +264,7 @@ def load_copies(args: Any, bank: WeightBank, initial: str, load: Callable[[str, 
         if args.ref_update_interval:
             moving.add("ref")
     if needs_teacher_log_probs(args):
+        assert args.opd_teacher_load is not None, "the check of the flags asks for it"
         load("teacher", args.opd_teacher_load)
     if args.keep_old_actor:
         bank.copy(LIVE, "old_actor")

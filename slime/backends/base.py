@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from slime.backends.collectives import DataParallelReduce
     from slime.backends.saving import BackgroundSave
     from slime.checkpoint.files import FileEntry
     from slime.data.fields import RankBatch
@@ -20,12 +21,17 @@ Metrics = dict[str, float]
 class TrainBackend(Protocol):
     """One rank of a training job. Every method is called on all ranks together."""
 
+    role: str
+    """``actor`` or ``critic``."""
     device: torch.device
     rank: int
     world_size: int
     data_parallel_rank: int
     data_parallel_size: int
+    reduce: DataParallelReduce
+    """Sums over the ranks that hold other samples."""
     saving: BackgroundSave | None
+    """A save of ``--async-save`` that is not finished; whoever finishes it sets this to None."""
     moving_copies: set[str]
     """Copies that change during a run, and so belong in its snapshots."""
 
@@ -52,6 +58,9 @@ class TrainBackend(Protocol):
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Refresh the reference or old actor from another copy."""
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments (``--reset-optimizer-states``)."""
 
     def take_save_memory(self) -> None:
         """Get the memory that ``--async-save`` copies into, on a thread, once; after the first step, which makes the

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from slime.backends.loss import is_max_metric
@@ -27,7 +26,13 @@ class DataParallelReduce:
         sequence_group: ranks that hold other tokens of the same samples; None when there are none.
     """
 
-    def __init__(self, world_size: int, device: torch.device, group: Any = None, sequence_group: Any = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device,
+        group: ProcessGroup | None = None,
+        sequence_group: ProcessGroup | None = None,
+    ) -> None:
         self.world_size, self.device = world_size, device
         self.group, self.sequence_group = group, sequence_group
 

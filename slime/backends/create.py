@@ -6,18 +6,20 @@ import ipaddress
 import os
 import socket
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store
 
     from slime.backends.base import TrainBackend
+    from slime.config.args import Args
 
 LOOPBACK = "lo"
 
 
 def create_backend(
-    args: Any,
+    args: Args,
     role: str,
     rank: int,
     world_size: int,
@@ -72,7 +74,9 @@ def create_backend(
     return FsdpBackend(args, role, rank, world_size, device)
 
 
-def _init_process_group(args: Any, rank: int, world_size: int, master_addr: str, master_port: int, device: Any) -> None:
+def _init_process_group(
+    args: Args, rank: int, world_size: int, master_addr: str, master_port: int, device: torch.device
+) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -13,27 +13,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from slime.algorithms.algorithm import Algorithm, custom_setting
 from slime.algorithms.kl import compute_approx_kl
-from slime.algorithms.off_policy import vanilla_tis_function
 from slime.algorithms.opsm import opsm_mask
 from slime.algorithms.reduce import Reduce
 from slime.algorithms.reductions import Reducer, rollout_mean_reducer, token_sum_reducer
 from slime.algorithms.sequences import IDENTITY, exp_ratio
 from slime.algorithms.sft import compute_sft_loss
 from slime.algorithms.value_loss import compute_value_loss
+from slime.backends.loss_settings import LossSettings
 from slime.backends.token_batch import TokenBatch
-from slime.config.algorithm import create_algorithm
-from slime.config.args import Args
-from slime.config.hooks import load_function
 
 Metrics = dict[str, Tensor]
+T = TypeVar("T")
 
 WEIGHT = "/weight"
 """``name`` is a mean over the tokens of one kind: once summed over micro-batches and ranks, divide it by this."""
@@ -55,88 +51,6 @@ class Part(NamedTuple):
 
     coefficient: float
     value: Tensor
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """What :func:`compute_loss` is made of, read from the flags once."""
-
-    loss_type: str
-    algorithm: Algorithm
-    per_token: bool
-    """``--calculate-per-token-loss``."""
-    entropy_coef: float
-    kl: KlLoss | None
-    """None without ``--use-kl-loss``."""
-    use_rollout_logprobs: bool
-    opsm_delta: float | None
-    """None without ``--use-opsm``."""
-    correction: Correction | None
-    """None where nothing corrects for the engine's probabilities and nothing measures them."""
-    value_clip: float
-    pg_reducer: Callable[..., Reducer] | None
-    """The function of ``--custom-pg-loss-reducer-function-path``."""
-    custom_loss: Callable[..., tuple[Tensor, Mapping[str, Any]]] | None
-    """The function of ``--custom-loss-function-path``."""
-    args: Args
-    """Only for the user's functions."""
-
-    @classmethod
-    def from_args(cls, args: Args) -> LossSettings:
-        """Raises ValueError on an unknown ``--loss-type``, or one whose function is not given."""
-        if args.loss_type not in LOSSES:
-            raise ValueError(f"unknown --loss-type {args.loss_type!r}; one of {', '.join(LOSSES)}")
-        reducer, custom_loss = args.custom_pg_loss_reducer_function_path, args.custom_loss_function_path
-        if args.loss_type == "custom_loss" and not custom_loss:
-            raise ValueError("--loss-type custom_loss needs --custom-loss-function-path")
-        return cls(
-            loss_type=args.loss_type,
-            algorithm=create_algorithm(args),
-            per_token=args.calculate_per_token_loss,
-            entropy_coef=args.entropy_coef,
-            kl=KlLoss(args.kl_loss_coef, args.kl_loss_type, args.use_unbiased_kl) if args.use_kl_loss else None,
-            use_rollout_logprobs=args.use_rollout_logprobs,
-            opsm_delta=args.opsm_delta if args.use_opsm else None,
-            correction=Correction.from_args(args),
-            value_clip=args.value_clip,
-            pg_reducer=load_function(reducer) if reducer else None,
-            custom_loss=load_function(custom_loss) if custom_loss else None,
-            args=args,
-        )
-
-
-@dataclass(frozen=True)
-class KlLoss:
-    """The KL to the reference as a term of the loss."""
-
-    coefficient: float
-    kind: str
-    unbiased: bool
-    """Weigh the estimate by the importance ratio (``--use-unbiased-kl``)."""
-
-
-@dataclass(frozen=True)
-class Correction:
-    """Importance weights for tokens that the engine sampled with other probabilities than the trainer computes."""
-
-    function: Callable[..., Any]
-    """The function of ``--custom-tis-function-path``, else truncated importance sampling."""
-    applies: bool
-    """False with ``--get-mismatch-metrics`` alone: the function only measures."""
-    by_default: bool
-    """The user did not ask for it. Then a rollout without the engine's log-probs is trained uncorrected."""
-
-    @classmethod
-    def from_args(cls, args: Args) -> Correction | None:
-        applies = bool(args.use_tis or custom_setting(args, "use_rs", False))
-        if not applies and not args.get_mismatch_metrics:
-            return None
-        path = args.custom_tis_function_path
-        return cls(
-            function=load_function(path) if path else vanilla_tis_function,
-            applies=applies,
-            by_default=bool(args.use_tis) and "use_tis" not in args.explicit,
-        )
 
 
 def compute_loss(
@@ -397,8 +311,8 @@ def _need(value: Tensor | None, name: str, why: str) -> Tensor:
 
 
 def _call_accepting(
-    function: Callable[..., Any], given: dict[str, Any], optional: dict[str, Any], positional: bool = False
-) -> Any:
+    function: Callable[..., T], given: Mapping[str, object], optional: Mapping[str, object], positional: bool = False
+) -> T:
     """Call a hook with what its contract gives, and with those optional extras that it has parameters for."""
     parameters = inspect.signature(function).parameters
     extra = {name: value for name, value in optional.items() if name in parameters}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from slime.config.args import Args
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LrSchedule:
     wsd_style: str = "exponential"
 
     @classmethod
-    def from_args(cls, args: Any, role: str = "actor") -> LrSchedule:
+    def from_args(cls, args: Args, role: str = "actor") -> LrSchedule:
         """From the flags; a critic has ``--critic-lr`` and ``--critic-lr-warmup-iters`` where given.
 
         Raises:
@@ -83,7 +84,7 @@ class LrSchedule:
         raise ValueError(f"unknown --lr-decay-style {self.style!r}")
 
 
-def planned_steps(args: Any, role: str = "actor") -> int:
+def planned_steps(args: Args, role: str = "actor") -> int:
     """Optimizer steps of a role in the whole run, at least 1. The actor rests in the first
     ``--num-critic-only-steps`` rollouts.
 
@@ -103,7 +104,7 @@ def planned_steps(args: Any, role: str = "actor") -> int:
     return max(samples // args.global_batch_size if args.global_batch_size else rollouts, 1)
 
 
-def zero_lr_warning(args: Any, metrics: Mapping[str, float], rollout_id: int) -> str | None:
+def zero_lr_warning(args: Args, metrics: Mapping[str, float], rollout_id: int) -> str | None:
     """What to tell the user when a step's learning rate was 0, so that it changed no weights; None otherwise.
 
     The first step of a warm-up from 0 is exempt.

@@ -7,16 +7,16 @@ the batch that are the same everywhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 from slime.algorithms.algorithm import custom_setting
 from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
+from slime.config.algorithm import algorithm_class
+from slime.data.fields import RankBatch
 
 SAFE_TIS_HOOKS = ("vanilla_tis_function", "icepop_function", "compute_mis_weights")
 
 
-def steps_per_rollout(args: Args, batch: dict[str, Any] | None = None) -> int:
+def steps_per_rollout(args: Args, batch: RankBatch | None = None) -> int:
     """Optimizer steps on one rollout: those of the batch, if given, else what the flags say."""
     if batch is not None:
         return len(batch["global_batch_sizes"])
@@ -27,7 +27,7 @@ def steps_per_rollout(args: Args, batch: dict[str, Any] | None = None) -> int:
     return 1
 
 
-def needs_old_log_probs(args: Args, batch: dict[str, Any] | None = None) -> bool:
+def needs_old_log_probs(args: Args, batch: RankBatch | None = None) -> bool:
     """Whether the trainer must recompute log π_old in a forward pass before the first step.
 
     Otherwise the loss takes the engine's (``--use-rollout-logprobs``), or the current log-probs without

@@ -7,17 +7,19 @@ other division of the same tensors reads them: each rank reads what overlaps its
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -161,7 +163,9 @@ def _causes_named(folder: Path) -> Iterator[None]:
 # --- writing -------------------------------------------------------------------------------------
 
 
-def write_shards(shards: Sequence[TensorShard], folder: Path, root: Path, group: Any = None) -> list[FileEntry]:
+def write_shards(
+    shards: Sequence[TensorShard], folder: Path, root: Path, group: ProcessGroup | None = None
+) -> list[FileEntry]:
     """Write ``folder`` with all ranks of ``group``; a collective.
 
     Returns:
@@ -233,7 +237,8 @@ class _DigestingWriter(dcp.FileSystemWriter):
         return done
 
 
-def _write_tensor(data: Any, file: DigestedFile) -> None:
+def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
+    assert isinstance(data, Tensor), "the planner has tensors only"
     tensor = data.detach().cpu()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         tensor = tensor.clone()  # torch.save writes whole storages

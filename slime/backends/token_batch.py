@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,23 @@ from slime.data.fields import BY_NAME, LOSS_FIELDS, RankBatch
 
 PER_TOKEN = ("log_probs", "entropy", "values", *LOSS_FIELDS)
 """Fields of :class:`TokenBatch` with one value per response token, beside the mask."""
+
+
+class Scores(NamedTuple):
+    """What a model returns for the loss: per response token ``[R]``, values or log-probs."""
+
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+    """``[R, vocab]``, over the temperature; only where the loss needs them."""
+    values: Tensor | None = None
+
+    @property
+    def trained(self) -> Tensor:
+        """The one that always has a gradient: a critic's values, an actor's log-probs."""
+        trained = self.log_probs if self.values is None else self.values
+        assert trained is not None
+        return trained
 
 
 @dataclass

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from slime.backends.base import TrainBackend
     from slime.data.fields import RankBatch
 
 FIRST_SIZE = 4096
@@ -76,11 +77,11 @@ class CudaMeter:
         return int(self.cuda.max_memory_allocated())
 
 
-def measure(backend: Any, share: float, meter: Meter) -> Measurement:
+def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
     """Run training passes of ``backend`` and say how many tokens per GPU fit; a collective.
 
     Args:
-        backend: a ``TrainBackend``; its weights, optimizer state and gradients are as before.
+        backend: its weights, optimizer state and gradients are as before.
         share: of the available memory that may be used at the peak.
 
     Raises:
@@ -159,7 +160,7 @@ def rehearsal_batch(tokens: int, vocab_size: int) -> RankBatch:
     )
 
 
-def _largest(backend: Any, value: float) -> float:
+def _largest(backend: TrainBackend, value: float) -> float:
     """Of all ranks."""
     import torch
     import torch.distributed as dist

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 
 from slime.backends.advantages import AdvantageSettings, compute_advantages
+from slime.backends.base import ModelTag, TrainBackend
 from slime.backends.loss import divide_by_weights
 from slime.backends.needs import needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
+from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.data.fields import BY_NAME, FIELDS, RankBatch
 from slime.observability import progress
@@ -39,7 +40,7 @@ class PhaseTimer:
 
 
 def train_on_rollout(
-    backend: Any, args: Any, batch: RankBatch, profiler: Profiler | None = None
+    backend: TrainBackend, args: Args, batch: RankBatch, profiler: Profiler | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Score, estimate advantages, and take every optimizer step of one rollout.
 
@@ -47,7 +48,7 @@ def train_on_rollout(
     ``old_values`` (critic: its own, from before the update), ``kl``, ``advantages``, ``returns``.
 
     Args:
-        backend: a ``TrainBackend``; called on all ranks together, each with its own batch.
+        backend: called on all ranks together, each with its own batch.
 
     Returns:
         metrics (``train/…`` or ``train/critic-…``: the mean over the rollout's optimizer steps;
@@ -90,7 +91,7 @@ def train_on_rollout(
     return metrics, timer.seconds
 
 
-def _score(backend: Any, args: Any, batch: RankBatch, timer: PhaseTimer) -> None:
+def _score(backend: TrainBackend, args: Args, batch: RankBatch, timer: PhaseTimer) -> None:
     """Forward passes of the actor's role, each only where it is needed."""
     if needs_ref_log_probs(args) and batch.get("ref_log_probs") is None:
         with timer.phase("ref_log_probs"):
@@ -101,7 +102,7 @@ def _score(backend: Any, args: Any, batch: RankBatch, timer: PhaseTimer) -> None
     recompute = needs_old_log_probs(args, batch) and batch.get("old_log_probs") is None
     if recompute or args.use_rollout_entropy:
         with timer.phase("log_probs"):
-            tag = "old_actor" if args.keep_old_actor else "actor"
+            tag: ModelTag = "old_actor" if args.keep_old_actor else "actor"
             scores = backend.log_probs(batch, tag, with_entropy=args.use_rollout_entropy)
             if "entropy" in scores:
                 batch["entropy"] = scores["entropy"]
@@ -126,12 +127,12 @@ def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def rollout_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
+def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
     """``rollout/<entry>``: the mean over all samples of all ranks; of a per-token entry, each sample's masked mean."""
     return _means(backend, batch, METRICS, [True] * len(batch["tokens"]), "rollout/")
 
 
-def correct_sample_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
+def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
     """``rollout/correct-<entry>`` of the samples whose raw reward counts as a pass, and their share
     (``--log-correct-samples``); no entries where none is correct."""
     chosen = [float(reward) > PASS_ABOVE for reward in batch["raw_reward"]]
@@ -143,7 +144,7 @@ def correct_sample_metrics(backend: Any, batch: RankBatch) -> dict[str, float]:
 
 
 def _means(
-    backend: Any, batch: RankBatch, keys: Sequence[str], chosen: Sequence[bool], prefix: str
+    backend: TrainBackend, batch: RankBatch, keys: Sequence[str], chosen: Sequence[bool], prefix: str
 ) -> dict[str, float]:
     names, numbers = [], []
     masks = [torch.as_tensor(mask) for mask in batch["loss_masks"]]

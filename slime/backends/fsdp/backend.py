@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -20,7 +20,7 @@ from slime.backends import micro_batches as mb
 from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
-from slime.backends.fsdp.checkpoint import load_training_state, save_training_state, take_save_memory
+from slime.backends.fsdp.checkpoint import FsdpState
 from slime.backends.fsdp.hf_weights import iter_hf_weights, save_hf_checkpoint
 from slime.backends.fsdp.model import (
     DTYPES,
@@ -31,37 +31,33 @@ from slime.backends.fsdp.model import (
     load_full_model,
 )
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.loss import LossSettings, compute_loss
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
-from slime.backends.offload import Offloader
-from slime.backends.saving import BackgroundSave, new_save_group
-from slime.backends.steps import StepAccounting, complete
-from slime.backends.tensor_shards import ShardMemory
-from slime.backends.token_batch import TokenBatch
+from slime.backends.saving import new_save_group
+from slime.backends.shared import SharedBackend
+from slime.backends.steps import complete
+from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
-from slime.checkpoint.files import FileEntry
+from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
-from slime.data.schedule import PackingSettings
 from slime.models.inputs import ModelInputs
 from slime.models.scorer import PolicyScorer, ValueScorer
 
 
-class FsdpBackend(StepAccounting):
+class FsdpBackend(SharedBackend):
     """Actor or critic. Every method is called on all ranks together."""
 
-    def __init__(self, args: Any, role: str, rank: int, world_size: int, device: torch.device) -> None:
-        self.args, self.role, self.device = args, role, device
-        self.packing = PackingSettings.from_args(args)
-        self.loss_settings = LossSettings.from_args(args)
-        self.rank, self.world_size = rank, world_size
+    optimizer: ScheduledAdamW
+
+    def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
+        super().__init__(args, role, rank, world_size, device)
         layout = ParallelLayout(world_size=world_size, cp=ParallelLayout.from_args(args).cp)
         self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
         self.share_reduce = DataParallelReduce(world_size, device)
         self.shard_size = args.fsdp_shard_size or world_size
         """Ranks that together hold one replica of the model; see :func:`slime.backends.fsdp.model.shard_mesh`."""
-        self.context_group: Any = None
+        self.context_group: ProcessGroup | None = None
         """Ranks that hold other tokens of the same samples; None without context parallelism."""
         data = None
         if layout.cp > 1:
@@ -73,19 +69,27 @@ class FsdpBackend(StepAccounting):
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         self.named_buffers: list[tuple[str, Tensor]] = _persistent_buffers(self.scorer)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, LrSchedule.from_args(args, role))
-        self.offloader = Offloader()
         self.bank = WeightBank(
             self.named_parameters,
             dtype=DTYPES[args.train_dtype],
             on_device=role == "actor" and keeps_copies_on_device(args, self.named_parameters),
             arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
         )
-        self.moving_copies: set[str] = set()
-        self.saving: BackgroundSave | None = None
-        self.save_group = new_save_group(args)
-        self.save_memory = ShardMemory()
         if role == "actor":
-            self.moving_copies = load_copies(args, self.bank, initial_weights(args), self._load_copy)
+            self.moving_copies |= load_copies(args, self.bank, initial_weights(args), self._load_copy)
+        self.state = FsdpState(
+            args,
+            role,
+            rank,
+            world_size,
+            self.shard_size,
+            self.named_parameters,
+            self.named_buffers,
+            self.optimizer,
+            self.bank,
+            self.moving_copies,
+            new_save_group(args),
+        )
 
     def _load_copy(self, tag: str, path: str) -> None:
         """Rank 0 reads the model; every rank gets its shards of it, one tensor at a time."""
@@ -191,35 +195,21 @@ class FsdpBackend(StepAccounting):
     def _backward(self, batch: RankBatch, indices: list[int], step: int) -> dict[str, Tensor]:
         """One micro-batch; without samples a dummy that keeps this rank in step with the others."""
         inputs = self._inputs(batch, indices)
-        values, current = self._outputs(inputs)
-        if not indices:
-            (values.sum() * 0.0).backward()
-            return {}
-        index = inputs.response_index
-        tokens = TokenBatch.from_rank_batch(batch, indices, device=self.device, response_index=index, **current)
-        loss, metrics = compute_loss(
-            self.loss_settings,
-            tokens,
-            num_rollouts=batch["global_batch_sizes"][step],
-            num_tokens=batch["global_token_counts"][step],
-            reduce=self.reduce,
+        loss, metrics = self.share_of_loss(
+            batch, indices, step, self._scores(inputs), inputs.targets, inputs.response_index
         )
         loss.backward()
         return metrics
 
-    def _outputs(self, inputs: ModelInputs) -> tuple[Tensor, dict[str, Any]]:
-        """Log-probs or values ``[R]``, and all that the loss takes of the model."""
+    def _scores(self, inputs: ModelInputs) -> Scores:
+        """All that the loss takes of the model."""
         args = self.args
         if isinstance(self.scorer, ValueScorer):
-            values: Tensor = self.scorer(inputs)
-            return values, {"values": values}
+            return Scores(values=self.scorer(inputs))
         scores, logits = self.scorer(
             inputs, args.rollout_temperature, needs_entropy(args), entropy_needs_gradient(args), needs_logits(args)
         )
-        current = {"log_probs": scores.log_probs, "entropy": scores.entropy}
-        if logits is not None:
-            current |= {"logits": logits, "targets": inputs.targets}
-        return scores.log_probs, current
+        return Scores(scores.log_probs, scores.entropy, logits)
 
     def rehearse(self, tokens: int) -> None:
         """See :meth:`TrainBackend.rehearse`."""
@@ -228,9 +218,7 @@ class FsdpBackend(StepAccounting):
         batch = rehearsal_batch(tokens * context, vocab_size)
         for _ in range(2):  # the second finds the gradients of the first
             inputs = self._inputs(batch, list(range(len(batch["tokens"]))))
-            values, current = self._outputs(inputs)
-            (values.sum() * 0.0).backward()
-            del values, current
+            (self._scores(inputs).trained.sum() * 0.0).backward()
         self.optimizer.zero_grad()
 
     # --- ranks in step --------------------------------------------------------------------------
@@ -247,10 +235,6 @@ class FsdpBackend(StepAccounting):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
-
     # --- weights and state ----------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -265,26 +249,6 @@ class FsdpBackend(StepAccounting):
         save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer=self.rank == 0)
         self.barrier()
 
-    def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
-        """Make one copy equal to another; a target that does not exist yet is made."""
-        self.bank.copy(source, target)
-        if target != "actor":
-            self.moving_copies.add(target)
-
-    def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments (``--reset-optimizer-states``)."""
-        self.optimizer.reset()
-
-    def take_save_memory(self) -> None:
-        if not self.save_memory.is_taken:
-            take_save_memory(self, with_optimizer=not self.args.no_save_optim)
-
-    def save(self, path: Path) -> list[FileEntry]:
-        return save_training_state(self, Path(path), with_optimizer=not self.args.no_save_optim)
-
-    def load(self, path: Path) -> None:
-        load_training_state(self, Path(path))
-
     def clear_memory(self) -> None:
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
@@ -295,9 +259,6 @@ class FsdpBackend(StepAccounting):
         weights = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.named_buffers]
         self.offloader.sleep([*weights, *self.optimizer.tensors().values()], weights if keep_weights else ())
         self.clear_memory()
-
-    def wake(self) -> None:
-        self.offloader.wake()
 
 
 def _persistent_buffers(scorer: nn.Module) -> list[tuple[str, Tensor]]:

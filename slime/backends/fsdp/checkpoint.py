@@ -8,23 +8,23 @@ exactly; random-number generators where the rank existed before.
 from __future__ import annotations
 
 import json
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from slime.backends.bank import shard_box
+from slime.backends.bank import WeightBank, shard_box
 from slime.backends.collectives import local
-from slime.backends.saving import in_background, require_undamaged, small_files_writer
-from slime.backends.tensor_shards import StoredTensors, TensorShard, write_shards
-from slime.checkpoint.files import FileEntry
+from slime.backends.fsdp.optimizer import ScheduledAdamW
+from slime.backends.saving import Write, require_undamaged, rng_state, set_rng_state, small_files_writer
+from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
+from slime.config.args import Args
 from slime.weights.torch_dist import META
-
-if TYPE_CHECKING:
-    from slime.backends.fsdp.backend import FsdpBackend
 
 TENSORS = "dcp"
 
@@ -36,17 +36,113 @@ class _Stored(NamedTuple):
     """Split over the ranks as the stored tensor is: a DTensor, or a plain tensor where every rank has all of it."""
 
 
-def _state(backend: FsdpBackend, extra_copies: list[str], with_optimizer: bool) -> dict[str, _Stored]:
-    named: dict[str, Tensor] = {f"model/{name}": p for name, p in backend.named_parameters}
-    named |= {f"buffer/{name}": b for name, b in backend.named_buffers}
-    if with_optimizer:
-        named |= {f"optimizer/{name}": t for name, t in backend.optimizer.tensors().items()}
-    state = {name: _Stored(local(tensor.detach()), tensor) for name, tensor in named.items()}
-    parameters = dict(backend.named_parameters)
-    for tag in extra_copies:
-        copy = backend.bank.tensors(tag)
-        state |= {f"copy/{tag}/{name}": _Stored(part, parameters[name]) for name, part in copy.items()}
-    return state
+@dataclass(frozen=True)
+class FsdpState:
+    """What a rank has of the training state: :class:`slime.backends.saving.SavedState`."""
+
+    args: Args
+    role: str
+    rank: int
+    world_size: int
+    shard_size: int
+    """Ranks that together hold one replica of the model."""
+    named_parameters: list[tuple[str, nn.Parameter]]
+    named_buffers: list[tuple[str, Tensor]]
+    optimizer: ScheduledAdamW
+    bank: WeightBank
+    moving_copies: set[str]
+    group: ProcessGroup | None
+    """For the collectives of ``--async-save``."""
+    memory: ShardMemory = field(default_factory=ShardMemory)
+
+    def take_memory(self) -> None:
+        if not self.memory.is_taken:
+            self.memory.take(self._written_shards())
+
+    def writer(self, path: Path) -> Write:
+        if self.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+        if self.world_size > 1:
+            dist.barrier()
+        shards, group = self._written_shards(), None
+        if self.args.async_save:
+            # Training goes on while these are written, so they are copies, and the collectives of the writer have a
+            # group of their own: on the default one they would mix with those of the next step.
+            shards, group = self.memory.copied(shards), self.group
+        small = small_files_writer(path, self.rank, rng_state(), self._describe() if self.rank == 0 else None)
+        return lambda: [*small(), *write_shards(shards, path / TENSORS, path, group)]
+
+    def load(self, path: Path) -> None:
+        """Read what :meth:`writer` wrote, whatever the number of ranks was.
+
+        ``--no-load-optim`` leaves optimizer and schedule at their start, ``--no-load-rng`` the random state,
+        ``--finetune`` both and the copies that a run made of its weights.
+
+        Raises:
+            FileNotFoundError: there is no such state.
+            ValueError: it belongs to the other role, or its index could run code.
+            SnapshotError: a file has changed since it was written.
+        """
+        if not (path / META).is_file():
+            raise FileNotFoundError(
+                f"no training state in {path}: {META} is missing; --load takes a folder that --save wrote"
+            )
+        meta = json.loads((path / META).read_text())
+        if meta["role"] != self.role:
+            raise ValueError(f"{path} holds the state of the {meta['role']}, not of the {self.role}")
+        require_undamaged(path, self.rank, self.world_size)
+        args = self.args
+        copies = [] if args.finetune else meta["copies"]
+        for tag in copies:
+            self.bank.copy("actor", tag)  # makes room of the right shape
+            self.moving_copies.add(tag)
+        tensors = self._tensors(copies, meta["optimizer"] and not args.no_load_optim)
+        StoredTensors(path / TENSORS).read(_shards(tensors))
+        if not args.no_load_optim:
+            self.optimizer.steps = meta["steps"]
+        rng = path / f"rng_{self.rank}.pt"
+        if rng.is_file() and not args.no_load_rng:
+            set_rng_state(torch.load(rng, weights_only=True))
+
+    def _tensors(self, copies: list[str], with_optimizer: bool) -> dict[str, _Stored]:
+        named: dict[str, Tensor] = {f"model/{name}": p for name, p in self.named_parameters}
+        named |= {f"buffer/{name}": b for name, b in self.named_buffers}
+        if with_optimizer:
+            named |= {f"optimizer/{name}": t for name, t in self.optimizer.tensors().items()}
+        state = {name: _Stored(local(tensor.detach()), tensor) for name, tensor in named.items()}
+        parameters = dict(self.named_parameters)
+        for tag in copies:
+            # A copy is a plain tensor on the CPU; how it is split over the ranks, its parameter says.
+            copy = self.bank.tensors(tag)
+            state |= {f"copy/{tag}/{name}": _Stored(part, parameters[name]) for name, part in copy.items()}
+        return state
+
+    def _written_shards(self) -> list[TensorShard]:
+        """What this rank writes. The ranks of one replica write a whole tensor; tensors are dealt out to the replicas
+        so that all write about as much. Rank 0 writes what is not split."""
+        state = self._tensors(sorted(self.moving_copies), with_optimizer=not self.args.no_save_optim)
+        sizes = [0] * (self.world_size // self.shard_size)
+        mine = self.rank // self.shard_size
+        found = {}
+        # The largest first, each to the replica with the least so far. Every rank computes the whole assignment, so
+        # the order must be the same on all of them: it depends on whole sizes, never on a rank's own shard.
+        for name, stored in sorted(state.items(), key=lambda item: -item[1].like.numel()):
+            writer = 0
+            if isinstance(stored.like, DTensor):
+                writer = sizes.index(min(sizes))
+                sizes[writer] += stored.like.numel()
+            if writer == mine and (isinstance(stored.like, DTensor) or self.rank == 0):
+                found[name] = stored
+        return _shards(found)
+
+    def _describe(self) -> dict[str, object]:
+        return {
+            "steps": self.optimizer.steps,
+            "world_size": self.world_size,
+            "copies": sorted(self.moving_copies),
+            "optimizer": not self.args.no_save_optim,
+            "role": self.role,
+        }
 
 
 def _shards(state: dict[str, _Stored]) -> list[TensorShard]:
@@ -57,107 +153,3 @@ def _shards(state: dict[str, _Stored]) -> list[TensorShard]:
         if part.numel() or not isinstance(like, DTensor):
             found.append(TensorShard(name, part, offsets, tuple(like.shape)))
     return found
-
-
-def _written_by(backend: FsdpBackend, state: dict[str, _Stored]) -> dict[str, _Stored]:
-    """The tensors that this rank writes its part of. The ranks of one replica write a whole tensor; tensors are dealt
-    out to the replicas so that all write about as much. Rank 0 writes what is not split."""
-    sizes = [0] * (backend.world_size // backend.shard_size)
-    mine = backend.rank // backend.shard_size
-    found = {}
-    for name, stored in sorted(state.items(), key=lambda item: -item[1].like.numel()):
-        writer = 0
-        if isinstance(stored.like, DTensor):
-            writer = sizes.index(min(sizes))
-            sizes[writer] += stored.like.numel()
-        if writer == mine and (isinstance(stored.like, DTensor) or backend.rank == 0):
-            found[name] = stored
-    return found
-
-
-def _written_shards(backend: FsdpBackend, with_optimizer: bool) -> list[TensorShard]:
-    return _shards(_written_by(backend, _state(backend, sorted(backend.moving_copies), with_optimizer)))
-
-
-def take_save_memory(backend: FsdpBackend, with_optimizer: bool) -> None:
-    """Get the memory that the first asynchronous save copies into, while training goes on."""
-    backend.save_memory.take(_written_shards(backend, with_optimizer))
-
-
-def save_training_state(backend: FsdpBackend, path: Path, with_optimizer: bool) -> list[FileEntry]:
-    """Write below ``path``; a collective. A half-written folder is the caller's to hide.
-
-    Returns:
-        The files that this rank wrote. With ``--async-save`` none, and ``backend.saving`` returns them.
-    """
-    if backend.saving is not None:  # its copies are in the memory that this save takes
-        backend.saving.finish(backend.args.phase_timeout)
-    if backend.rank == 0:
-        path.mkdir(parents=True, exist_ok=True)
-    backend.barrier()
-    copies = sorted(backend.moving_copies)
-    shards = _written_shards(backend, with_optimizer)
-    description = _describe(backend, copies, with_optimizer) if backend.rank == 0 else None
-    small = small_files_writer(path, backend.rank, _rng_state(), description)
-    if not backend.args.async_save:
-        return [*small(), *write_shards(shards, path / TENSORS, path)]
-    copied = backend.save_memory.copied(shards)
-    write = partial(write_shards, copied, path / TENSORS, path, backend.save_group)
-    backend.saving = in_background(lambda: [*small(), *write()])
-    return []
-
-
-def _describe(backend: FsdpBackend, copies: list[str], with_optimizer: bool) -> dict[str, Any]:
-    return {
-        "steps": backend.optimizer.steps,
-        "world_size": backend.world_size,
-        "copies": copies,
-        "optimizer": with_optimizer,
-        "role": backend.role,
-    }
-
-
-def load_training_state(backend: FsdpBackend, path: Path) -> None:
-    """Read what :func:`save_training_state` wrote, whatever the number of ranks was.
-
-    ``--no-load-optim`` leaves optimizer and schedule at their start, ``--no-load-rng`` the random state, ``--finetune``
-    both and the copies that a run made of its weights.
-
-    Raises:
-        FileNotFoundError: there is no such state.
-        ValueError: it belongs to the other role, or its index could run code.
-        SnapshotError: a file has changed since it was written.
-    """
-    if not (path / META).is_file():
-        raise FileNotFoundError(
-            f"no training state in {path}: {META} is missing; --load takes a folder that --save wrote"
-        )
-    meta = json.loads((path / META).read_text())
-    if meta["role"] != backend.role:
-        raise ValueError(f"{path} holds the state of the {meta['role']}, not of the {backend.role}")
-    require_undamaged(path, backend.rank, backend.world_size)
-    args = backend.args
-    copies = [] if args.finetune else meta["copies"]
-    for tag in copies:
-        backend.bank.copy("actor", tag)  # makes room of the right shape
-        backend.moving_copies.add(tag)
-    state = _state(backend, copies, meta["optimizer"] and not args.no_load_optim)
-    StoredTensors(path / TENSORS).read(_shards(state))
-    if not args.no_load_optim:
-        backend.optimizer.steps = meta["steps"]
-    rng = path / f"rng_{backend.rank}.pt"
-    if rng.is_file() and not args.no_load_rng:
-        _set_rng_state(torch.load(rng, weights_only=True))
-
-
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

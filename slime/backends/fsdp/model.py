@@ -18,6 +18,7 @@ from slime.backends.bank import shard_of
 from slime.backends.collectives import local
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
 from slime.backends.fsdp.optimizer import select_trainable
+from slime.config.args import Args
 from slime.config.seeds import derive_seed
 from slime.models.inputs import InputBuilder
 from slime.models.loading import is_multimodal, load_hf_config, load_hf_model
@@ -30,7 +31,7 @@ COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sli
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def build_scorer(args: Any, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
+def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
     """The model of a role with its way to lay out batches: loaded in float32, checked, frozen where asked, sharded.
 
     Rank 0 alone reads the checkpoint and has the whole of it in memory; the others get their shards from it.
@@ -65,18 +66,18 @@ def build_scorer(args: Any, role: str, device: torch.device, world_size: int) ->
     return scorer, _builder(args, model, device, packed)
 
 
-def load_full_model(args: Any, path: str, empty: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_full_model(args: Args, path: str, empty: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """On the CPU, the master weights in float32, whatever dtype computes. ``empty``: without memory or values."""
     attention: str | dict[str, str] = PACKED
-    if (args.attn_implementation or VARLEN) != VARLEN:
-        attention = args.attn_implementation
+    if args.attn_implementation not in (None, VARLEN):
+        attention = str(args.attn_implementation)
     elif is_multimodal(load_hf_config(path, args.trust_remote_code)):
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
     device = "meta" if empty else "cpu"
     return load_hf_model(path, dtype, device, attention, args.trust_remote_code)
 
 
-def _builder(args: Any, model: PreTrainedModel, device: torch.device, packed: bool) -> InputBuilder:
+def _builder(args: Args, model: PreTrainedModel, device: torch.device, packed: bool) -> InputBuilder:
     on_cuda = device.type == "cuda"
     return InputBuilder(
         backbone=model.base_model,
@@ -119,7 +120,7 @@ def compile_layers(model: PreTrainedModel) -> None:
         layer.forward = types.MethodType(compiled[kind], layer)
 
 
-def initial_weights(args: Any) -> str:
+def initial_weights(args: Args) -> str:
     """``--load`` where it names a Hugging Face folder (a snapshot is read later), else ``--hf-checkpoint``."""
     starts_from_folder = args.load and (Path(args.load) / "config.json").is_file()
     return str(args.load if starts_from_folder else args.hf_checkpoint)

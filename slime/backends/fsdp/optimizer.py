@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slime.backends.collectives import local
 from slime.backends.lr_schedule import LrSchedule
+from slime.config.args import Args
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-def select_trainable(named: Iterable[tuple[str, nn.Parameter]], args: Any) -> list[str]:
+def select_trainable(named: Iterable[tuple[str, nn.Parameter]], args: Args) -> list[str]:
     """Freeze by ``--only-train-params-name-list`` / ``--freeze-params-name-list`` (regular expressions,
     searched in the checkpoint's names); returns the names that are trained.
 
@@ -49,7 +49,7 @@ class ScheduledAdamW:
     vectors (norms, biases), as Megatron does.
     """
 
-    def __init__(self, named: NamedParameters, args: Any, schedule: LrSchedule) -> None:
+    def __init__(self, named: NamedParameters, args: Args, schedule: LrSchedule) -> None:
         self.named = [(name, p) for name, p in named if p.requires_grad]
         self.schedule = schedule
         self.steps = 0
@@ -78,7 +78,7 @@ class ScheduledAdamW:
 
     @property
     def lr(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return self.schedule.lr(self.steps)
 
     def zero_grad(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from slime.config.args import Args
 from slime.config.layout import ParallelLayout
 from slime.config.megatron_flags import READ_BY_SLIME, WITHOUT_EFFECT, fields_by_dest
 from slime.weights.maps.family import Settings
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _fields_from(settings: Settings, cls: Any) -> dict[str, Any]:
+def _fields_from(settings: Settings, cls: type) -> dict[str, Any]:
     """What of the settings are fields of a config dataclass, under the field's name."""
     by_dest = fields_by_dest()
     names = {field.name for field in dataclasses.fields(cls)}
@@ -30,7 +31,7 @@ def _fields_from(settings: Settings, cls: Any) -> dict[str, Any]:
 
 
 def transformer_config(
-    args: Any, settings: Settings, layout: ParallelLayout, device: torch.device
+    args: Args, settings: Settings, layout: ParallelLayout, device: torch.device
 ) -> TransformerConfig:
     """Of the whole model, on this layout."""
     from megatron.core.transformer import TransformerConfig
@@ -92,7 +93,7 @@ def transformer_config(
     return cls(**fields)
 
 
-def _recompute(args: Any, settings: Settings) -> dict[str, Any]:
+def _recompute(args: Args, settings: Settings) -> dict[str, Any]:
     granularity = settings.get("recompute_granularity")
     if granularity is None and settings.get("recompute_activations"):
         granularity = "selective"
@@ -107,7 +108,7 @@ def _recompute(args: Any, settings: Settings) -> dict[str, Any]:
     }
 
 
-def ddp_config(args: Any) -> DistributedDataParallelConfig:
+def ddp_config(args: Args) -> DistributedDataParallelConfig:
     """Gradients in float32 unless ``--grad-reduce-in-bf16``; the distributed optimizer unless switched off."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
@@ -121,7 +122,7 @@ def ddp_config(args: Any) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(**fields)
 
 
-def optimizer_config(args: Any, lr: float, min_lr: float) -> OptimizerConfig:
+def optimizer_config(args: Args, lr: float, min_lr: float) -> OptimizerConfig:
     """AdamW, or SGD, with slime's own flags."""
     from megatron.core.optimizer import OptimizerConfig
 

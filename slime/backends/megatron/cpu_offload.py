@@ -9,19 +9,18 @@ brings each gradient to the device of its main parameter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 
 @torch.no_grad()
-def offload_main_parameters(optimizer: Any, fraction: float) -> int:
+def offload_main_parameters(optimizer: DistributedOptimizer, fraction: float) -> int:
     """Replace main parameters by copies in CPU memory.
 
     Args:
-        optimizer: one of megatron-core's distributed optimizers, before its first step.
+        optimizer: before its first step.
         fraction: of this rank's elements in ``optimizer``; parameters move whole and in order until it is reached.
 
     Returns:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch import nn
 
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.weights import ModelWeights
+from slime.config.args import Args
 
 
-def select_trainable(weights: ModelWeights, args: Any) -> None:
+def select_trainable(weights: ModelWeights, args: Args) -> None:
     """Apply ``--only-train-params-name-list`` or ``--freeze-params-name-list``: regular expressions that are searched
     in the names of the checkpoint.
 
@@ -21,7 +21,7 @@ def select_trainable(weights: ModelWeights, args: Any) -> None:
     only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
     if not only and not freeze:
         return
-    patterns = [re.compile(p) for p in only or freeze]
+    patterns = [re.compile(p) for p in only or freeze or []]
     flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
     everything = [hf for name in [*weights.entries, *weights.own] for hf in weights.hf_names(name)]
     for pattern in patterns:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from slime.weights.maps.family import Entry
 
@@ -115,7 +116,7 @@ def _over_experts(tensors: Sequence[Tensor], batch: Sequence[Piece]) -> list[Ten
     return [torch.stack(each) for each in gather_flat(tensors, group)]
 
 
-def gather_flat(tensors: Sequence[Tensor], group: Any) -> list[list[Tensor]]:
+def gather_flat(tensors: Sequence[Tensor], group: ProcessGroup) -> list[list[Tensor]]:
     """All ranks' tensors, which have equal shapes and one dtype, in one collective: by tensor, then by rank."""
     if not tensors:
         return []
@@ -132,7 +133,7 @@ def _axis(piece: Piece) -> int:
     return int(piece.entry.layout.axis)
 
 
-def tensor_group(entry: Entry) -> Any:
+def tensor_group(entry: Entry) -> ProcessGroup:
     return mpu.get_expert_tensor_parallel_group() if entry.experts else mpu.get_tensor_model_parallel_group()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
+from torch.distributed import ProcessGroup
 
 from slime.config.layout import ParallelLayout
 from slime.config.seeds import derive_seed
+
+T = TypeVar("T")
 
 
 def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
@@ -29,12 +32,12 @@ def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(derive_seed(seed, "megatron") % 2**31)
 
 
-def data_group() -> Any:
+def data_group() -> ProcessGroup:
     """Ranks that hold other samples."""
     return mpu.get_data_parallel_group()
 
 
-def context_group() -> Any:
+def context_group() -> ProcessGroup | None:
     """Ranks that hold other tokens of the same samples; None when there is one only."""
     group = mpu.get_context_parallel_group()
     return group if group.size() > 1 else None
@@ -51,7 +54,7 @@ def broadcast_from_last_stage(tensors: list[torch.Tensor]) -> None:
         x.copy_(part.view_as(x))
 
 
-def object_of_last_stage(value: Any) -> Any:
+def object_of_last_stage(value: T) -> T:
     """The last pipeline stage's value, on all stages."""
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() == 1:

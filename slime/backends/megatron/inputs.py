@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.modules import Pack
@@ -54,7 +54,7 @@ class PackBuilder:
     """
 
     device: torch.device
-    context_group: Any = None
+    context_group: ProcessGroup | None = None
     pad_to_multiple: int = 1
     share_prompts: bool = True
     chunk_size: int = -1
@@ -86,7 +86,7 @@ class PackBuilder:
             sample_rows=[layout.rows_of(i) for i in range(len(indices))],
         )
 
-    def _layout(self, tokens: list[Any], lengths: list[int], groups: list[int]) -> PackLayout:
+    def _layout(self, tokens: list[np.ndarray], lengths: list[int], groups: list[int]) -> PackLayout:
         if self.context_group is None:
             return build_pack(tokens, lengths, groups, self.share_prompts, self.pad_to_multiple)
         group = self.context_group

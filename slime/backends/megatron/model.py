@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.modules import LatentRotary, PackedRotary, ReplicatedLinear, device_of
+from slime.backends.megatron.modules import LatentRotary, Offsets, PackedRotary, ReplicatedLinear, device_of
 from slime.backends.megatron.spec import block_spec
+from slime.backends.token_batch import Scores
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
@@ -44,24 +50,23 @@ class Scoring:
     """Compile what is done to logits; for accelerators."""
 
 
-class Scores(NamedTuple):
-    """float32, per response token ``[R]``; logits ``[R, vocab]`` on every tensor parallel rank."""
-
-    log_probs: Tensor | None = None
-    entropy: Tensor | None = None
-    logits: Tensor | None = None
-    values: Tensor | None = None
-
-
 class PolicyModel(GPTModel):
     """Its last stage returns :class:`Scores`; logits are made of scored rows only, in chunks."""
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+    def _postprocess(self, hidden_states: Tensor, *args: object, labels: Scoring, **kwargs: object) -> Tensor | Scores:
+        """Megatron hands ``labels`` through the whole model to this place: here they are what is to be scored."""
         if not self.post_process:
             return hidden_states
-        scoring: Scoring = labels
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        return self.output_layer(hidden_states, scoring, weight)
+        return self.output_layer(hidden_states, labels, weight)
+
+
+Chunk: TypeAlias = PolicyModel | DistributedDataParallel
+"""A pipeline rank's part of the model, or one of several parts, with or without Megatron's gradient buffers."""
+
+
+def unwrapped(chunk: Chunk) -> PolicyModel:
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 class PolicyHead(nn.Module):
@@ -70,7 +75,7 @@ class PolicyHead(nn.Module):
     weight: nn.Parameter | None
     """None: it is the input embedding's, on the same stage."""
 
-    def __init__(self, layer: Any, vocab_size: int) -> None:
+    def __init__(self, layer: ColumnParallelLinear, vocab_size: int) -> None:
         super().__init__()
         self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
         self.vocab_size = vocab_size
@@ -113,8 +118,8 @@ class PolicyHead(nn.Module):
         return gather_from_tensor_model_parallel_region(local, group=self.tp_group)[:, : self.vocab_size].float()
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> Any:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, ProcessGroup] | None = None
+    ) -> dict[str, ShardedTensor]:
         """As the layer that it stands for."""
         tensors = self.state_dict(prefix="", keep_vars=True)
         groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
@@ -124,7 +129,7 @@ class PolicyHead(nn.Module):
 class ValueHead(nn.Module):
     """A critic's ``hidden -> 1``; every tensor parallel rank computes it whole."""
 
-    def __init__(self, config: Any, seed: int, layer: Any) -> None:
+    def __init__(self, config: TransformerConfig, seed: int, layer: ColumnParallelLinear) -> None:
         super().__init__()
         self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
         make = {"dtype": config.params_dtype, "device": device_of(config)}
@@ -141,7 +146,7 @@ class ValueHead(nn.Module):
 
 
 def build_chunk(
-    config: Any,
+    config: TransformerConfig,
     settings: Settings,
     role: str,
     vp_stage: int | None,
@@ -175,7 +180,7 @@ def build_chunk(
     return model
 
 
-def _adapt(model: PolicyModel, config: Any, rotary: tuple[Tensor, float] | None) -> None:
+def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, float] | None) -> None:
     """Put slime's rotary positions, and whole low-rank projections, in the place of Megatron's."""
     if hasattr(model, "rotary_pos_emb"):
         model.rotary_pos_emb = PackedRotary(model.rotary_pos_emb, rotary)

@@ -6,12 +6,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -20,8 +24,16 @@ from torch import Tensor, nn
 from slime.models.packed_attention import attend
 from slime.models.segments import PackSegments
 
+if TYPE_CHECKING:
+    pass
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+Offsets = tuple[tuple[int, int, int], ...]
+"""Axis, place along it and number of parts, for each axis along which a tensor is cut outside of its module."""
 COMPILED_VARIANTS = 64  # of each function below, over all sizes behind the first; torch's own limit is 8
 
 
@@ -75,7 +87,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class RMSNorm(nn.Module):
     """x / rms(x) · weight. With sequence parallelism each rank sees part of the tokens, so gradients are summed."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config)))
@@ -85,7 +97,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-def device_of(config: Any) -> torch.device | str | int:
+def device_of(config: TransformerConfig) -> torch.device | str | int:
     """Where parameters are made."""
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
@@ -103,7 +115,7 @@ def plain_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
 class NormedResidual(nn.Module):
     """In the place of Megatron's bias-dropout-add: a norm on the branch before it joins the residual (GLM-4)."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
@@ -120,13 +132,13 @@ class PackedCoreAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
@@ -140,7 +152,7 @@ class PackedCoreAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None = None,
         packed_seq_params: Pack | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """query ``[T, 1, H, d]`` or ``[T, H, d]``, key and value with their own heads → ``[T, 1, H · d_v]``."""
         assert packed_seq_params is not None and packed_seq_params.segments is not None, "packs only"
@@ -176,7 +188,7 @@ class ReplicatedLinear(nn.Module):
     Megatron's own, cut into columns, loses the other ranks' heads in the gradient of the rotary part of the keys.
     """
 
-    def __init__(self, config: Any, inputs: int, outputs: int) -> None:
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
         make = {"dtype": config.params_dtype, "device": device_of(config)}
         self.weight = nn.Parameter(torch.empty(outputs, inputs, **make))
@@ -196,7 +208,7 @@ class PackedRotary(nn.Module):
 
     frequencies: Tensor
 
-    def __init__(self, source: Any, scaled: tuple[Tensor, float] | None = None) -> None:
+    def __init__(self, source: RotaryEmbedding, scaled: tuple[Tensor, float] | None = None) -> None:
         """``scaled``: frequencies ``[rotary dims / 2]`` in the place of the embedding's, and a factor on cosines and
         sines."""
         super().__init__()
@@ -210,14 +222,17 @@ class PackedRotary(nn.Module):
             frequencies, self.scale = angles[1].flatten()[: angles.shape[-1] // 2], float(scale)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
-    def get_rotary_seq_len(self, context: Any, transformer: Any, x: Any, config: Any, pack: Pack, **_: Any) -> Any:
+    def get_rotary_seq_len(
+        self, context: object, transformer: object, x: object, config: TransformerConfig, pack: Pack, **_: object
+    ) -> Tensor | None:
         assert pack.positions is not None
         angles = self.angles(pack.positions)
         scale = 1.0 if self.scale is None else self.scale
         cos, sin = angles.cos() * scale, angles.sin() * scale
         pack.cos_sin = cos.to(config.params_dtype), sin.to(config.params_dtype)
+        return None
 
-    def forward(self, length: Any, **_: Any) -> Any:
+    def forward(self, length: Tensor | None, **_: object) -> Any:
         return None
 
     def angles(self, positions: Tensor) -> Tensor:
@@ -228,7 +243,7 @@ class PackedRotary(nn.Module):
         return angles.unsqueeze(1)
 
 
-def scaled_frequencies(hf_config: Any) -> tuple[Tensor, float] | None:
+def scaled_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float] | None:
     """What transformers turns heads by where config.json has YaRN or linear scaling.
 
     Returns:
@@ -246,16 +261,19 @@ def scaled_frequencies(hf_config: Any) -> tuple[Tensor, float] | None:
 class LatentRotary(PackedRotary):
     """For latent attention, which turns a part of its heads by itself: the "length" is the positions."""
 
-    def get_rotary_seq_len(self, context: Any, transformer: Any, x: Any, config: Any, pack: Pack, **_: Any) -> Any:
+    def get_rotary_seq_len(
+        self, context: object, transformer: object, x: object, config: TransformerConfig, pack: Pack, **_: object
+    ) -> Tensor | None:
         return pack.positions
 
-    def forward(self, length: Any, **_: Any) -> Any:
+    def forward(self, length: Tensor | None, **_: object) -> Any:
         """float32 ``[T, 1, rotary dims]``; with YaRN also its scale."""
+        assert length is not None
         angles = self.angles(length)
         return angles if self.scale is None else (angles, self.scale)
 
 
-def without_keeping(linear: Callable[[Tensor], Any], make: Callable[[Tensor], Tensor], source: Tensor) -> Any:
+def without_keeping(linear: Callable[[Tensor], _Result], make: Callable[[Tensor], Tensor], source: Tensor) -> _Result:
     """``linear(make(source))``, whose backward pass makes the argument again from ``source`` instead of keeping it."""
     inner = make(source)
     place, size = inner.data_ptr(), inner.numel()
@@ -276,7 +294,7 @@ def without_keeping(linear: Callable[[Tensor], Any], make: Callable[[Tensor], Te
 class GatedMLP(MLP):
     """Megatron's, without the product of gate and up among what is kept for the backward pass."""
 
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: object) -> Any:
         """``[T, 1, H]`` -> the same, and the bias that is still to be added."""
         plain = per_token_scale is None and self.config.activation_func_clamp_value is None
         if not plain or self.config.glu_linear_offset:
@@ -311,7 +329,9 @@ class GroupedExperts(MegatronModule):
     are not reduced over tensor parallel ranks where EP and ETP are 1.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, pg_collection: Any = None, **_: Any) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: object
+    ) -> None:
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
         self.tp_group, self.ep_group = pg_collection.expt_tp, pg_collection.ep
@@ -332,8 +352,8 @@ class GroupedExperts(MegatronModule):
         return without_keeping(down, lambda x: weighted_swiglu(x, probs), gate_up), None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, prefix: str = "", sharded_offsets: Offsets = (), metadata: object = None
+    ) -> dict[str, ShardedTensor]:
         """All experts of the model as one tensor each: cut by EP along the first axis, by ETP along the features."""
         found = {}
         axes = {"gate_up": 2, "down": 2}

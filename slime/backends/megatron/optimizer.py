@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -14,12 +16,13 @@ from slime.backends.lr_schedule import LrSchedule
 from slime.backends.megatron.config import DTYPES, optimizer_config
 from slime.backends.megatron.cpu_offload import offload_main_parameters
 from slime.backends.megatron.streamed_gradients import StreamedGradients
+from slime.config.args import Args
 
 
 class ScheduledOptimizer:
     """One step is: gradients to the main parameters, their norm, clipping, update, learning rate of the next step."""
 
-    def __init__(self, args: Any, role: str, chunks: list[Any]) -> None:
+    def __init__(self, args: Args, role: str, chunks: list[DistributedDataParallel]) -> None:
         schedule = LrSchedule.from_args(args, role)
         config = optimizer_config(args, schedule.max_lr, schedule.min_lr)
         self.chained = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
@@ -57,7 +60,7 @@ class ScheduledOptimizer:
 
     @property
     def lr(self) -> float:
-        """Of the next step."""
+        """The learning rate of the next step."""
         return float(next((group["lr"] for group in self.chained.param_groups), 0.0))
 
     @torch.no_grad()
@@ -153,6 +156,6 @@ def _or(value: float | None, default: float) -> float:
     return default if value is None else float(value)
 
 
-def _step(group: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+def _step(group: Mapping[str, object], parameter: torch.Tensor) -> torch.Tensor:
     """A count of 0 where torch's Adam keeps it."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")

@@ -6,8 +6,9 @@ rank's optimizer keeps: main parameters, moments and counts of steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, cast
 
 import torch
 import torch.distributed as dist
@@ -15,29 +16,30 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.checkpoint.files import DigestedFile, FileEntry
 
-if TYPE_CHECKING:
-    from slime.backends.megatron.backend import MegatronBackend
-
 GRID = ("tp", "pp", "ep", "etp", "vpp")
-Content = dict[Path, Any]
+Content = dict[Path, list[dict[str, Tensor]]]
+"""What goes into each file."""
 
 
-def content(states: list[dict[str, Any]], folder: Path) -> Content:
+def content(states: list[dict[str, Tensor]], folder: Path) -> Content:
     """This rank's files of a model's state dicts, copied to the CPU; a collective: of equal places one rank writes."""
     places: list[str] = [_place()]
     if dist.is_initialized():
         places = [""] * dist.get_world_size()
         dist.all_gather_object(places, _place())
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return {folder / f"weights_{_place()}.pt": _copied(states)} if places.index(_place()) == rank else {}
+    if places.index(_place()) != rank:
+        return {}
+    return {folder / f"weights_{_place()}.pt": [_copied(state) for state in states]}
 
 
-def optimizer_content(backend: MegatronBackend, folder: Path) -> Content:
+def optimizer_content(optimizer: ScheduledOptimizer, rank: int, folder: Path) -> Content:
     """The file of this rank's optimizer, copied to the CPU."""
-    backend.optimizer.prime()
-    return {folder / f"optimizer_{backend.rank}.pt": [_copied(kept) for kept in backend.optimizer.kept()]}
+    optimizer.prime()
+    return {folder / f"optimizer_{rank}.pt": [_copied(kept) for kept in optimizer.kept()]}
 
 
 def write(files: Content, root: Path) -> list[FileEntry]:
@@ -50,7 +52,7 @@ def write(files: Content, root: Path) -> list[FileEntry]:
     return entries
 
 
-def read_weights(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> list[dict[str, Any]]:
+def read_weights(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]) -> list[dict[str, Tensor]]:
     """State dicts of this rank's part of the model.
 
     Raises:
@@ -62,28 +64,28 @@ def read_weights(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> l
         raise MegatronError(
             f"{folder} has no {file.name}: it was written by another layout; give as many ranks as then"
         )
-    states: list[dict[str, Any]] = torch.load(file, map_location="cpu", weights_only=True)
+    states: list[dict[str, Tensor]] = torch.load(file, map_location="cpu", weights_only=True)
     return states
 
 
 @torch.no_grad()
-def read_optimizer(backend: MegatronBackend, folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+def read_optimizer(
+    optimizer: ScheduledOptimizer, rank: int, folder: Path, saved: Mapping[str, int], here: Mapping[str, int]
+) -> None:
     """Main parameters, moments and steps, each into the tensor that is there.
 
     Raises:
         MegatronError: another layout, or other numbers of ranks, wrote them.
     """
     _same(folder, saved, here)
-    backend.optimizer.prime()
-    file = folder / f"optimizer_{backend.rank}.pt"
-    for kept, state in zip(
-        backend.optimizer.kept(), torch.load(file, map_location="cpu", weights_only=True), strict=True
-    ):
+    optimizer.prime()
+    file = folder / f"optimizer_{rank}.pt"
+    for kept, state in zip(optimizer.kept(), torch.load(file, map_location="cpu", weights_only=True), strict=True):
         for name, tensor in kept.items():
             tensor.copy_(state[name])
 
 
-def _same(folder: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+def _same(folder: Path, saved: Mapping[str, int], here: Mapping[str, int]) -> None:
     different = [f"{name} {saved[name]} (here {here[name]})" for name in saved if saved[name] != here[name]]
     if different:
         raise MegatronError(
@@ -103,10 +105,6 @@ def _place() -> str:
     return "_".join(map(str, ranks))
 
 
-def _copied(state: Any) -> Any:
+def _copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, each tensor in memory of its own: parameters are views of large buffers."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {name: _copied(value) for name, value in state.items()}
-    return [_copied(value) for value in state]
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}

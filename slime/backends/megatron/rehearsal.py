@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slime.backends.megatron.inputs import MicroBatch
-from slime.backends.megatron.model import Scores
+from slime.backends.token_batch import Scores
 
 
 def no_loss(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
     """A loss of 0 that needs the whole backward pass."""
-    current = scores.values if scores.values is not None else scores.log_probs
-    assert current is not None
-    return current.sum() * 0.0, {}
+    return scores.trained.sum() * 0.0, {}
 
 
 @contextmanager
-def without_a_trace(config: Any, chunks: list[Any]) -> Iterator[None]:
+def without_a_trace(config: TransformerConfig, chunks: list[DistributedDataParallel]) -> Iterator[None]:
     """Gradients of the passes inside are zeroed, and experts' biases do not see their tokens.
 
     Args:
@@ -41,7 +40,9 @@ def without_a_trace(config: Any, chunks: list[Any]) -> Iterator[None]:
                     counts.zero_()  # the next update of the experts' biases would count them
 
 
-def _finish_communication(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+def _finish_communication(
+    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: object
+) -> None:
     """Wait for gradients that are being reduced; they are not used."""
     for chunk in chunks:
         chunk.finish_grad_sync()

@@ -8,9 +8,9 @@ router chooses. They stand in the rank batch, under ``ROUTING``, from the pass t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.inputs import MicroBatch
+from slime.backends.megatron.model import PolicyModel
+from slime.backends.megatron.schedule import Around
 from slime.data.fields import RankBatch
 
 ROUTING = "routing_choices"
@@ -39,7 +41,12 @@ class LayerReplay:
         """Targets whose forward may be computed again in backward, oldest first."""
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Any
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Scores and experts of each token, ``[T, topk]``."""
         values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -57,7 +64,9 @@ class LayerReplay:
 class RoutingReplay:
     """All routers of this rank's model chunks."""
 
-    def __init__(self, chunks: list[Any], with_experts: list[bool], sequence_parallel: bool, from_engine: bool) -> None:
+    def __init__(
+        self, chunks: list[PolicyModel], with_experts: list[bool], sequence_parallel: bool, from_engine: bool
+    ) -> None:
         self.from_engine = from_engine
         self.num_layers, self.expert_layers = len(with_experts), [i for i, moe in enumerate(with_experts) if moe]
         self.sequence_parallel = sequence_parallel
@@ -73,14 +82,14 @@ class RoutingReplay:
             chunk.routing_number = number
 
     @contextmanager
-    def during(self, batch: RankBatch, mode: Mode) -> Iterator[Any]:
+    def during(self, batch: RankBatch, mode: Mode) -> Iterator[Around]:
         """A pass over a batch; gives what ``run_schedule`` calls around each forward."""
         if self.from_engine and ROUTING not in batch:
             batch[ROUTING] = self._of_engine(batch)
         store: list[np.ndarray | None] = batch.setdefault(ROUTING, [None] * len(batch["tokens"]))
 
         @contextmanager
-        def around(chunk: Any, micro: MicroBatch) -> Iterator[None]:
+        def around(chunk: PolicyModel, micro: MicroBatch) -> Iterator[None]:
             replays = self.of_chunk[chunk.routing_number]
             targets = self._targets(store, micro) if mode == "replay" else None
             for place, replay in replays:

@@ -8,20 +8,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from slime.backends.megatron.inputs import MicroBatch
-from slime.backends.megatron.model import Scores
+from slime.backends.megatron.model import PolicyModel
+from slime.backends.token_batch import Scores
 
 OnScores = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
 """On the last stage: the micro-batch's loss (scalar), and what to return of it."""
-Around = Callable[[Any, MicroBatch], contextlib.AbstractContextManager[None]]
+Around = Callable[[PolicyModel, MicroBatch], contextlib.AbstractContextManager[None]]
 """(model chunk, micro-batch) → what its forward runs in."""
 
 
 def run_schedule(
-    chunks: list[Any], micros: list[MicroBatch], on_scores: OnScores, forward_only: bool, around: Around | None = None
+    chunks: list[DistributedDataParallel],
+    micros: list[MicroBatch],
+    on_scores: OnScores,
+    forward_only: bool,
+    around: Around | None = None,
 ) -> list[dict[str, Tensor]]:
     """Forward, and backward unless ``forward_only``, of all micro-batches on this rank's model chunks.
 
@@ -44,7 +50,9 @@ def run_schedule(
     )
 
 
-def _forward(on_scores: OnScores, around: Around | None, iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Any, Any]:
+def _forward(
+    on_scores: OnScores, around: Around | None, iterator: Iterator[MicroBatch], chunk: DistributedDataParallel
+) -> tuple[Any, Any]:
     micro = next(iterator)
     with around(chunk.module, micro) if around is not None else contextlib.nullcontext():
         output = chunk(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.backends.megatron.core import MegatronError
+from slime.config.args import Args
 from slime.config.megatron_flags import refused_flags
 from slime.weights.maps.family import Family, Settings, moe_layers
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def merged_settings(args: Any, family: Family, hf_config: Any) -> Settings:
+
+def merged_settings(args: Args, family: Family, hf_config: PretrainedConfig) -> Settings:
     """The model's shape: config.json, with the user's flags on top.
 
     Raises:
@@ -33,7 +37,7 @@ def merged_settings(args: Any, family: Family, hf_config: Any) -> Settings:
     return {**given, **settings}
 
 
-def _same(name: str, flag: Any, settings: Settings) -> bool:
+def _same(name: str, flag: object, settings: Settings) -> bool:
     config = settings[name]
     if name in ("moe_router_load_balancing_type", "moe_token_dispatcher_type", "moe_grouped_gemm"):
         return True  # no difference in the result

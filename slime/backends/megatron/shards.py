@@ -9,17 +9,18 @@ reshardable").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from slime.backends.megatron.model import Chunk, unwrapped
 from slime.backends.tensor_shards import StoredTensors, TensorShard, boxes, share
 
 STATE = "optimizer.state."
@@ -74,7 +75,7 @@ class Kept(NamedTuple):
     start: int
     end: int
     main: Tensor
-    inner: Any
+    inner: torch.optim.Optimizer
     """torch's optimizer, which has the moments of ``main``."""
     is_separate: bool
     """Whether ``main`` is float32 beside a parameter of fewer bits. Otherwise it equals the parameter."""
@@ -85,7 +86,7 @@ class Kept(NamedTuple):
         return {name: x for name, x in state.items() if isinstance(x, Tensor) and name != "step"}
 
 
-def parameters(chunks: list[Any]) -> list[Parameter]:
+def parameters(chunks: Sequence[Chunk]) -> list[Parameter]:
     """Parameters, and buffers that are trained, of this rank's model chunks."""
     metadata = {
         "non_homogeneous_layers": True,
@@ -94,8 +95,7 @@ def parameters(chunks: list[Any]) -> list[Parameter]:
     }
     found = []
     for chunk in chunks:
-        module = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
-        for sharded in nested_values(module.sharded_state_dict(metadata=metadata)):
+        for sharded in nested_values(unwrapped(chunk).sharded_state_dict(metadata=metadata)):
             if isinstance(sharded, ShardedTensorFactory):
                 parts = list(nested_values(sharded.build()))
             elif isinstance(sharded, ShardedTensor):
@@ -115,12 +115,12 @@ def _place(part: ShardedTensor, whole: Tensor) -> Place:
     return Place(part.key, start, shape, part.global_offset, part.global_shape, part.allow_shape_mismatch)
 
 
-def is_sharded(chained: Any) -> bool:
+def is_sharded(chained: ChainedOptimizer) -> bool:
     """Whether the distributed optimizer is used, which keeps each element on one replica only."""
     return any(isinstance(one, DistributedOptimizer) for one in chained.chained_optimizers)
 
 
-def kept_state(chained: Any) -> dict[int, Kept]:
+def kept_state(chained: ChainedOptimizer) -> dict[int, Kept]:
     """By ``id`` of the parameter, of all optimizers on this rank."""
     found = {}
     for optimizer in chained.chained_optimizers:
@@ -136,7 +136,7 @@ def kept_state(chained: Any) -> dict[int, Kept]:
     return found
 
 
-def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, bool]]:
+def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, bool]]:
     """Parameters of the model with what the optimizer updates, and whether that is of another dtype."""
     if isinstance(optimizer, DistributedOptimizer):
         groups = [(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, True)]
@@ -154,16 +154,16 @@ def _pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, bool]]:
 
 
 def written_shards(
-    chunks: list[Any],
-    chained: Any,
-    tensor_of: Callable[[Tensor], Tensor] = lambda x: x,
+    chunks: Sequence[Chunk],
+    chained: ChainedOptimizer,
+    copies: Mapping[int, Tensor] | None = None,
     with_optimizer: bool = False,
 ) -> list[TensorShard]:
     """What this rank writes of the weights and, if asked, of the optimizer's state.
 
     Args:
         chained: Megatron's optimizers.
-        tensor_of: where the weights of a parameter are, if they are another copy's.
+        copies: by ``id`` of each parameter the weights to write, where they are not the live ones.
     """
     kept, sharded = kept_state(chained), is_sharded(chained)
     shards: list[TensorShard] = []
@@ -175,7 +175,7 @@ def written_shards(
             start, end = (state.start, state.end) if state is not None else (0, 0)
         else:
             start, end = _share(parameter.tensor)
-        weights = tensor_of(parameter.tensor).detach().view(-1)
+        weights = (parameter.tensor if copies is None else copies[id(parameter.tensor)]).detach().view(-1)
         shards += parameter.shards(weights, 0, start, end)
         if state is None or not with_optimizer:
             continue
@@ -193,16 +193,16 @@ def _share(tensor: Tensor) -> tuple[int, int]:
     return share(tensor.numel(), group.rank(), group.size())
 
 
-def weight_shards(chunks: list[Any], tensor_of: Callable[[Tensor], Tensor] = lambda x: x) -> list[TensorShard]:
+def weight_shards(chunks: Sequence[Chunk]) -> list[TensorShard]:
     """All weights on this rank, to be read."""
     return [
         shard
         for parameter in parameters(chunks)
-        for shard in parameter.shards(tensor_of(parameter.tensor).detach().view(-1), 0, 0, parameter.tensor.numel())
+        for shard in parameter.shards(parameter.tensor.detach().view(-1), 0, 0, parameter.tensor.numel())
     ]
 
 
-def state_shards(chunks: list[Any], chained: Any, stored: StoredTensors) -> list[TensorShard]:
+def state_shards(chunks: Sequence[Chunk], chained: ChainedOptimizer, stored: StoredTensors) -> list[TensorShard]:
     """All of the optimizer's state on this rank, to be read. Moments are made where the checkpoint has them; a main
     parameter that it lacks is the weight.
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -33,7 +32,7 @@ from slime.weights.maps.family import Settings, moe_layers
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
-def block_spec(config: Any, settings: Settings, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, settings: Settings, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline rank (and model chunk), and the norm behind the last of all."""
     with_experts = moe_layers(settings)
     first = get_transformer_layer_offset(config, vp_stage)
@@ -43,7 +42,7 @@ def block_spec(config: Any, settings: Settings, vp_stage: int | None) -> Transfo
     )
 
 
-def layer_spec(config: Any, settings: Settings, with_experts: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, settings: Settings, with_experts: bool) -> ModuleSpec:
     """One decoder layer."""
     normed = ModuleSpec(module=NormedResidual, params={"config": config})
     return ModuleSpec(
@@ -59,7 +58,7 @@ def layer_spec(config: Any, settings: Settings, with_experts: bool) -> ModuleSpe
     )
 
 
-def _attention(config: Any) -> ModuleSpec:
+def _attention(config: TransformerConfig) -> ModuleSpec:
     norm = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=SelfAttention,

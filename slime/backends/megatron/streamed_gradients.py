@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
@@ -35,7 +36,7 @@ class StreamedGradients:
         optimizer: one of Megatron's distributed optimizers.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.optimizer = optimizer
         self._host: Tensor | None = None
 
@@ -89,7 +90,7 @@ class StreamedGradients:
         return self._host
 
 
-def _pieces(optimizer: Any) -> list[list[_Pair]]:
+def _pieces(optimizer: DistributedOptimizer) -> list[list[_Pair]]:
     models = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
     mains = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
     pieces: list[list[_Pair]] = []

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.gathering import Piece, batches, tensor_group, whole
+from slime.backends.megatron.model import PolicyModel
 from slime.models.shards import ModelError
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import Entry, Family, Settings
 
+T = TypeVar("T")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 
@@ -33,7 +36,7 @@ class Held(NamedTuple):
 class ModelWeights:
     """All weights of the model chunks on this rank, by their names in the whole model."""
 
-    def __init__(self, chunks: Sequence[nn.Module], family: Family, settings: Settings, role: str) -> None:
+    def __init__(self, chunks: Sequence[PolicyModel], family: Family, settings: Settings, role: str) -> None:
         self.tied = role == "actor" and not settings["untie_embeddings_and_output_weights"]
         entries = [e for e in family.entries(settings) if role == "actor" or e.megatron != OUTPUT]
         self.entries: dict[str, Entry] = {entry.megatron: entry for entry in entries}
@@ -47,7 +50,7 @@ class ModelWeights:
         self._mark_parallel()
         self.held = self._who_holds()
 
-    def _add_chunk(self, chunk: Any, role: str) -> None:
+    def _add_chunk(self, chunk: PolicyModel, role: str) -> None:
         numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
         buffers = [(name, x) for name, x in chunk.named_buffers() if name.endswith("expert_bias") and x is not None]
         for name, tensor in [*chunk.named_parameters(), *buffers]:
@@ -180,7 +183,7 @@ def _fill(name: str, target: Tensor, source: Tensor) -> None:
     target.copy_(source.reshape(target.shape))
 
 
-def _replicas(entry: Entry) -> Any:
+def _replicas(entry: Entry) -> ProcessGroup:
     """The ranks that hold equal parts of a parameter. Those of its tensor-parallel group are not counted: what is not
     cut is small."""
     if entry.experts:
@@ -188,7 +191,7 @@ def _replicas(entry: Entry) -> Any:
     return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
-def _readers(groups: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+def _readers(groups: Sequence[ProcessGroup], sizes: Sequence[int]) -> list[int]:
     """For each parameter the rank within its group that reads it: the one with the fewest bytes until then. All ranks
     of a group have the same parameters in the same order, and so the same result."""
     read: dict[int, list[int]] = {}
@@ -211,9 +214,10 @@ def _raise_together(failure: Exception | None) -> None:
             raise ModelError(f"rank {rank} could not read the checkpoint: {message}")
 
 
-def _gather_objects(value: Any, group: Any) -> list[Any]:
-    if group.size() == 1:
+def _gather_objects(value: T, group: ProcessGroup | None) -> list[T]:
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
         return [value]
-    values: list[Any] = [None] * group.size()
+    values = [value] * ranks
     dist.all_gather_object(values, value, group=group)
     return values

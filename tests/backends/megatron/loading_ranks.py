@@ -17,21 +17,21 @@ def load(rank: int, ports: Any, path: Path, layouts: list[dict[str, Any]], outpu
     from megatron_ranks import leave_groups
 
     from slime.backends.create import create_backend
-    from slime.backends.megatron import backend as megatron_backend
+    from slime.backends.megatron import trained_model
 
-    megatron_backend.HfFolder = counting_folder()  # type: ignore[misc]
+    trained_model.HfFolder = counting_folder()  # type: ignore[misc]
     found = []
     for number, layout in enumerate(layouts):
         args = make_args(path, train_backend="megatron", world_size=world, train_dtype="bfloat16")
         args.megatron = dict(layout)
         backend: Any = create_backend(args, "actor", rank, world, "127.0.0.1", ports.get(number))
         live = {name: tensor.detach().clone() for name, tensor in backend.weights.tensors()}
-        read = sum(folder.bytes_read for folder in megatron_backend.HfFolder.made)  # type: ignore[attr-defined]
-        whole, whole_read = read_whole(backend.weights, megatron_backend.HfFolder(path))
+        read = sum(folder.bytes_read for folder in trained_model.HfFolder.made)  # type: ignore[attr-defined]
+        whole, whole_read = read_whole(backend.weights, trained_model.HfFolder(path))
         assert live.keys() == whole.keys()
         equal = all(torch.equal(tensor, whole[name].view_as(tensor)) for name, tensor in live.items())
         found.append({"equal": equal, "read": read, "whole_read": whole_read})
-        megatron_backend.HfFolder.made.clear()  # type: ignore[attr-defined]
+        trained_model.HfFolder.made.clear()  # type: ignore[attr-defined]
         leave_groups()
     torch.save(found, output / f"rank{rank}.pt")
 

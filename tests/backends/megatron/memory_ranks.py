@@ -62,7 +62,7 @@ def measure(
     backend.save(paths["output"] / "warm")  # imports and pools that stay
     with PeakMemory() as memory:  # after the first step
         backend.take_save_memory()
-        backend.save_memory._taking.join()
+        backend.state.memory._taking.join()
     found["take_growth"] = memory.growth
     for name, in_background in (("save", False), ("first_async", True), ("later_async", True)):
         folder = paths["output"] / name

@@ -1,0 +1,124 @@
+"""This rank's part of the model: built, filled with weights, and wrapped in Megatron's gradient buffers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import Tensor
+
+from slime.backends.megatron import modules
+from slime.backends.megatron.checkpoint import load_weights
+from slime.backends.megatron.config import ddp_config, transformer_config
+from slime.backends.megatron.freeze import select_trainable
+from slime.backends.megatron.model import build_chunk
+from slime.backends.megatron.routing import RoutingReplay
+from slime.backends.megatron.shape import merged_settings
+from slime.backends.megatron.weights import ModelWeights
+from slime.config.args import Args
+from slime.config.hf_config import megatron_folder
+from slime.config.layout import ParallelLayout
+from slime.config.seeds import derive_seed
+from slime.models.loading import check_checkpoint, load_hf_config
+from slime.weights.hf_folder import HfFolder
+from slime.weights.maps.family import moe_layers
+from slime.weights.maps.registry import family_of
+
+
+class TrainedModel:
+    """The model chunks of a rank with their weights, and what is known of the whole model.
+
+    Attributes:
+        chunks: one, or several with interleaved pipelines.
+        routing: None without ``--use-routing-replay``.
+    """
+
+    def __init__(self, args: Args, role: str, layout: ParallelLayout, rank: int, device: torch.device) -> None:
+        self.args, self.layout, self.rank, self.device = args, layout, rank, device
+        self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
+        self.family = family_of(self.hf_config, args.model_name)
+        self.settings = merged_settings(args, self.family, self.hf_config)
+        self.config = transformer_config(args, self.settings, layout, device)
+        stages = range(layout.vpp) if layout.vpp > 1 else (None,)
+        seed = derive_seed(args.seed, "value head")
+        rotary = None if self.config.multi_latent_attention else modules.scaled_frequencies(self.hf_config)
+        models = [build_chunk(self.config, self.settings, role, stage, seed, rotary) for stage in stages]
+        self.weights = ModelWeights(models, self.family, self.settings, role)
+        self.chunks = models
+        # Weights are read and frozen before the gradient buffers are made: those have room for what is trained only.
+        self.read_weights(initial_weights(args))
+        select_trainable(self.weights, args)
+        self.routing: RoutingReplay | None = None
+        if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
+            with_experts = moe_layers(self.settings)
+            self.routing = RoutingReplay(
+                models, with_experts, self.config.sequence_parallel, bool(args.use_rollout_routing_replay)
+            )
+        ddp = ddp_config(args)
+        self.chunks = [
+            # Megatron's interleaved schedule reduces the first chunk's gradients last, so only that chunk gains from
+            # buckets that are reduced one after the other.
+            DistributedDataParallel(self.config, ddp, model, disable_bucketing=i > 0)
+            for i, model in enumerate(models)
+        ]
+        self.lazy_gather = bool(ddp.overlap_param_gather)
+        self.config.grad_scale_func = None
+        self.config.finalize_model_grads_func = _sum_gradients
+        if ddp.overlap_grad_reduce:
+            waits = [chunk.no_sync for chunk in self.chunks]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+
+    @property
+    def pad_multiple(self) -> int:
+        """What the number of a rank's tokens is padded to a multiple of."""
+        multiple = self.layout.tp if self.config.sequence_parallel else 1
+        if self.device.type == "cuda":  # fewer shapes for kernels
+            multiple *= -(-self.args.data_pad_size_multiplier // (multiple * self.layout.cp))
+        return max(multiple, 1)
+
+    def read_weights(self, path: str) -> None:
+        """Read a Hugging Face folder, or Megatron weights of any layout, into the live parameters."""
+        folder = megatron_folder(path)
+        if folder is None:
+            if self.rank == 0:  # the driver has looked already, where it had the files
+                check_checkpoint(path, self.args.trust_remote_code)
+            self.weights.load(HfFolder(path))
+        else:
+            load_weights(self.chunks, self.layout, folder)
+
+    def finish_gather(self) -> None:
+        """With ``--overlap-param-gather`` the last update reaches this rank's weights only when they are used next, so
+        whoever reads or replaces them outside of a training pass calls this first."""
+        if self.lazy_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def drop_gradients(self) -> None:
+        """Give the memory of the gradient buffers back. Their tensors stay, since Megatron has views of them."""
+        for buffer in self._gradient_buffers():
+            buffer.untyped_storage().resize_(0)
+
+    def restore_gradients(self) -> None:
+        for buffer in self._gradient_buffers():
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+            buffer.zero_()
+
+    def _gradient_buffers(self) -> list[Tensor]:
+        if self.device.type != "cuda":
+            return []
+        return [b.grad_data for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def initial_weights(args: Args) -> str:
+    """``--load`` where it names weights to start from (a snapshot is read later), else ``--ref-load`` where that is a
+    Megatron checkpoint, else ``--hf-checkpoint``."""
+    if args.load and any((Path(args.load) / name).is_file() for name in ("config.json", "trainer.json")):
+        return args.load
+    return args.ref_load if megatron_folder(args.ref_load) else args.hf_checkpoint
+
+
+def _sum_gradients(chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: object) -> None:
+    """Sum gradients over ranks. Megatron would divide them by ``num_tokens``, but the shares of the loss are divided by
+    the step's count already."""
+    finalize_model_grads(chunks, None, **kwargs)

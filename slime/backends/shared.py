@@ -1,0 +1,109 @@
+"""What both training backends share: attributes, the loss of a micro-batch, and the state that a run saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slime.backends.bank import LIVE, WeightBank
+from slime.backends.base import ModelTag
+from slime.backends.loss import compute_loss
+from slime.backends.loss_settings import LossSettings
+from slime.backends.offload import Offloader
+from slime.backends.saving import BackgroundSave, SavedState, in_background
+from slime.backends.steps import StepAccounting
+from slime.backends.token_batch import Scores, TokenBatch
+from slime.checkpoint.files import FileEntry
+from slime.config.args import Args
+from slime.data.fields import RankBatch
+from slime.data.schedule import PackingSettings
+
+
+class Optimizer(Protocol):
+    """What :class:`SharedBackend` asks of a backend's optimizer."""
+
+    def reset(self) -> None: ...
+
+
+class SharedBackend(StepAccounting):
+    """Base class of the backends. Every method is called on all ranks together."""
+
+    optimizer: Optimizer
+    bank: WeightBank
+    state: SavedState
+
+    def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
+        self.args, self.role, self.device = args, role, device
+        self.rank, self.world_size = rank, world_size
+        self.packing = PackingSettings.from_args(args)
+        self.loss_settings = LossSettings.from_args(args)
+        self.offloader = Offloader()
+        self.moving_copies: set[str] = set()
+        self.saving: BackgroundSave | None = None
+
+    def share_of_loss(
+        self,
+        batch: RankBatch,
+        indices: list[int],
+        step: int,
+        scores: Scores,
+        targets: Tensor,
+        response_index: list[Tensor] | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One micro-batch's share of the loss and the metrics of optimizer step ``step``."""
+        if not indices:
+            # A rank with fewer micro-batches than the others takes part in their collectives with a dummy. Its loss
+            # is 0, but with a gradient path through the whole model, so that backward runs the same collectives.
+            return scores.trained.sum() * 0.0, {}
+        tokens = TokenBatch.from_rank_batch(
+            batch,
+            indices,
+            device=self.device,
+            response_index=response_index,
+            targets=None if scores.logits is None else targets,
+            **scores._asdict(),
+        )
+        return compute_loss(
+            self.loss_settings,
+            tokens,
+            num_rollouts=batch["global_batch_sizes"][step],
+            num_tokens=batch["global_token_counts"][step],
+            reduce=self.reduce,
+        )
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
+        """Make one copy equal to another; a target that does not exist yet is made."""
+        self.bank.copy(source, target)
+        if target != LIVE:
+            self.moving_copies.add(target)
+
+    def reset_optimizer(self) -> None:
+        """Forget the optimizer's moments (``--reset-optimizer-states``)."""
+        self.optimizer.reset()
+
+    def take_save_memory(self) -> None:
+        self.state.take_memory()
+
+    def save(self, path: Path) -> list[FileEntry]:
+        if self.saving is not None:
+            # The memory that this save copies into still holds the copies of the last one.
+            self.saving.finish(self.args.phase_timeout)
+        write = self.state.writer(Path(path))
+        if not self.args.async_save:
+            return write()
+        self.saving = in_background(write)
+        return []
+
+    def load(self, path: Path) -> None:
+        self.state.load(Path(path))
+
+    def wake(self) -> None:
+        self.offloader.wake()
