@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> None:
-    from slime.backends.megatron.shape import merged_settings
+    from slime.backends.megatron.config import merged_settings
     from slime.config.parser import read_settings
     from slime.models.loading import ModelError, check_checkpoint, load_hf_config
     from slime.weights import torch_dist

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from .sequences import exp_ratio, flatten, keep_where
 
+Parts = Sequence[Tensor]
+"""One tensor per sample."""
 TisResult = tuple[Tensor, list[Tensor], dict[str, Tensor]]
 
 
-class ClipBounds(Protocol):
+class Bounds(Protocol):
     """The flags that the two functions read."""
 
     tis_clip: float
     tis_clip_low: float
 
 
-def train_rollout_ratio(
-    loss_masks: Sequence[Tensor], train_log_probs: Sequence[Tensor], rollout_log_probs: Sequence[Tensor]
-) -> Tensor:
+def train_rollout_ratio(loss_masks: Parts, train_log_probs: Parts, rollout_log_probs: Parts) -> Tensor:
     """exp(log π_train − log π_rollout) per token, flat and without gradient; 1 on masked tokens."""
     difference = flatten(train_log_probs).detach() - flatten(rollout_log_probs).detach()
     return exp_ratio(keep_where(flatten(loss_masks), difference))
@@ -40,11 +40,11 @@ def train_rollout_ratio(
 
 def vanilla_tis_function(
     *,
-    args: ClipBounds,
+    args: Bounds,
     pg_loss: Tensor,
-    loss_masks: Sequence[Tensor],
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Parts,
+    train_log_probs: Parts,
+    rollout_log_probs: Parts,
     **_: object,
 ) -> TisResult:
     """Multiply the loss by the ratio, clamped to [``tis_clip_low``, ``tis_clip``]."""
@@ -55,11 +55,11 @@ def vanilla_tis_function(
 
 def icepop_function(
     *,
-    args: ClipBounds,
+    args: Bounds,
     pg_loss: Tensor,
-    loss_masks: Sequence[Tensor],
-    train_log_probs: Sequence[Tensor],
-    rollout_log_probs: Sequence[Tensor],
+    loss_masks: Parts,
+    train_log_probs: Parts,
+    rollout_log_probs: Parts,
     **_: object,
 ) -> TisResult:
     """Multiply the loss by the ratio inside [``tis_clip_low``, ``tis_clip``], and by 0 outside."""

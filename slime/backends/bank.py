@@ -53,6 +53,8 @@ class WeightBank:
         """
         self.named = named
         self.copies: dict[str, list[Tensor]] = {}
+        self.moving: set[str] = set()
+        """Tags of the copies that change during a run, and so belong in its snapshots."""
         unsharded = all(not isinstance(p, DTensor) and p.device.type == "cpu" for _, p in named)
         self._pointers = may_swap_pointers and unsharded
         self._on_device = on_device and not self._pointers
@@ -245,28 +247,23 @@ def keeps_copies_on_device(args: Args, named: Sequence[tuple[str, Tensor]], free
     return bool(fits)
 
 
-def load_copies(args: Args, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> set[str]:
+def load_copies(args: Args, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> None:
     """Make the copies that the flags ask for, beside the weights that training starts from.
 
     Args:
         initial: where the live weights come from; a reference from the same place is copied, not read again.
         load: ``load(tag, path)`` reads the weights at ``path`` into the copy ``tag``.
-
-    Returns:
-        Those that change during a run, and so belong in its snapshots.
     """
-    moving = set()
     if needs_ref_log_probs(args):
         if args.ref_load and args.ref_load != initial:
             load("ref", args.ref_load)
         else:
             bank.copy(LIVE, "ref")
         if args.ref_update_interval:
-            moving.add("ref")
+            bank.moving.add("ref")
     if needs_teacher_log_probs(args):
         assert args.opd_teacher_load is not None, "the check of the flags asks for it"
         load("teacher", args.opd_teacher_load)
     if args.keep_old_actor:
         bank.copy(LIVE, "old_actor")
-        moving.add("old_actor")
-    return moving
+        bank.moving.add("old_actor")

@@ -32,8 +32,10 @@ class TrainBackend(Protocol):
     """Sums over the ranks that hold other samples."""
     saving: BackgroundSave | None
     """A save of ``--async-save`` that is not finished; whoever finishes it sets this to None."""
-    moving_copies: set[str]
-    """Copies that change during a run, and so belong in its snapshots."""
+
+    @property
+    def moving_copies(self) -> set[str]:
+        """Copies of the weights that change during a run, and so belong in its snapshots."""
 
     def log_probs(
         self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None

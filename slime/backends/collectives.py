@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from slime.backends.loss import is_max_metric
 from slime.models.context_parallel import sum_over
 
+Group = ProcessGroup | None
+
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; a plain tensor as it is."""
@@ -27,11 +29,7 @@ class DataParallelReduce:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        device: torch.device,
-        group: ProcessGroup | None = None,
-        sequence_group: ProcessGroup | None = None,
+        self, world_size: int, device: torch.device, group: Group = None, sequence_group: Group = None
     ) -> None:
         self.world_size, self.device = world_size, device
         self.group, self.sequence_group = group, sequence_group

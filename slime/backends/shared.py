@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,16 +22,9 @@ from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings
 
 
-class Optimizer(Protocol):
-    """What :class:`SharedBackend` asks of a backend's optimizer."""
-
-    def reset(self) -> None: ...
-
-
 class SharedBackend(StepAccounting):
     """Base class of the backends. Every method is called on all ranks together."""
 
-    optimizer: Optimizer
     bank: WeightBank
     state: SavedState
 
@@ -42,19 +34,16 @@ class SharedBackend(StepAccounting):
         self.packing = PackingSettings.from_args(args)
         self.loss_settings = LossSettings.from_args(args)
         self.offloader = Offloader()
-        self.moving_copies: set[str] = set()
         self.saving: BackgroundSave | None = None
 
     def share_of_loss(
-        self,
-        batch: RankBatch,
-        indices: list[int],
-        step: int,
-        scores: Scores,
-        targets: Tensor,
-        response_index: list[Tensor] | None,
+        self, batch: RankBatch, indices: list[int], step: int, scores: Scores, targets: Tensor, own: list[Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One micro-batch's share of the loss and the metrics of optimizer step ``step``."""
+        """One micro-batch's share of the loss and the metrics of optimizer step ``step``.
+
+        Args:
+            own: with context parallelism, which response tokens of each sample are this rank's.
+        """
         if not indices:
             # A rank with fewer micro-batches than the others takes part in their collectives with a dummy. Its loss
             # is 0, but with a gradient path through the whole model, so that backward runs the same collectives.
@@ -63,7 +52,7 @@ class SharedBackend(StepAccounting):
             batch,
             indices,
             device=self.device,
-            response_index=response_index,
+            response_index=own,
             targets=None if scores.logits is None else targets,
             **scores._asdict(),
         )
@@ -75,6 +64,11 @@ class SharedBackend(StepAccounting):
             reduce=self.reduce,
         )
 
+    @property
+    def moving_copies(self) -> set[str]:
+        """Copies of the weights that change during a run, and so belong in its snapshots."""
+        return self.bank.moving
+
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
@@ -83,11 +77,7 @@ class SharedBackend(StepAccounting):
         """Make one copy equal to another; a target that does not exist yet is made."""
         self.bank.copy(source, target)
         if target != LIVE:
-            self.moving_copies.add(target)
-
-    def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments (``--reset-optimizer-states``)."""
-        self.optimizer.reset()
+            self.bank.moving.add(target)
 
     def take_save_memory(self) -> None:
         self.state.take_memory()

@@ -162,3 +162,21 @@ def _means(
         numbers += [sum(values), float(len(values))]
     totals = backend.reduce.total(numbers)
     return {f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}
+
+
+def score_probe(backend: TrainBackend, tokens: Sequence[int]) -> list[float]:
+    """Log-prob at temperature 1 of every token but the first; a collective, equal on all ranks.
+
+    Args:
+        tokens: at least two ids; each rank scores all of them.
+    """
+    batch = RankBatch(
+        {
+            "tokens": [torch.tensor(list(tokens), dtype=torch.int64)],
+            "total_lengths": [len(tokens)],
+            "response_lengths": [len(tokens) - 1],
+            "group_indices": [0],
+            "micro_batch_indices": [[0]],
+        }
+    )
+    return [float(x) for x in backend.log_probs(batch, "actor", temperature=1.0)["log_probs"][0]]

@@ -196,7 +196,7 @@ class TrainActor:
         """A fixed sequence as the trainer scores it now; all ranks take part."""
         from transformers import AutoConfig
 
-        from slime.backends.probe import score_probe
+        from slime.backends.train_loop import score_probe
         from slime.weights.audit import Probe, probe_tokens
 
         config = AutoConfig.from_pretrained(self.args.hf_checkpoint, trust_remote_code=self.args.trust_remote_code)

@@ -33,7 +33,6 @@ from slime.backends.fsdp.model import (
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
-from slime.backends.saving import new_save_group
 from slime.backends.shared import SharedBackend
 from slime.backends.steps import complete
 from slime.backends.token_batch import Scores
@@ -47,8 +46,6 @@ from slime.models.scorer import PolicyScorer, ValueScorer
 
 class FsdpBackend(SharedBackend):
     """Actor or critic. Every method is called on all ranks together."""
-
-    optimizer: ScheduledAdamW
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
@@ -67,7 +64,6 @@ class FsdpBackend(SharedBackend):
         self.scorer, builder = build_scorer(args, role, device, world_size)
         self.builder = replace(builder, context_group=self.context_group)
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
-        self.named_buffers: list[tuple[str, Tensor]] = _persistent_buffers(self.scorer)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, LrSchedule.from_args(args, role))
         self.bank = WeightBank(
             self.named_parameters,
@@ -76,20 +72,9 @@ class FsdpBackend(SharedBackend):
             arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
         )
         if role == "actor":
-            self.moving_copies |= load_copies(args, self.bank, initial_weights(args), self._load_copy)
-        self.state = FsdpState(
-            args,
-            role,
-            rank,
-            world_size,
-            self.shard_size,
-            self.named_parameters,
-            self.named_buffers,
-            self.optimizer,
-            self.bank,
-            self.moving_copies,
-            new_save_group(args),
-        )
+            load_copies(args, self.bank, initial_weights(args), self._load_copy)
+        self.buffers = _persistent_buffers(self.scorer)
+        self.state = FsdpState(args, role, rank, world_size, self.shard_size, self.buffers, self.optimizer, self.bank)
 
     def _load_copy(self, tag: str, path: str) -> None:
         """Rank 0 reads the model; every rank gets its shards of it, one tensor at a time."""
@@ -249,6 +234,9 @@ class FsdpBackend(SharedBackend):
         save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer=self.rank == 0)
         self.barrier()
 
+    def reset_optimizer(self) -> None:
+        self.optimizer.reset()
+
     def clear_memory(self) -> None:
         self.optimizer.zero_grad()
         if self.device.type == "cuda":
@@ -256,7 +244,7 @@ class FsdpBackend(SharedBackend):
 
     def sleep(self, keep_weights: bool = False) -> None:
         self.clear_memory()
-        weights = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.named_buffers]
+        weights = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.buffers]
         self.offloader.sleep([*weights, *self.optimizer.tensors().values()], weights if keep_weights else ())
         self.clear_memory()
 

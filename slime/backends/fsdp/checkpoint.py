@@ -8,20 +8,19 @@ exactly; random-number generators where the rank existed before.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slime.backends.bank import WeightBank, shard_box
 from slime.backends.collectives import local
 from slime.backends.fsdp.optimizer import ScheduledAdamW
-from slime.backends.saving import Write, require_undamaged, rng_state, set_rng_state, small_files_writer
+from slime.backends.saving import Write, new_save_group, require_undamaged, rng_state, set_rng_state, small_files_writer
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
 from slime.config.args import Args
 from slime.weights.torch_dist import META
@@ -36,7 +35,7 @@ class _Stored(NamedTuple):
     """Split over the ranks as the stored tensor is: a DTensor, or a plain tensor where every rank has all of it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class FsdpState:
     """What a rank has of the training state: :class:`slime.backends.saving.SavedState`."""
 
@@ -46,14 +45,12 @@ class FsdpState:
     world_size: int
     shard_size: int
     """Ranks that together hold one replica of the model."""
-    named_parameters: list[tuple[str, nn.Parameter]]
-    named_buffers: list[tuple[str, Tensor]]
+    buffers: list[tuple[str, Tensor]]
     optimizer: ScheduledAdamW
     bank: WeightBank
-    moving_copies: set[str]
-    group: ProcessGroup | None
-    """For the collectives of ``--async-save``."""
-    memory: ShardMemory = field(default_factory=ShardMemory)
+
+    def __post_init__(self) -> None:
+        self.group, self.memory = new_save_group(self.args), ShardMemory()
 
     def take_memory(self) -> None:
         if not self.memory.is_taken:
@@ -95,7 +92,7 @@ class FsdpState:
         copies = [] if args.finetune else meta["copies"]
         for tag in copies:
             self.bank.copy("actor", tag)  # makes room of the right shape
-            self.moving_copies.add(tag)
+            self.bank.moving.add(tag)
         tensors = self._tensors(copies, meta["optimizer"] and not args.no_load_optim)
         StoredTensors(path / TENSORS).read(_shards(tensors))
         if not args.no_load_optim:
@@ -105,12 +102,12 @@ class FsdpState:
             set_rng_state(torch.load(rng, weights_only=True))
 
     def _tensors(self, copies: list[str], with_optimizer: bool) -> dict[str, _Stored]:
-        named: dict[str, Tensor] = {f"model/{name}": p for name, p in self.named_parameters}
-        named |= {f"buffer/{name}": b for name, b in self.named_buffers}
+        named: dict[str, Tensor] = {f"model/{name}": p for name, p in self.bank.named}
+        named |= {f"buffer/{name}": b for name, b in self.buffers}
         if with_optimizer:
             named |= {f"optimizer/{name}": t for name, t in self.optimizer.tensors().items()}
         state = {name: _Stored(local(tensor.detach()), tensor) for name, tensor in named.items()}
-        parameters = dict(self.named_parameters)
+        parameters = dict(self.bank.named)
         for tag in copies:
             # A copy is a plain tensor on the CPU; how it is split over the ranks, its parameter says.
             copy = self.bank.tensors(tag)
@@ -120,7 +117,7 @@ class FsdpState:
     def _written_shards(self) -> list[TensorShard]:
         """What this rank writes. The ranks of one replica write a whole tensor; tensors are dealt out to the replicas
         so that all write about as much. Rank 0 writes what is not split."""
-        state = self._tensors(sorted(self.moving_copies), with_optimizer=not self.args.no_save_optim)
+        state = self._tensors(sorted(self.bank.moving), with_optimizer=not self.args.no_save_optim)
         sizes = [0] * (self.world_size // self.shard_size)
         mine = self.rank // self.shard_size
         found = {}
@@ -139,7 +136,7 @@ class FsdpState:
         return {
             "steps": self.optimizer.steps,
             "world_size": self.world_size,
-            "copies": sorted(self.moving_copies),
+            "copies": sorted(self.bank.moving),
             "optimizer": not self.args.no_save_optim,
             "role": self.role,
         }

@@ -16,18 +16,16 @@ from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.megatron import groups, modules
-from slime.backends.megatron.checkpoint import MegatronState, ModelDescription
+from slime.backends.megatron.checkpoint import MegatronState
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.inputs import MicroBatch, PackBuilder
 from slime.backends.megatron.model import Scoring
 from slime.backends.megatron.optimizer import ScheduledOptimizer
-from slime.backends.megatron.rehearsal import no_loss, without_a_trace
 from slime.backends.megatron.routing import ENGINE, Mode
-from slime.backends.megatron.schedule import Around, OnScores, run_schedule
+from slime.backends.megatron.schedule import Around, OnScores, no_loss, run_schedule, without_a_trace
 from slime.backends.megatron.trained_model import TrainedModel, initial_weights
 from slime.backends.micro_batches import MicroBatches
 from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
-from slime.backends.saving import new_save_group
 from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
@@ -47,8 +45,6 @@ class MegatronBackend(SharedBackend):
     Log-probs and losses are computed on the last pipeline stage. Results are sent to the other stages, so that every
     rank returns the same.
     """
-
-    optimizer: ScheduledOptimizer
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
@@ -86,20 +82,8 @@ class MegatronBackend(SharedBackend):
             arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
         )
         if role == "actor":
-            self.moving_copies |= load_copies(args, self.bank, initial_weights(args), self._load_copy)
-        description = ModelDescription(role, self.model.family, self.model.settings)
-        self.state = MegatronState(
-            args,
-            description,
-            rank,
-            world_size,
-            self.layout,
-            self.chunks,
-            self.optimizer,
-            self.bank,
-            self.moving_copies,
-            new_save_group(args),
-        )
+            load_copies(args, self.bank, initial_weights(args), self._load_copy)
+        self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank)
 
     def _load_copy(self, tag: str, path: str) -> None:
         """Another model of the same shape, read through the live parameters."""
@@ -204,8 +188,8 @@ class MegatronBackend(SharedBackend):
         self.optimizer.prime()  # moments would be made in the first step
         batch = rehearsal_batch(tokens * self.layout.cp, self.model.hf_config.vocab_size)
         everything = list(range(len(batch["tokens"])))
-        # In 1F1B a stage holds at most as many micro-batches as there are stages. Twice as many in all bring every stage
-        # to that state, and so to its peak of memory.
+        # In 1F1B a stage holds at most as many micro-batches as there are stages. Twice as many in all bring every
+        # stage to that state, and so to its peak of memory.
         with without_a_trace(self.model.config, self.chunks):
             self._run(batch, [everything] * (2 * self.layout.pp), self._scoring_of_training(), no_loss, False)
         self.optimizer.chained.zero_grad()
@@ -267,6 +251,9 @@ class MegatronBackend(SharedBackend):
     def load(self, path: Path) -> None:
         self.model.finish_gather()
         super().load(path)
+
+    def reset_optimizer(self) -> None:
+        self.optimizer.reset()
 
     def clear_memory(self) -> None:
         if self.device.type == "cuda":

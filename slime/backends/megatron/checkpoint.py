@@ -10,7 +10,7 @@ instead (:mod:`~slime.backends.megatron.rank_files`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch.distributed import ProcessGroup
 
 from slime.backends.bank import WeightBank
 from slime.backends.megatron import rank_files
@@ -28,40 +26,35 @@ from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.model import Chunk, unwrapped
 from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.backends.megatron.shards import STATE, is_sharded, state_shards, weight_shards, written_shards
-from slime.backends.saving import RngState, Write, require_undamaged, rng_state, set_rng_state, small_files_writer
+from slime.backends.megatron.trained_model import TrainedModel, layout_sizes, load_weights
+from slime.backends.saving import (
+    RngState,
+    Write,
+    new_save_group,
+    require_undamaged,
+    rng_state,
+    set_rng_state,
+    small_files_writer,
+)
 from slime.backends.tensor_shards import ShardMemory, StoredTensors, TensorShard, write_shards
 from slime.checkpoint.files import FileEntry, describe_files
 from slime.config.args import Args
-from slime.config.layout import ParallelLayout
-from slime.weights.maps.family import Family, Settings
 from slime.weights.torch_dist import RANK_FILES, TENSORS, describe, mark_as_megatron, read_meta
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    """What a checkpoint says of its model, for conversions back to Hugging Face's format."""
-
-    role: str
-    family: Family
-    settings: Settings
-
-
-@dataclass(frozen=True)
+@dataclass
 class MegatronState:
     """What a rank has of the training state: :class:`slime.backends.saving.SavedState`."""
 
     args: Args
-    model: ModelDescription
     rank: int
     world_size: int
-    layout: ParallelLayout
-    chunks: list[DistributedDataParallel]
+    model: TrainedModel
     optimizer: ScheduledOptimizer
     bank: WeightBank
-    moving_copies: set[str]
-    group: ProcessGroup | None
-    """For the collectives of ``--async-save``."""
-    memory: ShardMemory = field(default_factory=ShardMemory)
+
+    def __post_init__(self) -> None:
+        self.group, self.memory = new_save_group(self.args), ShardMemory()
 
     def take_memory(self) -> None:
         if not self.memory.is_taken and self.args.ckpt_format != "torch":  # whose files are whole storages
@@ -69,7 +62,7 @@ class MegatronState:
 
     def writer(self, path: Path) -> Write:
         if self.rank == 0:
-            for name in (self.args.ckpt_format, *map(_copy_folder, self.moving_copies)):
+            for name in (self.args.ckpt_format, *map(_copy_folder, self.bank.moving)):
                 (path / name).mkdir(parents=True, exist_ok=True)
         if self.world_size > 1:
             dist.barrier()
@@ -94,17 +87,17 @@ class MegatronState:
         require_undamaged(path, self.rank, self.world_size)
         args = self.args
         for tag in [] if args.finetune else meta["copies"]:
-            self.moving_copies.add(tag)
+            self.bank.moving.add(tag)
             with self.bank.filling(tag):
-                load_weights(self.chunks, self.layout, path, _copy_folder(tag))
+                load_weights(self.model, path, _copy_folder(tag))
         if not meta["optimizer"] or args.no_load_optim or args.finetune:
-            load_weights(self.chunks, self.layout, path)
+            load_weights(self.model, path)
             # Main parameters are copies in float32: without this the first step would bring the old weights back.
             self.optimizer.chained.reload_model_params()
         elif meta["ckpt_format"] == "torch":
-            load_weights(self.chunks, self.layout, path)
+            load_weights(self.model, path)
             written_by = {**meta["layout"], "distributed optimizer": meta["distributed_optimizer"]}
-            here = {**_layout(self.layout), "distributed optimizer": is_sharded(self.optimizer.chained)}
+            here = {**layout_sizes(self.model.layout), "distributed optimizer": is_sharded(self.optimizer.chained)}
             rank_files.read_optimizer(self.optimizer, self.rank, path / RANK_FILES, written_by, here)
             self.optimizer.set_steps(meta["steps"])
         else:
@@ -115,10 +108,10 @@ class MegatronState:
 
     def _by_folder(self, path: Path) -> dict[Path, list[TensorShard]]:
         """What this rank writes."""
-        chunks, chained = self.chunks, self.optimizer.chained
+        chunks, chained = self.model.chunks, self.optimizer.chained
         folders = {path / TENSORS: written_shards(chunks, chained, with_optimizer=not self.args.no_save_optim)}
         live = [tensor for _, tensor in self.bank.named]
-        for tag in sorted(self.moving_copies):
+        for tag in sorted(self.bank.moving):
             of_copy = {id(tensor): copy for tensor, copy in zip(live, self.bank.copies[tag], strict=True)}
             folders[path / _copy_folder(tag)] = written_shards(chunks, chained, of_copy)
         return folders
@@ -144,12 +137,12 @@ class MegatronState:
 
     def _rank_files_writer(self, path: Path) -> Write:
         """Tensors are copied at once."""
-        files = rank_files.content(_own_states(self.chunks), path / RANK_FILES)
+        files = rank_files.content(_own_states(self.model.chunks), path / RANK_FILES)
         if not self.args.no_save_optim:
             files |= rank_files.optimizer_content(self.optimizer, self.rank, path / RANK_FILES)
-        for tag in sorted(self.moving_copies):
+        for tag in sorted(self.bank.moving):
             with self.bank.using(tag):
-                files |= rank_files.content(_own_states(self.chunks), path / _copy_folder(tag))
+                files |= rank_files.content(_own_states(self.model.chunks), path / _copy_folder(tag))
         return partial(rank_files.write, files, path)
 
     def _load_with_optimizer(self, path: Path, steps: int, adam_steps: int) -> None:
@@ -161,8 +154,8 @@ class MegatronState:
                 "--no-load-optim to go on with the weights only"
             )
         try:
-            of_optimizer = state_shards(self.chunks, self.optimizer.chained, stored)
-            stored.read([*weight_shards(self.chunks), *of_optimizer])
+            of_optimizer = state_shards(self.model.chunks, self.optimizer.chained, stored)
+            stored.read([*weight_shards(self.model.chunks), *of_optimizer])
         except ValueError as error:
             raise MegatronError(f"{error}; --no-load-optim goes on with the weights only") from error
         self.optimizer.set_adam_steps(adam_steps)
@@ -175,11 +168,11 @@ class MegatronState:
             self.args.hf_checkpoint,
             role=self.model.role,
             steps=self.optimizer.steps,
-            copies=sorted(self.moving_copies),
+            copies=sorted(self.bank.moving),
             optimizer=not self.args.no_save_optim,
             distributed_optimizer=is_sharded(self.optimizer.chained),
             adam_steps=self.optimizer.adam_steps(),
-            layout=_layout(self.layout),
+            layout=layout_sizes(self.model.layout),
             ckpt_format=self.args.ckpt_format,
             train_dtype=self.args.train_dtype,
         )
@@ -189,32 +182,10 @@ def _copy_folder(tag: str) -> str:
     return f"copy_{tag}"
 
 
-def load_weights(chunks: Sequence[Chunk], layout: ParallelLayout, path: Path, part: str | None = None) -> None:
-    """The model's weights only, or those of its copy in folder ``part``, into this rank's parameters."""
-    meta = read_meta(path)
-    if meta["ckpt_format"] == "torch":
-        states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], _layout(layout))
-        for chunk, state in zip(chunks, states, strict=True):
-            unwrapped(chunk).load_state_dict(state)
-    else:
-        _read(path / (part or TENSORS), weight_shards(chunks))
-
-
-def _read(folder: Path, shards: list[TensorShard]) -> None:
-    try:
-        StoredTensors(folder).read(shards)
-    except ValueError as error:
-        raise MegatronError(str(error)) from error
-
-
 def _own_states(chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
     """What this rank holds, unsharded."""
     states = [unwrapped(chunk).state_dict() for chunk in chunks]
     return [{name: x for name, x in state.items() if not name.endswith("_extra_state")} for state in states]
-
-
-def _layout(layout: ParallelLayout) -> dict[str, int]:
-    return {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")}
 
 
 def _rng_state() -> RngState:

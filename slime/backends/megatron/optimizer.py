@@ -14,8 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.megatron.config import DTYPES, optimizer_config
-from slime.backends.megatron.cpu_offload import offload_main_parameters
-from slime.backends.megatron.streamed_gradients import StreamedGradients
+from slime.backends.megatron.streamed_gradients import StreamedGradients, offload_main_parameters
 from slime.config.args import Args
 
 

@@ -1,4 +1,7 @@
-"""Run a pass over micro-batches with megatron-core's schedules: none, 1F1B, or interleaved."""
+"""Run a pass over micro-batches with megatron-core's schedules: none, 1F1B, or interleaved.
+
+Gradients of the passes inside :func:`without_a_trace` are thrown away: what such passes take of memory is measured.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from slime.backends.megatron.inputs import MicroBatch
@@ -69,3 +73,41 @@ def _reduce(on_scores: OnScores, micro: MicroBatch, scores: Scores) -> tuple[Ten
     loss, result = on_scores(micro, scores)
     # Megatron counts tokens to divide by; losses are divided already.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
+
+
+# --- passes whose memory is measured --------------------------------------------------------------
+
+
+def no_loss(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss of 0 that needs the whole backward pass."""
+    return scores.trained.sum() * 0.0, {}
+
+
+@contextlib.contextmanager
+def without_a_trace(config: TransformerConfig, chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """Gradients of the passes inside are zeroed, and experts' biases do not see their tokens.
+
+    Args:
+        config: Megatron's, of the chunks.
+    """
+    sum_gradients = config.finalize_model_grads_func
+    config.finalize_model_grads_func = _finish_communication
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    try:
+        yield
+    finally:
+        config.finalize_model_grads_func = sum_gradients
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+            for module in chunk.modules():
+                if (counts := getattr(module, "local_tokens_per_expert", None)) is not None:
+                    counts.zero_()  # the next update of the experts' biases would count them
+
+
+def _finish_communication(
+    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: object
+) -> None:
+    """Wait for gradients that are being reduced; they are not used."""
+    for chunk in chunks:
+        chunk.finish_grad_sync()

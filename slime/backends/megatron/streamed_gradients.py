@@ -1,4 +1,12 @@
-"""A distributed optimizer's step without a float32 copy of all gradients at once, wherever its main parameters are."""
+"""A distributed optimizer's step without a float32 copy of all gradients at once, wherever its main parameters are.
+
+``--optimizer-cpu-offload`` keeps main parameters and moments in CPU memory. megatron-core's own
+``HybridDeviceOptimizer`` is not used: it offloads nothing unless a fraction is given, keeps each gradient for the next
+call of ``step``, and cannot load a state whose main parameters are float32. Here torch's Adam stays the inner
+optimizer. :func:`offload_main_parameters` replaces a share of the float32 main parameters by tensors in CPU memory
+before the first step, so that their moments are made there, too. :class:`StreamedGradients` brings each gradient to the
+device of its main parameter.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
@@ -88,6 +97,47 @@ class StreamedGradients:
         if self._host is None or self._host.numel() < numel:
             self._host = torch.empty(numel, dtype=torch.float32, pin_memory=True)
         return self._host
+
+
+@torch.no_grad()
+def offload_main_parameters(optimizer: DistributedOptimizer, fraction: float) -> int:
+    """Replace main parameters by copies in CPU memory.
+
+    Args:
+        optimizer: before its first step.
+        fraction: of this rank's elements in ``optimizer``; parameters move whole and in order until it is reached.
+
+    Returns:
+        The number of elements that moved.
+    """
+    if optimizer.is_stub_optimizer:
+        return 0
+    groups = [*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups]
+    wanted = fraction * sum(main.numel() for group in groups for main in group)
+    moved: dict[int, Tensor] = {}
+    count = 0
+    for group in groups:
+        for place, main in enumerate(group):
+            if count < wanted:
+                group[place] = moved[id(main)] = _on_cpu(main)
+                count += main.numel()
+    # Megatron keeps the groups that it made torch's optimizer from. They would keep the replaced parameters alive.
+    made_from = [ranges["orig_group"] for ranges in optimizer.opt_group_ranges]
+    for inner_group in [*optimizer.optimizer.param_groups, *made_from]:
+        inner_group["params"] = [moved.get(id(main), main) for main in inner_group["params"]]
+    for model_group in optimizer.model_float16_groups:
+        for model in model_group:
+            model.main_param = moved.get(id(model.main_param), model.main_param)
+    return count
+
+
+def _on_cpu(main: Tensor) -> Tensor:
+    """A copy of a main parameter, with what Megatron's gradient norm asks of it."""
+    copy = main.detach().to("cpu", copy=True)
+    tensor_parallel.copy_tensor_model_parallel_attributes(copy, main)
+    if hasattr(main, "shared"):
+        copy.shared = main.shared  # type: ignore[attr-defined]
+    return copy
 
 
 def _pieces(optimizer: DistributedOptimizer) -> list[list[_Pair]]:

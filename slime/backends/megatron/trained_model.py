@@ -8,14 +8,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from torch import Tensor
 
-from slime.backends.megatron import modules
-from slime.backends.megatron.checkpoint import load_weights
-from slime.backends.megatron.config import ddp_config, transformer_config
-from slime.backends.megatron.freeze import select_trainable
-from slime.backends.megatron.model import build_chunk
+from slime.backends.megatron import modules, rank_files
+from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
+from slime.backends.megatron.core import MegatronError
+from slime.backends.megatron.model import build_chunk, unwrapped
 from slime.backends.megatron.routing import RoutingReplay
-from slime.backends.megatron.shape import merged_settings
-from slime.backends.megatron.weights import ModelWeights
+from slime.backends.megatron.shards import weight_shards
+from slime.backends.megatron.weights import ModelWeights, select_trainable
+from slime.backends.tensor_shards import StoredTensors
 from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
@@ -24,6 +24,7 @@ from slime.models.loading import check_checkpoint, load_hf_config
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import moe_layers
 from slime.weights.maps.registry import family_of
+from slime.weights.torch_dist import RANK_FILES, TENSORS, read_meta
 
 
 class TrainedModel:
@@ -35,7 +36,7 @@ class TrainedModel:
     """
 
     def __init__(self, args: Args, role: str, layout: ParallelLayout, rank: int, device: torch.device) -> None:
-        self.args, self.layout, self.rank, self.device = args, layout, rank, device
+        self.args, self.role, self.layout, self.rank, self.device = args, role, layout, rank, device
         self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
         self.family = family_of(self.hf_config, args.model_name)
         self.settings = merged_settings(args, self.family, self.hf_config)
@@ -85,7 +86,7 @@ class TrainedModel:
                 check_checkpoint(path, self.args.trust_remote_code)
             self.weights.load(HfFolder(path))
         else:
-            load_weights(self.chunks, self.layout, folder)
+            load_weights(self, folder)
 
     def finish_gather(self) -> None:
         """With ``--overlap-param-gather`` the last update reaches this rank's weights only when they are used next, so
@@ -116,6 +117,24 @@ def initial_weights(args: Args) -> str:
     if args.load and any((Path(args.load) / name).is_file() for name in ("config.json", "trainer.json")):
         return args.load
     return args.ref_load if megatron_folder(args.ref_load) else args.hf_checkpoint
+
+
+def load_weights(model: TrainedModel, path: Path, part: str | None = None) -> None:
+    """The model's weights only, or those of its copy in folder ``part``, into this rank's parameters."""
+    meta = read_meta(path)
+    if meta["ckpt_format"] == "torch":
+        states = rank_files.read_weights(path / (part or RANK_FILES), meta["layout"], layout_sizes(model.layout))
+        for chunk, state in zip(model.chunks, states, strict=True):
+            unwrapped(chunk).load_state_dict(state)
+    else:
+        try:
+            StoredTensors(path / (part or TENSORS)).read(weight_shards(model.chunks))
+        except ValueError as error:
+            raise MegatronError(str(error)) from error
+
+
+def layout_sizes(layout: ParallelLayout) -> dict[str, int]:
+    return {name: getattr(layout, name) for name in ("world_size", "tp", "pp", "cp", "ep", "etp", "vpp")}
 
 
 def _sum_gradients(chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: object) -> None:

@@ -116,9 +116,8 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     """
     import torch
 
-    from slime.backends.megatron.config import transformer_config
+    from slime.backends.megatron.config import merged_settings, transformer_config
     from slime.backends.megatron.model import build_chunk
-    from slime.backends.megatron.shape import merged_settings
     from slime.backends.megatron.weights import ModelWeights
     from slime.config.args import Args
     from slime.config.layout import ParallelLayout
