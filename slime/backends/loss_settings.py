@@ -10,8 +10,8 @@ from torch import Tensor
 from slime.algorithms.algorithm import Algorithm, custom_setting
 from slime.algorithms.off_policy import TisResult, vanilla_tis_function
 from slime.algorithms.reductions import Reducer
-from slime.config.args import Args
 from slime.config.algorithm import create_algorithm
+from slime.config.args import Args
 from slime.config.hooks import load_function
 
 LOSS_TYPES = ("policy_loss", "value_loss", "sft_loss", "custom_loss")

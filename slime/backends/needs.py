@@ -10,7 +10,6 @@ from __future__ import annotations
 from slime.algorithms.algorithm import custom_setting
 from slime.config.algorithm import algorithm_class
 from slime.config.args import Args
-from slime.config.algorithm import algorithm_class
 from slime.data.fields import RankBatch
 
 SAFE_TIS_HOOKS = ("vanilla_tis_function", "icepop_function", "compute_mis_weights")
