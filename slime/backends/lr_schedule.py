@@ -74,14 +74,14 @@ class LrSchedule:
 
     def _coefficient(self, step: int) -> float:
         ratio = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
-        if self.style == "linear":
-            return 1.0 - ratio
-        if self.style == "cosine":
-            return 0.5 * (math.cos(math.pi * ratio) + 1.0)
-        if self.style == "WSD":
-            start = self.decay_steps - self.wsd_decay_steps
-            return 1.0 if step <= start else _wsd(self.wsd_style, (step - start) / self.wsd_decay_steps)
-        raise ValueError(f"unknown --lr-decay-style {self.style!r}")
+        if self.style != "WSD":
+            return _decay("--lr-decay-style", self.style, ratio)
+        start = self.decay_steps - self.wsd_decay_steps
+        return (
+            1.0
+            if step <= start
+            else _decay("--lr-wsd-decay-style", self.wsd_style, (step - start) / self.wsd_decay_steps)
+        )
 
 
 def planned_steps(args: Args, role: str = "actor") -> int:
@@ -123,7 +123,8 @@ def zero_lr_warning(args: Args, metrics: Mapping[str, float], rollout_id: int) -
     )
 
 
-def _wsd(style: str, ratio: float) -> float:
+def _decay(flag: str, style: str, ratio: float) -> float:
+    """The part of the learning rate that is left after ``ratio`` of a decay."""
     if style == "linear":
         return 1.0 - ratio
     if style == "cosine":
@@ -132,4 +133,4 @@ def _wsd(style: str, ratio: float) -> float:
         return 2.0 * 0.5**ratio - 1.0
     if style == "minus_sqrt":
         return 1.0 - math.sqrt(ratio)
-    raise ValueError(f"unknown --lr-wsd-decay-style {style!r}")
+    raise ValueError(f"unknown {flag} {style!r}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from slime.data.convert import shared_prompts
 from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings, pack_forward_only
+from slime.models.segments import to_device
 
 MicroBatches = list[list[int]]
 
@@ -66,21 +69,32 @@ def weight(batch: RankBatch, micro_batches: MicroBatches, per_token: bool) -> fl
     return total
 
 
-def scatter_to_samples(
-    flat: Tensor,
-    lengths: list[int],
-    indices: list[int],
-    out: list[Tensor | None],
-    response_index: list[Tensor] | None = None,
-) -> None:
-    """Put per-token values of one micro-batch, ``[R]``, in their samples' places, on the CPU.
+class ResponseValues:
+    """Values per response token of all samples of a rank batch, put in one micro-batch after the other."""
 
-    ``response_index``: places within each sample's tensor, which is there already (context parallelism).
-    """
-    parts = flat.float().cpu().split(lengths)
-    for order, (i, part) in enumerate(zip(indices, parts, strict=True)):
-        whole = out[i]
-        if response_index is None or whole is None:
-            out[i] = part.clone()
-        else:
-            whole[response_index[order]] = part
+    def __init__(self, batch: RankBatch, names: Sequence[str], device: torch.device) -> None:
+        self.names, self.lengths = names, [int(x) for x in batch["response_lengths"]]
+        self.starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        # One row per name, the samples end to end. It stays on the device until all values are there: a copy to the CPU
+        # after each micro-batch would wait for its kernels, and the next one's could not be queued meanwhile. Tokens
+        # that other context-parallel ranks score stay 0, so that the sum over these ranks is complete.
+        self.flat = torch.zeros(len(names), sum(self.lengths), dtype=torch.float32, device=device)
+
+    def put(self, indices: Sequence[int], own: list[Tensor] | None, scores: object) -> None:
+        """
+        Args:
+            indices: of the micro-batch's samples in the batch; none for a dummy.
+            own: which response tokens of each sample are this rank's; None for all.
+            scores: has an attribute ``[R]`` for each of the names.
+        """
+        if not indices:
+            return
+        own = own or [torch.arange(self.lengths[i]) for i in indices]
+        places = torch.cat([x + self.starts[i] for i, x in zip(indices, own, strict=True)])
+        rows = to_device(places.numpy(), self.flat.device)
+        for row, name in zip(self.flat, self.names, strict=True):
+            row.index_copy_(0, rows, getattr(scores, name).float())
+
+    def by_sample(self) -> dict[str, list[Tensor]]:
+        """Per name one CPU tensor ``[response_length]`` for each sample."""
+        return {n: list(row.split(self.lengths)) for n, row in zip(self.names, self.flat.cpu(), strict=True)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -27,11 +27,25 @@ class NonFiniteError(FloatingPointError):
     """The loss or the gradient norm is nan or infinite; the weights were not changed."""
 
 
+class StepOptimizer(Protocol):
+    """What a step asks of a backend's optimizer."""
+
+    steps: int
+    """Taken so far."""
+
+    def grad_norm(self) -> float:
+        """Of the gradients of all ranks, the same number on each of them; a collective."""
+
+    def step(self, norm: float) -> float:
+        """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
+
+
 class StepAccounting:
     """Base class of the backends. All ranks call every method together."""
 
     args: Args
     role: str
+    optimizer: StepOptimizer
     packing: PackingSettings
     reduce: DataParallelReduce
     """Over ranks that hold other samples."""
@@ -60,6 +74,11 @@ class StepAccounting:
         at_least = min(len(training), PACKS_PER_STAGE * stages) if stages > 1 else 1
         packs = mb.forward_only(self.packing, batch, context, at_least)
         if packs is None:  # on every rank
+            missing = sorted(set(range(len(batch["tokens"]))) - {i for indices in training for i in indices})
+            if missing:
+                raise ValueError(
+                    f"samples {missing[:8]} of the rank batch are in no micro-batch, so nothing scores them"
+                )
             return training
         most = int(self.reduce.maximum([float(len(packs))])[0])
         if most > len(packs):
@@ -87,7 +106,7 @@ class StepAccounting:
             else:
                 total[name] = max(before, value) if is_max_metric(name) else before + value
 
-    def step_metrics(
+    def _step_metrics(
         self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
     ) -> Metrics:
         """The step's values over all ranks."""
@@ -102,29 +121,35 @@ class StepAccounting:
             metrics["skipped_sample_ratio"] = 1.0 - count / all_count if all_count else 0.0
         return metrics
 
-    def require_finite(self, value: float, what: str, batch: RankBatch, step: int, done: int) -> None:
-        """The same verdict on every rank, so that none waits for one that raised.
+    def finish_step(
+        self,
+        shares: dict[str, float],
+        batch: RankBatch,
+        step: int,
+        scheduled: mb.MicroBatches,
+        trained: mb.MicroBatches,
+    ) -> Metrics:
+        """Update the weights with this step's gradients, and return its metrics.
 
-        Args:
-            done: optimizer steps taken so far.
+        Raises:
+            NonFiniteError: before the weights change.
         """
+        self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
+        grad_norm = self.optimizer.grad_norm()
+        self._require_finite(grad_norm, "gradient norm", batch, step)
+        return self._step_metrics(shares, batch, scheduled, trained) | {
+            "grad_norm": grad_norm,
+            "lr-pg_0": self.optimizer.step(grad_norm),
+            "global_batch_size": float(batch["global_batch_sizes"][step]),
+        }
+
+    def _require_finite(self, value: float, what: str, batch: RankBatch, step: int) -> None:
+        """The same verdict on every rank, so that none waits for one that raised."""
         everyones = self.share_reduce.each(value)
         bad = [rank for rank, x in enumerate(everyones) if not math.isfinite(x)]
         if bad:
             raise NonFiniteError(
                 f"{self.role}: {what} is {everyones[bad[0]]} on rank {', '.join(map(str, bad))} in optimizer step "
-                f"{done} (step {step} of rollout {batch.get('rollout_id')}); weights are unchanged. "
+                f"{self.optimizer.steps} (step {step} of rollout {batch.get('rollout_id')}); weights are unchanged. "
                 "Lower --lr or --clip-grad, or look at the samples of that rollout (--save-debug-rollout-data)"
             )
-
-
-def complete(key: str, values: list[Tensor | None]) -> list[Tensor]:
-    """Every sample's value.
-
-    Raises:
-        ValueError: some sample of the batch is in no micro-batch.
-    """
-    missing = [i for i, value in enumerate(values) if value is None]
-    if missing:
-        raise ValueError(f"{key}: samples {missing[:8]} of the rank batch are in no micro-batch")
-    return [value for value in values if value is not None]

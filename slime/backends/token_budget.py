@@ -89,6 +89,9 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
     """
     import torch
 
+    from slime.backends.collectives import DataParallelReduce
+
+    reduce = DataParallelReduce(backend.world_size, torch.device("cpu"))
     try:
         backend.rehearse(FIRST_SIZE)  # compiled kernels, workspaces and communication buffers exist from here on
     except torch.OutOfMemoryError as error:
@@ -107,7 +110,7 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
         peaks[size] = meter.peak()
         # Twice the tokens take at most twice what these took. A rank that ran out of memory would leave the others
         # waiting, so all of them go on or none.
-        if _largest(backend, idle + 2 * (peaks[size] - idle) - share * available) > 0:
+        if reduce.maximum([idle + 2 * (peaks[size] - idle) - share * available])[0] > 0:
             break
     backend.clear_memory()
     return fit(peaks, idle, share * available)
@@ -158,15 +161,3 @@ def rehearsal_batch(tokens: int, vocab_size: int) -> RankBatch:
             "group_indices": list(range(len(lengths))),
         }
     )
-
-
-def _largest(backend: TrainBackend, value: float) -> float:
-    """Of all ranks."""
-    import torch
-    import torch.distributed as dist
-
-    if backend.world_size == 1:
-        return value
-    packed = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return float(packed)

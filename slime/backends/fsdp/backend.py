@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from slime.backends import micro_batches as mb
 from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
@@ -32,9 +29,9 @@ from slime.backends.fsdp.model import (
 )
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.lr_schedule import LrSchedule
+from slime.backends.micro_batches import ResponseValues
 from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
 from slime.backends.shared import SharedBackend
-from slime.backends.steps import complete
 from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
 from slime.config.args import Args
@@ -46,6 +43,8 @@ from slime.models.scorer import PolicyScorer, ValueScorer
 
 class FsdpBackend(SharedBackend):
     """Actor or critic. Every method is called on all ranks together."""
+
+    optimizer: ScheduledAdamW
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
@@ -64,7 +63,8 @@ class FsdpBackend(SharedBackend):
         self.scorer, builder = build_scorer(args, role, device, world_size)
         self.builder = replace(builder, context_group=self.context_group)
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
-        self.optimizer = ScheduledAdamW(self.named_parameters, args, LrSchedule.from_args(args, role))
+        schedule = LrSchedule.from_args(args, role)
+        self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
         self.bank = WeightBank(
             self.named_parameters,
             dtype=DTYPES[args.train_dtype],
@@ -76,6 +76,11 @@ class FsdpBackend(SharedBackend):
         self.buffers = _persistent_buffers(self.scorer)
         self.state = FsdpState(args, role, rank, world_size, self.shard_size, self.buffers, self.optimizer, self.bank)
 
+    def _over_shards(self, value: float) -> float:
+        """The sum over the shards of one replica. It is one collective over all ranks, and so the same number on each;
+        a shard is counted once per replica."""
+        return self.share_reduce.total([value])[0] * self.shard_size / self.world_size
+
     def _load_copy(self, tag: str, path: str) -> None:
         """Rank 0 reads the model; every rank gets its shards of it, one tensor at a time."""
         alone = self.world_size == 1
@@ -86,55 +91,35 @@ class FsdpBackend(SharedBackend):
 
     # --- forward only ---------------------------------------------------------------------------
 
-    @torch.no_grad()
     def log_probs(
         self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
     ) -> dict[str, list[Tensor]]:
         """Log-probs (and entropy) of every sample's response under one of the weight copies."""
-        temperature = self.args.rollout_temperature if temperature is None else temperature
+        divisor = self.args.rollout_temperature if temperature is None else temperature
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
         with self.bank.using(model):
-            parts = []
-            for indices in self.aligned(self.forward_packs(batch)):
-                inputs = self._inputs(batch, indices)
-                scores, _ = scorer(inputs, temperature, with_entropy)
-                parts.append((indices, inputs, [getattr(scores, name) for name in names]))
-            self._reshard()
-        return dict(zip(names, self._by_sample(batch, parts, names), strict=True))
+            return self._score(batch, names, lambda inputs: scorer(inputs, divisor, with_entropy)[0])
 
-    @torch.no_grad()
     def values(self, batch: RankBatch) -> list[Tensor]:
         """The critic's values of every sample's response."""
         assert isinstance(self.scorer, ValueScorer), "only a critic has values"
-        parts = []
+        return self._score(batch, ["values"], lambda inputs: Scores(values=self.scorer(inputs)))["values"]
+
+    @torch.no_grad()
+    def _score(
+        self, batch: RankBatch, names: list[str], forward: Callable[[ModelInputs], object]
+    ) -> dict[str, list[Tensor]]:
+        """What ``forward`` returns under these names, for every sample."""
+        found = ResponseValues(batch, names, self.device)
         for indices in self.aligned(self.forward_packs(batch)):
             inputs = self._inputs(batch, indices)
-            parts.append((indices, inputs, [self.scorer(inputs)]))
+            found.put(indices, inputs.response_index, forward(inputs))
         self._reshard()
-        return self._by_sample(batch, parts, ["values"])[0]
-
-    def _by_sample(
-        self, batch: RankBatch, parts: list[tuple[list[int], ModelInputs, list[Tensor]]], names: list[str]
-    ) -> list[list[Tensor]]:
-        """Per-token values of micro-batches as one list per name, one CPU tensor per sample. They are moved at the
-        end, so that no micro-batch waits for the last. With context parallelism all ranks' shares are joined."""
-        lengths = [int(x) for x in batch["response_lengths"]]
-        out: list[list[Tensor | None]] = [[None] * len(lengths) for _ in names]
         if self.context_group is not None:
-            for values, i in itertools.product(out, {i for indices, _, _ in parts for i in indices}):
-                values[i] = torch.zeros(lengths[i])  # other ranks fill in their share
-        for indices, inputs, scores in parts:
-            for values, flat in zip(out, scores, strict=True):
-                if indices:
-                    mb.scatter_to_samples(flat, inputs.response_lengths, indices, values, inputs.response_index)
-        done = [complete(name, values) for name, values in zip(names, out, strict=True)]
-        if self.context_group is None or not lengths:
-            return done
-        flat = torch.cat([x for values in done for x in values]).to(self.device)
-        dist.all_reduce(flat, group=self.context_group)
-        return [list(row.split(lengths)) for row in flat.cpu().view(len(names), -1)]
+            dist.all_reduce(found.flat, group=self.context_group)
+        return found.by_sample()
 
     # --- training -------------------------------------------------------------------------------
 
@@ -153,20 +138,7 @@ class FsdpBackend(SharedBackend):
             parts.append(self._backward(batch, indices, step))
         for part in parts:
             self.add_shares(shares, part)  # waits for the accelerator: once all its work is queued
-        self.require_finite(shares.get("loss", 0.0), "loss", batch, step, self.optimizer.steps)
-        grad_norm = self._grad_norm()
-        self.require_finite(grad_norm, "gradient norm", batch, step, self.optimizer.steps)
-        metrics = self.step_metrics(shares, batch, scheduled, trained)
-        metrics["grad_norm"] = grad_norm
-        metrics["lr-pg_0"] = self.optimizer.step(grad_norm, self.args.clip_grad)
-        metrics["global_batch_size"] = float(batch["global_batch_sizes"][step])
-        return metrics
-
-    def _grad_norm(self) -> float:
-        """Over all parameters, exactly the same on every rank: replicas whose clipping differed in the last bit would
-        drift apart. Each shard is counted once per replica."""
-        squares = self.share_reduce.total([float(self.optimizer.local_square_norm())])[0]
-        return math.sqrt(squares * self.shard_size / self.world_size)
+        return self.finish_step(shares, batch, step, scheduled, trained)
 
     def _communicate_for(self, last: bool) -> None:
         """What FSDP does in the next backward pass. Between replicas gradients are summed after the ``last``

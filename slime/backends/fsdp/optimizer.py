@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -49,9 +50,16 @@ class ScheduledAdamW:
     vectors (norms, biases), as Megatron does.
     """
 
-    def __init__(self, named: NamedParameters, args: Args, schedule: LrSchedule) -> None:
+    def __init__(
+        self, named: NamedParameters, args: Args, schedule: LrSchedule, over_ranks: Callable[[float], float] = float
+    ) -> None:
+        """
+        Args:
+            over_ranks: from a sum over this rank's shards to that over the whole model; a collective.
+        """
         self.named = [(name, p) for name, p in named if p.requires_grad]
-        self.schedule = schedule
+        self.schedule, self.clip_grad = schedule, args.clip_grad
+        self.over_ranks = over_ranks
         self.steps = 0
         self.stateless = args.use_stateless_adam
         decay = [p for _, p in self.named if p.ndim >= 2]
@@ -85,27 +93,30 @@ class ScheduledAdamW:
         self.adam.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def local_square_norm(self) -> Tensor:
-        """Sum of the squares of this rank's gradients, float64 scalar."""
+    def grad_norm(self) -> float:
+        """Over the gradients of all ranks, exactly the same on each: replicas whose clipping differed in the last bit
+        would drift apart."""
         gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
         gradients = [g for g in gradients if g.numel()]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64)
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
-        return norms.double().square().sum()
+        squares = 0.0
+        if gradients:
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
+            squares = float(norms.double().square().sum())
+        return math.sqrt(self.over_ranks(squares))
 
     @torch.no_grad()
-    def step(self, grad_norm: float, max_norm: float) -> float:
-        """Clip to ``max_norm`` (0: not at all), update, and return the learning rate that was used.
+    def step(self, norm: float) -> float:
+        """Update with gradients clipped from ``norm`` to ``--clip-grad`` (0: not at all); returns the learning rate
+        that was used.
 
         A parameter without a gradient gets one of zero, for its moments decay all the same.
         """
         for p in self.parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        if max_norm > 0 and grad_norm > max_norm:
+        if self.clip_grad > 0 and norm > self.clip_grad:
             gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, max_norm / (grad_norm + 1e-6))
+            torch._foreach_mul_(gradients, self.clip_grad / (norm + 1e-6))
         lr = self.lr
         for group in self.adam.param_groups:
             group["lr"] = lr

@@ -24,7 +24,7 @@ from slime.backends.megatron.optimizer import ScheduledOptimizer
 from slime.backends.megatron.routing import ENGINE, Mode
 from slime.backends.megatron.schedule import Around, OnScores, no_loss, run_schedule, without_a_trace
 from slime.backends.megatron.trained_model import TrainedModel, initial_weights
-from slime.backends.micro_batches import MicroBatches
+from slime.backends.micro_batches import MicroBatches, ResponseValues
 from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
 from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
@@ -45,6 +45,8 @@ class MegatronBackend(SharedBackend):
     Log-probs and losses are computed on the last pipeline stage. Results are sent to the other stages, so that every
     rank returns the same.
     """
+
+    optimizer: ScheduledOptimizer
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         super().__init__(args, role, rank, world_size, device)
@@ -105,36 +107,29 @@ class MegatronBackend(SharedBackend):
         policy = model in ("actor", "old_actor")  # others choose their experts themselves
         mode: Mode | None = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
         with self._weights_of(model), self._routed(batch, mode):
-            values = self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
-        return dict(zip(names, values, strict=True))
+            return self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
 
     def values(self, batch: RankBatch) -> list[Tensor]:
         """The critic's values of every sample's response."""
         assert self.role == "critic", "only a critic has values"
         with self._weights_of("actor"):
-            return self._score(batch, Scoring(), ["values"])[0]
+            return self._score(batch, Scoring(), ["values"])["values"]
 
     @torch.no_grad()
-    def _score(self, batch: RankBatch, scoring: Scoring, names: list[str]) -> list[list[Tensor]]:
+    def _score(self, batch: RankBatch, scoring: Scoring, names: list[str]) -> dict[str, list[Tensor]]:
         """Fields of :class:`Scores` per sample, float32 on the CPU, on every rank."""
-        lengths = [int(x) for x in batch["response_lengths"]]
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        out = torch.zeros(len(names), int(starts[-1]), dtype=torch.float32, device=self.device)
+        found = ResponseValues(batch, names, self.device)
 
         def keep(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
-            if micro.indices:
-                index = micro.response_index or [torch.arange(n) for n in micro.response_lengths]
-                rows = torch.cat([x + starts[i] for i, x in zip(micro.indices, index, strict=True)]).to(self.device)
-                for row, name in zip(out, names, strict=True):
-                    row.index_copy_(0, rows, getattr(scores, name).float())
-            return out.new_zeros(()), {}
+            found.put(micro.indices, micro.response_index, scores)
+            return found.flat.new_zeros(()), {}
 
         packs = self.forward_packs(batch, self.layout.pp)
         self._run(batch, packs, scoring, keep, forward_only=True)
         if (context := groups.context_group()) is not None:
-            dist.all_reduce(out, group=context)
-        groups.broadcast_from_last_stage([out])
-        return [list(row.split(lengths)) for row in out.cpu()]
+            dist.all_reduce(found.flat, group=context)
+        groups.broadcast_from_last_stage([found.flat])
+        return found.by_sample()
 
     # --- training -------------------------------------------------------------------------------
 
@@ -163,14 +158,7 @@ class MegatronBackend(SharedBackend):
             for metrics in self._run(batch, trained, scoring, share, forward_only=False):
                 self.add_shares(shares, metrics)
         shares = groups.object_of_last_stage(shares)
-        self.require_finite(shares.get("loss", 0.0), "loss", batch, step, self.optimizer.steps)
-        grad_norm = self.optimizer.grad_norm()
-        self.require_finite(grad_norm, "gradient norm", batch, step, self.optimizer.steps)
-        result = self.step_metrics(shares, batch, scheduled, trained)
-        result["grad_norm"] = grad_norm
-        result["lr-pg_0"] = self.optimizer.step(grad_norm)
-        result["global_batch_size"] = float(batch["global_batch_sizes"][step])
-        return result
+        return self.finish_step(shares, batch, step, scheduled, trained)
 
     def _scoring_of_training(self) -> Scoring:
         args = self.args

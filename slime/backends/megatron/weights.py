@@ -202,12 +202,9 @@ def select_trainable(weights: ModelWeights, args: Args) -> None:
                 "name all of them or none"
             )
         tensor.requires_grad_(hits.pop() == bool(only))
-    if not any(_trains(weights.hf_names(n), patterns, bool(only)) for n in [*weights.entries, *weights.own]):
+    every = [weights.hf_names(name) for name in [*weights.entries, *weights.own]]
+    if not any(any(p.search(hf) for hf in names for p in patterns) == bool(only) for names in every):
         raise MegatronError(f"{flag} leaves no parameter to train")
-
-
-def _trains(names: list[str], patterns: list[re.Pattern[str]], only: bool) -> bool:
-    return any(any(p.search(name) for p in patterns) == only for name in names)
 
 
 def _fill(name: str, target: Tensor, source: Tensor) -> None:
