@@ -39,13 +39,7 @@ def train_rollout_ratio(loss_masks: Parts, train_log_probs: Parts, rollout_log_p
 
 
 def vanilla_tis_function(
-    *,
-    args: Bounds,
-    pg_loss: Tensor,
-    loss_masks: Parts,
-    train_log_probs: Parts,
-    rollout_log_probs: Parts,
-    **_: object,
+    *, args: Bounds, pg_loss: Tensor, loss_masks: Parts, train_log_probs: Parts, rollout_log_probs: Parts, **_: object
 ) -> TisResult:
     """Multiply the loss by the ratio, clamped to [``tis_clip_low``, ``tis_clip``]."""
     ratio = train_rollout_ratio(loss_masks, train_log_probs, rollout_log_probs)
@@ -54,13 +48,7 @@ def vanilla_tis_function(
 
 
 def icepop_function(
-    *,
-    args: Bounds,
-    pg_loss: Tensor,
-    loss_masks: Parts,
-    train_log_probs: Parts,
-    rollout_log_probs: Parts,
-    **_: object,
+    *, args: Bounds, pg_loss: Tensor, loss_masks: Parts, train_log_probs: Parts, rollout_log_probs: Parts, **_: object
 ) -> TisResult:
     """Multiply the loss by the ratio inside [``tis_clip_low``, ``tis_clip``], and by 0 outside."""
     ratio = train_rollout_ratio(loss_masks, train_log_probs, rollout_log_probs)

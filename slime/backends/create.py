@@ -19,13 +19,7 @@ LOOPBACK = "lo"
 
 
 def create_backend(
-    args: Args,
-    role: str,
-    rank: int,
-    world_size: int,
-    master_addr: str,
-    master_port: int,
-    local_rank: int = 0,
+    args: Args, role: str, rank: int, world_size: int, master_addr: str, master_port: int, local_rank: int = 0
 ) -> TrainBackend:
     """Join the process group (gloo on the CPU; NCCL for CUDA tensors on CUDA) and build the backend.
 

@@ -54,12 +54,7 @@ class Part(NamedTuple):
 
 
 def compute_loss(
-    settings: LossSettings,
-    tokens: TokenBatch,
-    *,
-    num_rollouts: float,
-    num_tokens: float,
-    reduce: Reduce = IDENTITY,
+    settings: LossSettings, tokens: TokenBatch, *, num_rollouts: float, num_tokens: float, reduce: Reduce = IDENTITY
 ) -> tuple[Tensor, Metrics]:
     """This micro-batch's share of the step's loss and metrics.
 

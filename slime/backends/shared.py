@@ -1,32 +1,64 @@
-"""What both training backends share: attributes, the loss of a micro-batch, and the state that a run saves."""
+"""What both training backends share: the loss of a micro-batch, the account of an optimizer step, and saved state."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.backends import micro_batches as mb
 from slime.backends.bank import LIVE, WeightBank
-from slime.backends.base import ModelTag
-from slime.backends.loss import compute_loss
+from slime.backends.base import Metrics, ModelTag
+from slime.backends.collectives import DataParallelReduce
+from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
 from slime.backends.loss_settings import LossSettings
+from slime.backends.needs import zero_advantage_groups_skippable
 from slime.backends.offload import Offloader
 from slime.backends.saving import BackgroundSave, SavedState, in_background
-from slime.backends.steps import StepAccounting
 from slime.backends.token_batch import Scores, TokenBatch
 from slime.checkpoint.files import FileEntry
 from slime.config.args import Args
 from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings
 
+PACKS_PER_STAGE = 4
+"""Packs of a forward-only pass per pipeline stage: the pipeline is then busy at least 80% of the time."""
 
-class SharedBackend(StepAccounting):
-    """Base class of the backends. Every method is called on all ranks together."""
 
+class NonFiniteError(FloatingPointError):
+    """The loss or the gradient norm is nan or infinite; the weights were not changed."""
+
+
+class StepOptimizer(Protocol):
+    """What a step asks of a backend's optimizer."""
+
+    steps: int
+    """Taken so far."""
+
+    def grad_norm(self) -> float:
+        """Of the gradients of all ranks, the same number on each of them; a collective."""
+
+    def step(self, norm: float) -> float:
+        """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
+
+
+class SharedBackend:
+    """Base class of the backends. All ranks call every method together."""
+
+    optimizer: StepOptimizer
     bank: WeightBank
     state: SavedState
+    reduce: DataParallelReduce
+    """Over ranks that hold other samples."""
+    share_reduce: DataParallelReduce
+    """Over all ranks that compute shares of the loss: with context parallelism, of other tokens too."""
+
+    _uneven = False
+    """Whether some rank had fewer micro-batches than another in the last pass."""
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         self.args, self.role, self.device = args, role, device
@@ -35,6 +67,8 @@ class SharedBackend(StepAccounting):
         self.loss_settings = LossSettings.from_args(args)
         self.offloader = Offloader()
         self.saving: BackgroundSave | None = None
+
+    # --- an optimizer step ----------------------------------------------------------------------
 
     def share_of_loss(
         self, batch: RankBatch, indices: list[int], step: int, scores: Scores, targets: Tensor, own: list[Tensor] | None
@@ -64,6 +98,107 @@ class SharedBackend(StepAccounting):
             reduce=self.reduce,
         )
 
+    def scheduled_and_trained(self, batch: RankBatch, step: int) -> tuple[mb.MicroBatches, mb.MicroBatches]:
+        """The rank's micro-batches of a step, and those left without samples that cannot move the weights."""
+        scheduled = mb.of_step(batch, step)
+        skipping = self.role == "actor" and batch.get("advantages") is not None
+        skipping = skipping and zero_advantage_groups_skippable(self.args)
+        return scheduled, mb.without_zero_advantages(batch, scheduled) if skipping else scheduled
+
+    def forward_packs(self, batch: RankBatch, stages: int = 1) -> mb.MicroBatches:
+        """The micro-batches of a forward-only pass; a collective. Still to be :meth:`aligned`.
+
+        Ranks run them in lock step, so each packs its samples into as many as the rank that needs the most. With
+        several pipeline stages there are at least four times as many packs as stages, if training has as many:
+        fewer, larger ones would leave the stages idle while the pipeline fills and drains.
+        """
+        training: mb.MicroBatches = batch["micro_batch_indices"]
+        context = self.share_reduce.world_size // self.reduce.world_size
+        at_least = min(len(training), PACKS_PER_STAGE * stages) if stages > 1 else 1
+        packs = mb.forward_only(self.packing, batch, context, at_least)
+        if packs is None:  # on every rank
+            missing = sorted(set(range(len(batch["tokens"]))) - {i for indices in training for i in indices})
+            if missing:
+                raise ValueError(
+                    f"samples {missing[:8]} of the rank batch are in no micro-batch, so nothing scores them"
+                )
+            return training
+        most = int(self.reduce.maximum([float(len(packs))])[0])
+        if most > len(packs):
+            packs = mb.forward_only(self.packing, batch, context, most) or []
+        return packs
+
+    def aligned(self, micro_batches: mb.MicroBatches, multiple: int = 1) -> mb.MicroBatches:
+        """As many micro-batches as the rank with the most has (up to a multiple), empty ones at the end: forward and
+        backward are collectives."""
+        count = len(micro_batches)
+        most, least = self.reduce.maximum([float(count), float(-count)])
+        self._uneven = most != -least
+        wanted = math.ceil(int(most) / multiple) * multiple
+        return [*micro_batches, *([[]] * (wanted - count))]
+
+    def add_shares(self, total: dict[str, float], shares: dict[str, Tensor]) -> None:
+        """Fold one micro-batch's shares (scalars) into the step's."""
+        if not shares:
+            return
+        values = torch.stack([x.detach().double().reshape(()) for x in shares.values()]).tolist()
+        for name, value in zip(shares, values, strict=True):
+            before = total.get(name)
+            if before is None:
+                total[name] = value
+            else:
+                total[name] = max(before, value) if is_max_metric(name) else before + value
+
+    def _step_metrics(
+        self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
+    ) -> Metrics:
+        """The step's values over all ranks."""
+        metrics = self.share_reduce.metrics(shares, same_names=not self._uneven)
+        counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
+        weights = [mb.weight(batch, part, self.args.calculate_per_token_loss) for part in (scheduled, trained)]
+        all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
+        if count < all_count:
+            metrics = {"loss": 0.0, "pg_loss": 0.0, "pg_clipfrac": 0.0} | metrics
+            metrics = rescale_diagnostics(metrics, weight / all_weight if all_weight else 0.0)
+        if self.role == "actor":
+            metrics["skipped_sample_ratio"] = 1.0 - count / all_count if all_count else 0.0
+        return metrics
+
+    def finish_step(
+        self,
+        shares: dict[str, float],
+        batch: RankBatch,
+        step: int,
+        scheduled: mb.MicroBatches,
+        trained: mb.MicroBatches,
+    ) -> Metrics:
+        """Update the weights with this step's gradients, and return its metrics.
+
+        Raises:
+            NonFiniteError: before the weights change.
+        """
+        self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
+        grad_norm = self.optimizer.grad_norm()
+        self._require_finite(grad_norm, "gradient norm", batch, step)
+        return self._step_metrics(shares, batch, scheduled, trained) | {
+            "grad_norm": grad_norm,
+            "lr-pg_0": self.optimizer.step(grad_norm),
+            "global_batch_size": float(batch["global_batch_sizes"][step]),
+        }
+
+    def _require_finite(self, value: float, what: str, batch: RankBatch, step: int) -> None:
+        """The same verdict on every rank, so that none waits for one that raised."""
+        everyones = self.share_reduce.each(value)
+        bad = [rank for rank, x in enumerate(everyones) if not math.isfinite(x)]
+        if bad:
+            raise NonFiniteError(
+                f"{self.role}: {what} is {everyones[bad[0]]} on rank {', '.join(map(str, bad))} in optimizer step "
+                f"{self.optimizer.steps} (step {step} of rollout {batch.get('rollout_id')}); weights are unchanged. "
+                "Lower --lr or --clip-grad, or look at the samples of that rollout (--save-debug-rollout-data)"
+            )
+
+    # --- weights and state ----------------------------------------------------------------------
+
     @property
     def moving_copies(self) -> set[str]:
         """Copies of the weights that change during a run, and so belong in its snapshots."""
@@ -73,8 +208,12 @@ class SharedBackend(StepAccounting):
         if self.world_size > 1:
             dist.barrier()
 
+    def finish_update(self) -> None:
+        """Wait until the last update has reached the weights: called before they are read or replaced."""
+
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Make one copy equal to another; a target that does not exist yet is made."""
+        self.finish_update()
         self.bank.copy(source, target)
         if target != LIVE:
             self.bank.moving.add(target)
@@ -83,6 +222,7 @@ class SharedBackend(StepAccounting):
         self.state.take_memory()
 
     def save(self, path: Path) -> list[FileEntry]:
+        self.finish_update()
         if self.saving is not None:
             # The memory that this save copies into still holds the copies of the last one.
             self.saving.finish(self.args.phase_timeout)
@@ -93,6 +233,7 @@ class SharedBackend(StepAccounting):
         return []
 
     def load(self, path: Path) -> None:
+        self.finish_update()
         self.state.load(Path(path))
 
     def wake(self) -> None:

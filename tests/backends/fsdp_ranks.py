@@ -19,7 +19,7 @@ from slime.backends.bank import keeps_copies_on_device
 from slime.backends.create import create_backend
 from slime.backends.fsdp import backend as fsdp_backend
 from slime.backends.fsdp.backend import FsdpBackend
-from slime.backends.steps import NonFiniteError
+from slime.backends.shared import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
 
 Result = dict[str, Any]

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from slime.algorithms.reduce import Identity
 from slime.backends.fsdp.backend import FsdpBackend
 from slime.backends.loss import LossSettings, compute_loss
-from slime.backends.steps import NonFiniteError
+from slime.backends.shared import NonFiniteError
 from slime.backends.token_batch import TokenBatch
 from slime.backends.train_loop import train_on_rollout
 

@@ -40,7 +40,9 @@ def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tupl
     Args:
         dtype: of floating-point parameters; buffers keep theirs.
     """
-    yield from _named_as_on_disk(model, _full_tensors(model, dtype))
+    # Cast before the gather: half the bytes.
+    cast = ((name, value.to(dtype) if is_parameter else value) for name, value, is_parameter in _tensors(model))
+    yield from _named_as_on_disk(model, whole_tensors(cast))
 
 
 def share_weight_conversions(model: PreTrainedModel) -> None:
@@ -88,12 +90,6 @@ def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tenso
             pending = {}
         prefix, pending[name] = here, tensor
     yield from revert_weight_conversion(model, pending).items()
-
-
-def _full_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    # Cast before the gather: half the bytes.
-    cast = ((name, value.to(dtype) if is_parameter else value) for name, value, is_parameter in _tensors(model))
-    return whole_tensors(cast)
 
 
 def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

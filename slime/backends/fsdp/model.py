@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from slime.backends.bank import shard_of
 from slime.backends.collectives import local
 from slime.backends.fsdp.hf_weights import require_same_names, share_weight_conversions
-from slime.backends.fsdp.optimizer import select_trainable
+from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.seeds import derive_seed
 from slime.models.inputs import InputBuilder
@@ -52,7 +52,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     scorer: Scorer = policy
     if role == "critic":
         scorer = ValueScorer(model, derive_seed(args.seed, "value head"))
-    select_trainable(checkpoint_names(scorer), args)
+    named = checkpoint_names(scorer)
+    select_trainable([(parameter, [name]) for name, parameter in named], [[name] for name, _ in named], args)
     if args.gradient_checkpointing:
         _checkpoint_layers(model)
     if args.compile_layers:

@@ -1,10 +1,9 @@
-"""AdamW with a schedule, gradient clipping, and which parameters are trained."""
+"""AdamW with a schedule and gradient clipping."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +13,6 @@ from slime.backends.lr_schedule import LrSchedule
 from slime.config.args import Args
 
 NamedParameters = list[tuple[str, nn.Parameter]]
-
-
-def select_trainable(named: Iterable[tuple[str, nn.Parameter]], args: Args) -> list[str]:
-    """Freeze by ``--only-train-params-name-list`` / ``--freeze-params-name-list`` (regular expressions,
-    searched in the checkpoint's names); returns the names that are trained.
-
-    Raises:
-        ValueError: an expression that matches nothing, or nothing left to train.
-    """
-    only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
-    named = list(named)
-    for flag, patterns in (("--only-train-params-name-list", only), ("--freeze-params-name-list", freeze)):
-        for pattern in patterns or []:
-            if not any(re.search(pattern, name) for name, _ in named):
-                raise ValueError(f"{flag} {pattern!r} matches no parameter; names look like {named[0][0]!r}")
-    trained = []
-    for name, parameter in named:
-        if only:
-            parameter.requires_grad_(any(re.search(pattern, name) for pattern in only))
-        elif freeze:
-            parameter.requires_grad_(not any(re.search(pattern, name) for pattern in freeze))
-        if parameter.requires_grad:
-            trained.append(name)
-    if not trained:
-        raise ValueError("--freeze-params-name-list leaves no parameter to train")
-    return trained
 
 
 class ScheduledAdamW:

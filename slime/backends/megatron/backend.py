@@ -29,7 +29,6 @@ from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_lo
 from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
-from slime.checkpoint.files import FileEntry
 from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
@@ -106,14 +105,15 @@ class MegatronBackend(SharedBackend):
             hook(self.args, self.chunks, {"ref": "ref_", "teacher": "teacher_"}.get(model, ""))
         policy = model in ("actor", "old_actor")  # others choose their experts themselves
         mode: Mode | None = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
-        with self._weights_of(model), self._routed(batch, mode):
+        self.finish_update()
+        with self.bank.using(model), self._routed(batch, mode):
             return self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
 
     def values(self, batch: RankBatch) -> list[Tensor]:
         """The critic's values of every sample's response."""
         assert self.role == "critic", "only a critic has values"
-        with self._weights_of("actor"):
-            return self._score(batch, Scoring(), ["values"])["values"]
+        self.finish_update()
+        return self._score(batch, Scoring(), ["values"])["values"]
 
     @torch.no_grad()
     def _score(self, batch: RankBatch, scoring: Scoring, names: list[str]) -> dict[str, list[Tensor]]:
@@ -202,16 +202,10 @@ class MegatronBackend(SharedBackend):
 
     # --- weights and state ----------------------------------------------------------------------
 
-    @contextmanager
-    def _weights_of(self, tag: str) -> Iterator[None]:
-        self.model.finish_gather()
-        with self.bank.using(tag):
-            yield
-
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors with the checkpoint's names; may alias the live weights."""
         assert self.role == "actor", "a critic's weights go to no engine"
-        self.model.finish_gather()
+        self.finish_update()
         yield from self.weights.gather()
 
     def save_hf(self, path: Path) -> None:
@@ -227,18 +221,8 @@ class MegatronBackend(SharedBackend):
                 logger.warning("%s: %s", path, notice)
         self.barrier()
 
-    def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
-        """Make one copy equal to another; a target that does not exist yet is made."""
+    def finish_update(self) -> None:
         self.model.finish_gather()
-        super().copy_weights(source, target)
-
-    def save(self, path: Path) -> list[FileEntry]:
-        self.model.finish_gather()
-        return super().save(path)
-
-    def load(self, path: Path) -> None:
-        self.model.finish_gather()
-        super().load(path)
 
     def reset_optimizer(self) -> None:
         self.optimizer.reset()
@@ -249,7 +233,7 @@ class MegatronBackend(SharedBackend):
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Weights, moments and main parameters to pinned CPU memory; gradients are dropped."""
-        self.model.finish_gather()
+        self.finish_update()
         self.model.drop_gradients()
         weights = [x.detach() for _, x in self.weights.tensors()]
         self.offloader.sleep([*weights, *self.optimizer.tensors()], weights if keep_weights else ())

@@ -67,7 +67,8 @@ class MegatronState:
         if self.world_size > 1:
             dist.barrier()
         write = self._rank_files_writer(path) if self.args.ckpt_format == "torch" else self._shards_writer(path)
-        small = small_files_writer(path, self.rank, _rng_state(), self._describe() if self.rank == 0 else None)
+        rng: RngState = {**rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+        small = small_files_writer(path, self.rank, rng, self._describe() if self.rank == 0 else None)
         return lambda: [*small(), *write()]
 
     def load(self, path: Path) -> None:
@@ -104,7 +105,9 @@ class MegatronState:
             self._load_with_optimizer(path, meta["steps"], meta.get("adam_steps", meta["steps"]))
         rng = path / f"rng_{self.rank}.pt"
         if rng.is_file() and not args.no_load_rng and not args.finetune:
-            _set_rng_state(torch.load(rng, weights_only=True))
+            states: RngState = torch.load(rng, weights_only=True)
+            set_rng_state(states)
+            get_cuda_rng_tracker().set_states(states["tracker"])
 
     def _by_folder(self, path: Path) -> dict[Path, list[TensorShard]]:
         """What this rank writes."""
@@ -186,12 +189,3 @@ def _own_states(chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
     """What this rank holds, unsharded."""
     states = [unwrapped(chunk).state_dict() for chunk in chunks]
     return [{name: x for name, x in state.items() if not name.endswith("_extra_state")} for state in states]
-
-
-def _rng_state() -> RngState:
-    return {**rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-
-
-def _set_rng_state(state: RngState) -> None:
-    set_rng_state(state)
-    get_cuda_rng_tracker().set_states(state["tracker"])

@@ -10,25 +10,50 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
-from slime.backends.megatron.modules import LatentRotary, Offsets, PackedRotary, ReplicatedLinear, device_of
-from slime.backends.megatron.spec import block_spec
+from slime.backends.megatron.modules import (
+    GatedMLP,
+    GatedSharedExperts,
+    GroupedExperts,
+    LatentRotary,
+    NormedResidual,
+    Offsets,
+    PackedCoreAttention,
+    PackedRotary,
+    ReplicatedLinear,
+    RMSNorm,
+    device_of,
+    plain_residual,
+)
 from slime.backends.token_batch import Scores
 from slime.models.scorer import value_head_weight
 from slime.models.token_log_probs import default_chunk_size, token_log_probs
 from slime.models.vocab_parallel import VocabShard, vocab_parallel_log_probs
-from slime.weights.maps.family import Settings, padded_vocab_size
+from slime.weights.maps.family import Settings, moe_layers, padded_vocab_size
 
 EMPTY = torch.zeros(0, dtype=torch.int64)
 
@@ -191,3 +216,77 @@ def _adapt(model: PolicyModel, config: TransformerConfig, rotary: tuple[Tensor, 
         attention.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, keys)
         if config.q_lora_rank is not None:
             attention.linear_q_down_proj = ReplicatedLinear(config, config.hidden_size, config.q_lora_rank)
+
+
+# --- the one layer specification: megatron-core's parallel layers, and slime's norm, attention, MLP and experts ---
+
+_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+
+
+def block_spec(config: TransformerConfig, settings: Settings, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline rank (and model chunk), and the norm behind the last of all."""
+    with_experts = moe_layers(settings)
+    first = get_transformer_layer_offset(config, vp_stage)
+    here = range(first, first + get_num_layers_to_build(config, vp_stage))
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(config, settings, with_experts[index]) for index in here], layer_norm=RMSNorm
+    )
+
+
+def layer_spec(config: TransformerConfig, settings: Settings, with_experts: bool) -> ModuleSpec:
+    """One decoder layer."""
+    normed = ModuleSpec(module=NormedResidual, params={"config": config})
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_latent_attention() if config.multi_latent_attention else _attention(config),
+            self_attn_bda=normed if settings.get("post_self_attn_layernorm") else plain_residual,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_experts() if with_experts else ModuleSpec(module=GatedMLP, submodules=_mlp()),
+            mlp_bda=normed if settings.get("post_mlp_layernorm") else plain_residual,
+        ),
+    )
+
+
+def _attention(config: TransformerConfig) -> ModuleSpec:
+    norm = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params=_CAUSAL,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedCoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
+        ),
+    )
+
+
+def _latent_attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params=_CAUSAL,
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PackedCoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=RMSNorm,
+            kv_layernorm=RMSNorm,
+        ),
+    )
+
+
+def _mlp() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def _experts() -> ModuleSpec:
+    shared = ModuleSpec(module=GatedSharedExperts, submodules=_mlp())
+    submodules = MoESubmodules(experts=ModuleSpec(module=GroupedExperts), shared_experts=shared)
+    return ModuleSpec(module=MoELayer, submodules=submodules, metainfo={"fuse_pre_mlp_layernorm": False})

@@ -365,11 +365,7 @@ class GroupedExperts(MegatronModule):
                 (first + axes[name], self.tp_group.rank(), self.tp_group.size()),
             )
             found[f"{prefix}{name}"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}{name}",
-                parameter,
-                *offsets,
-                replica_id=(0, 0, self.dp_group.rank()),
-                prepend_axis_num=first,
+                f"{prefix}{name}", parameter, *offsets, replica_id=(0, 0, self.dp_group.rank()), prepend_axis_num=first
             )
         return found
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from torch import Tensor
+from torch import Tensor, nn
 
 from slime.backends.megatron import modules, rank_files
 from slime.backends.megatron.config import ddp_config, merged_settings, transformer_config
@@ -14,8 +14,9 @@ from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.model import build_chunk, unwrapped
 from slime.backends.megatron.routing import RoutingReplay
 from slime.backends.megatron.shards import weight_shards
-from slime.backends.megatron.weights import ModelWeights, select_trainable
+from slime.backends.megatron.weights import ModelWeights
 from slime.backends.tensor_shards import StoredTensors
+from slime.backends.trainable import select_trainable
 from slime.config.args import Args
 from slime.config.hf_config import megatron_folder
 from slime.config.layout import ParallelLayout
@@ -49,7 +50,9 @@ class TrainedModel:
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are made: those have room for what is trained only.
         self.read_weights(initial_weights(args))
-        select_trainable(self.weights, args)
+        names = self.weights.hf_names
+        held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
+        select_trainable(held, [names(name) for name in [*self.weights.entries, *self.weights.own]], args)
         self.routing: RoutingReplay | None = None
         if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
             with_experts = moe_layers(self.settings)

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from slime.backends.megatron.core import MegatronError
 from slime.backends.megatron.gathering import Piece, batches, tensor_group, whole
 from slime.backends.megatron.model import PolicyModel
-from slime.config.args import Args
 from slime.models.shards import ModelError
 from slime.weights.hf_folder import HfFolder
 from slime.weights.maps.family import Entry, Family, Settings
@@ -174,37 +173,6 @@ class ModelWeights:
                 continue
             for j in range(shape[0]):
                 yield Piece(entry, stage, shape[1:], dtype, None if mine is None else mine[j], j)
-
-
-def select_trainable(weights: ModelWeights, args: Args) -> None:
-    """Apply ``--only-train-params-name-list`` or ``--freeze-params-name-list``: regular expressions that are searched
-    in the names of the checkpoint.
-
-    Raises:
-        MegatronError: they separate what Megatron keeps in one parameter, match nothing, or leave nothing.
-    """
-    only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
-    if not only and not freeze:
-        return
-    patterns = [re.compile(p) for p in only or freeze or []]
-    flag = "--only-train-params-name-list" if only else "--freeze-params-name-list"
-    everything = [hf for name in [*weights.entries, *weights.own] for hf in weights.hf_names(name)]
-    for pattern in patterns:
-        if not any(pattern.search(name) for name in everything):
-            raise MegatronError(f"{flag} {pattern.pattern!r} matches no parameter; names look like {everything[0]!r}")
-    for name, tensor in weights.tensors():
-        if not isinstance(tensor, nn.Parameter):
-            continue
-        hits = {any(p.search(hf) for p in patterns) for hf in weights.hf_names(name)}
-        if len(hits) > 1:
-            raise MegatronError(
-                f"{flag} separates {', '.join(weights.hf_names(name)[:3])}, which Megatron keeps in one parameter: "
-                "name all of them or none"
-            )
-        tensor.requires_grad_(hits.pop() == bool(only))
-    every = [weights.hf_names(name) for name in [*weights.entries, *weights.own]]
-    if not any(any(p.search(hf) for hf in names for p in patterns) == bool(only) for names in every):
-        raise MegatronError(f"{flag} leaves no parameter to train")
 
 
 def _fill(name: str, target: Tensor, source: Tensor) -> None:
