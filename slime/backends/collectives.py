@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,14 +13,13 @@ from torch.distributed.tensor import DTensor
 from slime.backends.loss import is_max_metric
 from slime.models.context_parallel import sum_over
 
-Group = ProcessGroup | None
-
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@dataclass(frozen=True)
 class DataParallelReduce:
     """``slime.algorithms.reduce.Reduce`` where every data-parallel rank holds whole samples.
 
@@ -28,11 +29,10 @@ class DataParallelReduce:
         sequence_group: ranks that hold other tokens of the same samples; None when there are none.
     """
 
-    def __init__(
-        self, world_size: int, device: torch.device, group: Group = None, sequence_group: Group = None
-    ) -> None:
-        self.world_size, self.device = world_size, device
-        self.group, self.sequence_group = group, sequence_group
+    world_size: int
+    device: torch.device
+    group: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
 
     def over_data(self, x: Tensor) -> Tensor:
         if self.world_size == 1:
@@ -46,29 +46,26 @@ class DataParallelReduce:
 
     def maximum(self, values: list[float]) -> list[float]:
         """Element-wise over ranks."""
-        if self.world_size == 1:
-            return values
-        packed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=self.group)
-        return packed.tolist()
+        return self._reduced(values, dist.ReduceOp.MAX)
 
     def total(self, values: list[float]) -> list[float]:
         """Element-wise sum over ranks, in float64."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         if self.world_size == 1:
             return values
         packed = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(packed, group=self.group)
+        dist.all_reduce(packed, op=op, group=self.group)
         return packed.tolist()
 
     def each(self, value: float) -> list[float]:
         """The value of every rank, by rank."""
         if self.world_size == 1:
             return [value]
-        row = [0.0] * self.world_size
-        row[dist.get_rank(self.group)] = value
-        # A sum with one non-zero entry per place would turn a neighbour's inf into nan: gather instead.
+        # A gather, since a sum over a row that is 0 but for one place would turn a neighbour's inf into nan.
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)
-        gathered = [torch.empty_like(mine) for _ in row]
+        gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(gathered, mine, group=self.group)
         return [float(x) for x in gathered]
 

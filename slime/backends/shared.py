@@ -42,6 +42,8 @@ class StepOptimizer(Protocol):
     def grad_norm(self) -> float:
         """Of the gradients of all ranks, the same number on each of them; a collective."""
 
+    def reset(self) -> None: ...
+
     def step(self, norm: float) -> float:
         """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
 
@@ -217,6 +219,9 @@ class SharedBackend:
         self.bank.copy(source, target)
         if target != LIVE:
             self.bank.moving.add(target)
+
+    def reset_optimizer(self) -> None:
+        self.optimizer.reset()
 
     def take_save_memory(self) -> None:
         self.state.take_memory()

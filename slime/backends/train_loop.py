@@ -117,14 +117,13 @@ def _score(backend: TrainBackend, args: Args, batch: RankBatch, timer: PhaseTime
 def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:
     names = {name: None for result in results for name in result}  # in the order first seen
     present = {name: [result[name] for result in results if name in result] for name in names}
-    return {
-        name: max(values)
-        if name.endswith("_max")
-        else values[-1]
-        if name.startswith("lr-")
-        else sum(values) / len(values)
-        for name, values in present.items()
-    }
+    return {name: _combined(name, values) for name, values in present.items()}
+
+
+def _combined(name: str, values: list[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    return values[-1] if name.startswith("lr-") else sum(values) / len(values)
 
 
 def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:

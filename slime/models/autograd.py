@@ -9,14 +9,15 @@ from torch.autograd.function import FunctionCtx
 
 
 class Context(FunctionCtx):
-    """Only for annotations. It declares what torch adds at run time; functions derive a class from it that declares the
-    attributes which their forward sets for their backward."""
+    """Only for annotations: it declares what torch adds at run time, and what forward sets for backward."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
     saved_tensors: tuple[Any, ...]
     """What ``save_for_backward`` was given: tensors, and None where it was given None."""
     needs_input_grad: tuple[bool, ...]
+    settings: tuple[Any, ...]
+    """What backward needs beside tensors."""
 
 
 Gradients = tuple[Tensor | None, ...]

@@ -10,38 +10,34 @@ from torch.distributed import ProcessGroup
 from slime.models.autograd import Context, Gradients
 
 
-class _GroupContext(Context):
-    group: ProcessGroup
-
-
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.settings = (group,)
         out = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
 
     @staticmethod
-    def backward(ctx: _GroupContext, *grads: Tensor) -> Gradients:
-        grad = grads[0].contiguous()
-        out = grad.new_empty(grad.shape[0] // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(out, grad, group=ctx.group)
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
+        (group,), grad = ctx.settings, grads[0].contiguous()
+        out = grad.new_empty(grad.shape[0] // group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(out, grad, group=group)
         return out, None
 
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.settings = (group,)
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: _GroupContext, *grads: Tensor) -> Gradients:
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
         total = grads[0].clone()
-        dist.all_reduce(total, group=ctx.group)
+        dist.all_reduce(total, group=ctx.settings[0])
         return total, None
 
 

@@ -45,14 +45,9 @@ def packed_attention_cpu(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, sc
     return out.transpose(0, 1).flatten(1, 2)
 
 
-class _AttentionContext(Context):
-    pack: PackSegments
-    scale: float
-
-
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _AttentionContext, q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -66,13 +61,13 @@ class _PackedAttention(torch.autograd.Function):
             block_out, block_lse = _attend(_rows(q, prefix).flatten(1, 2), k[:, prompt], v[:, prompt], scale, None)
             _join(out, lse, prefix, block_out, block_lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.pack, ctx.scale = pack, scale
+        ctx.settings = pack, scale
         return out
 
     @staticmethod
-    def backward(ctx: _AttentionContext, *grads: Tensor) -> Gradients:
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
         q, k, v, out, lse = ctx.saved_tensors
-        pack, scale, grad = ctx.pack, ctx.scale, grads[0].contiguous()
+        (pack, scale), grad = ctx.settings, grads[0].contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for block in pack.own:
             keys, values = _pick(k, block), _pick(v, block)

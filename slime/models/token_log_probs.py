@@ -88,35 +88,28 @@ def token_log_probs(
         fused: compile what is done to a chunk of logits; for accelerators.
         nuclei: restrict the softmax of the log-probs, but not the entropy's, to what was sampled from.
     """
+    scale, vocab = 1.0 / temperature, weight.shape[0]
     if nuclei is not None:
-        own: Any = (1.0 / temperature, chunk_size if chunk_size > 0 else default_chunk_size(weight.shape[0]))
-        log_probs, _ = _TokenScores.apply(hidden, weight, bias, targets, *own, False, False, nuclei)
+        size = chunk_size if chunk_size > 0 else default_chunk_size(vocab)
+        log_probs, _ = _TokenScores.apply(hidden, weight, bias, targets, scale, size, False, False, nuclei)
         if not with_entropy:
             return TokenScores(log_probs, None)
         whole = token_log_probs(hidden, weight, targets, temperature, bias=bias, chunk_size=chunk_size,
                                 with_entropy=True, entropy_grad=entropy_grad, fused=fused)  # fmt: skip
         return TokenScores(log_probs, whole.entropy)
-    vocab = weight.shape[0]
     default = fused_chunk_size(vocab, weight.element_size()) if fused else default_chunk_size(vocab)
     size = chunk_size if chunk_size > 0 else default
-    function: Any = _FusedTokenScores if fused else _TokenScores
-    log_probs, entropy = function.apply(
-        hidden, weight, bias, targets, 1.0 / temperature, size, with_entropy, entropy_grad
-    )
+    function = _FusedTokenScores if fused else _TokenScores
+    log_probs, entropy = function.apply(hidden, weight, bias, targets, scale, size, with_entropy, entropy_grad)
     if not with_entropy:
         return TokenScores(log_probs, None)
     return TokenScores(log_probs, entropy if entropy_grad else entropy.detach())
 
 
-class _ScoresContext(Context):
-    settings: tuple[float, int, bool, Nuclei | None]
-    """Inverse temperature, chunk size, whether the entropy has a gradient, and the nuclei."""
-
-
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _ScoresContext,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -152,7 +145,7 @@ class _TokenScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: _ScoresContext, *grads: Tensor) -> Gradients:
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad, nuclei = ctx.settings
         chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
@@ -175,17 +168,12 @@ class _TokenScores(torch.autograd.Function):
         return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 6
 
 
-class _FusedContext(Context):
-    settings: tuple[float, int, bool]
-    """Inverse temperature, chunk size, and whether the entropy has a gradient."""
-
-
 class _FusedTokenScores(torch.autograd.Function):
     """The same, with the passes over a chunk compiled into one kernel forward and one backward."""
 
     @staticmethod
     def forward(
-        ctx: _FusedContext,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -211,7 +199,7 @@ class _FusedTokenScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: _FusedContext, *grads: Tensor) -> Gradients:
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad = ctx.settings
         chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])

@@ -57,15 +57,10 @@ def vocab_parallel_log_probs(
     return TokenScores(log_probs, entropy if entropy_grad else entropy.detach())
 
 
-class _ScoresContext(Context):
-    settings: tuple[float, int, bool]
-    """Inverse temperature, chunk size, and whether the entropy has a gradient."""
-
-
 class _VocabParallelScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _ScoresContext,
+        ctx: Context,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -96,7 +91,7 @@ class _VocabParallelScores(torch.autograd.Function):
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: _ScoresContext, *grads: Tensor) -> Gradients:
+    def backward(ctx: Context, *grads: Tensor) -> Gradients:
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         inverse_temperature, chunk_size, entropy_grad = ctx.settings
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

@@ -206,9 +206,6 @@ class FsdpBackend(SharedBackend):
         save_hf_checkpoint(self.scorer.hf, Path(path), dtype, self.args.hf_checkpoint, writer=self.rank == 0)
         self.barrier()
 
-    def reset_optimizer(self) -> None:
-        self.optimizer.reset()
-
     def clear_memory(self) -> None:
         self.optimizer.zero_grad()
         if self.device.type == "cuda":

@@ -54,7 +54,7 @@ class MegatronBackend(SharedBackend):
             raise MegatronError("; ".join(problems))
         groups.initialize(self.layout, args.seed, args.distributed_timeout_minutes)
         self.data_parallel_rank, self.data_parallel_size = self.layout.data_rank(rank), self.layout.dp
-        data, context = groups.data_group(), groups.context_group()
+        data, context = mpu.get_data_parallel_group(), groups.context_group()
         with_context = mpu.get_data_parallel_group(with_context_parallel=True)
         self.reduce = DataParallelReduce(data.size(), device, data, context)
         self.share_reduce = DataParallelReduce(with_context.size(), device, with_context)
@@ -223,9 +223,6 @@ class MegatronBackend(SharedBackend):
 
     def finish_update(self) -> None:
         self.model.finish_gather()
-
-    def reset_optimizer(self) -> None:
-        self.optimizer.reset()
 
     def clear_memory(self) -> None:
         if self.device.type == "cuda":

@@ -32,11 +32,6 @@ def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(derive_seed(seed, "megatron") % 2**31)
 
 
-def data_group() -> ProcessGroup:
-    """Ranks that hold other samples."""
-    return mpu.get_data_parallel_group()
-
-
 def context_group() -> ProcessGroup | None:
     """Ranks that hold other tokens of the same samples; None when there is one only."""
     group = mpu.get_context_parallel_group()

@@ -28,6 +28,8 @@ ROUTING = "routing_choices"
 ENGINE = "rollout_routed_experts"
 """Of the engine, per sample ``[total_length - 1, layers, top-k]``."""
 Mode = Literal["record", "replay"]
+Choose = Callable[..., tuple[Tensor, Tensor]]
+"""Megatron's own choice: scores and experts of each token."""
 
 
 class LayerReplay:
@@ -41,12 +43,7 @@ class LayerReplay:
         """Targets whose forward may be computed again in backward, oldest first."""
 
     def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None,
-        group_topk: int | None,
-        compute: Callable[..., tuple[Tensor, Tensor]],
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, compute: Choose
     ) -> tuple[Tensor, Tensor]:
         """Scores and experts of each token, ``[T, topk]``."""
         values, own = compute(scores, topk, num_groups=num_groups, group_topk=group_topk)

@@ -20,6 +20,7 @@ from slime.backends.megatron.inputs import MicroBatch
 from slime.backends.megatron.model import PolicyModel
 from slime.backends.token_batch import Scores
 
+Chunks = list[DistributedDataParallel]
 OnScores = Callable[[MicroBatch, Scores], tuple[Tensor, dict[str, Tensor]]]
 """On the last stage: the micro-batch's loss (scalar), and what to return of it."""
 Around = Callable[[PolicyModel, MicroBatch], contextlib.AbstractContextManager[None]]
@@ -27,11 +28,7 @@ Around = Callable[[PolicyModel, MicroBatch], contextlib.AbstractContextManager[N
 
 
 def run_schedule(
-    chunks: list[DistributedDataParallel],
-    micros: list[MicroBatch],
-    on_scores: OnScores,
-    forward_only: bool,
-    around: Around | None = None,
+    chunks: Chunks, micros: list[MicroBatch], on_scores: OnScores, forward_only: bool, around: Around | None = None
 ) -> list[dict[str, Tensor]]:
     """Forward, and backward unless ``forward_only``, of all micro-batches on this rank's model chunks.
 
@@ -84,7 +81,7 @@ def no_loss(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor
 
 
 @contextlib.contextmanager
-def without_a_trace(config: TransformerConfig, chunks: list[DistributedDataParallel]) -> Iterator[None]:
+def without_a_trace(config: TransformerConfig, chunks: Chunks) -> Iterator[None]:
     """Gradients of the passes inside are zeroed, and experts' biases do not see their tokens.
 
     Args:
@@ -105,9 +102,7 @@ def without_a_trace(config: TransformerConfig, chunks: list[DistributedDataParal
                     counts.zero_()  # the next update of the experts' biases would count them
 
 
-def _finish_communication(
-    chunks: list[DistributedDataParallel], num_tokens: Tensor | None = None, **kwargs: object
-) -> None:
+def _finish_communication(chunks: Chunks, num_tokens: Tensor | None = None, **kwargs: object) -> None:
     """Wait for gradients that are being reduced; they are not used."""
     for chunk in chunks:
         chunk.finish_grad_sync()
