@@ -8,9 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NotRequired, TypedDict
+from typing import Any, BinaryIO, NotRequired, TypedDict
 
 import xxhash
+
+from slime.data.plain_files import load_plain, plain
 
 _CHUNK = 8 * 2**20
 _THREADS = 4
@@ -63,11 +65,7 @@ class DigestedFile:
 
     def entry(self, root: Path) -> FileEntry:
         """Of the closed file, with its path relative to ``root``."""
-        return {
-            "path": self.path.relative_to(root).as_posix(),
-            "size": self._size,
-            "digest": self._digest.hexdigest(),
-        }
+        return {"path": self.path.relative_to(root).as_posix(), "size": self._size, "digest": self._digest.hexdigest()}
 
 
 def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
@@ -125,3 +123,23 @@ def digest_files(paths: list[Path]) -> list[str]:
     """:func:`file_digest` of many files, some at a time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(file_digest, paths))
+
+
+def write_state(path: Path, state: object) -> None:
+    """Write ``state`` so that ``torch.load(path)`` reads it; never visible half-written."""
+    import torch
+
+    write_atomically(path, lambda file: torch.save(plain(state), file))
+
+
+def read_state(path: Path) -> Any:
+    """Read what :func:`write_state` wrote; nothing in the file is run (:mod:`slime.data.plain_files`).
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UnsafeFileError: it holds something else than plain values.
+    """
+    if not path.is_file():
+        present = ", ".join(sorted(p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "no such folder"
+        raise FileNotFoundError(f"state file {path} is missing (there: {present or 'nothing'})")
+    return load_plain(path)

@@ -37,6 +37,11 @@ class LedgerError(AssertionError):
     """The account does not close: a group was lost, or used twice; the message names the groups."""
 
 
+Line = dict[str, Any]
+"""One JSON object of the file, or a row inside one: see the module. A snapshot holds that of the checkpoint, and which
+rollout is ``complete``, the ``position`` in the file, and which numbers were given ``again``."""
+
+
 @dataclass
 class Row:
     """One group. ``versions`` are the weights that made its tokens, the oldest first."""
@@ -53,10 +58,10 @@ class Row:
     reason: str | None = None  # of a filter, or of whoever left it out
     again: int = 0  # a hook put a closed group back: its n-th time around
 
-    def to_json(self) -> dict[str, Any]:
-        """Without what says nothing."""
-        silent = {"rollout": None, "tokens": 0, "returns": 0, "reason": None, "again": 0}
-        return {name: value for name, value in vars(self).items() if name not in silent or value != silent[name]}
+    def line(self) -> Line:
+        """The row as the file holds it: values that are their field's default are left out."""
+        defaults = {"rollout": None, "tokens": 0, "returns": 0, "reason": None, "again": 0}
+        return {name: value for name, value in vars(self).items() if value != defaults.get(name, ...)}
 
     def take_in(self, group: Group) -> None:
         """What the samples say now."""
@@ -71,7 +76,7 @@ class Row:
 class Cut:
     """The account at the end of a rollout's generation."""
 
-    open: list[dict[str, Any]]
+    open: list[Line]
     given: list[list[int]]
     repeats: int = 0
 
@@ -105,12 +110,12 @@ class Ledger:
         self.unnumbered = 0
         self.trained_to = -1
         self._lock = threading.RLock()
-        self._last_cut: dict[str, Any] | None = None
+        self._last_cut: Line | None = None
         self._file = AppendedFile(path, _FILE)
 
     # --- what the loops say ------------------------------------------------------------------
 
-    def __call__(self, event: str, group: Group, facts: Mapping[str, Any]) -> None:
+    def __call__(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
         """The observer of the rollout loops, see :data:`slime.rollout.state.Observer`.
 
         Raises:
@@ -125,7 +130,8 @@ class Ledger:
             elif event == "given_back":
                 self._returned(number, group)
             elif event in ("accepted", "filtered", "replaced"):
-                self._judged(number, group, event, facts)
+                reason = facts.get("reason")
+                self._judged(number, group, event, None if reason is None else str(reason))
 
     def _asked(self, number: int, group: Group) -> None:
         row = self.open.get(number)
@@ -146,12 +152,12 @@ class Ledger:
         row = self.open[number] = Row(number, "under way", self.next_rollout, again=again)
         return row
 
-    def _judged(self, number: int, group: Group, verdict: str, facts: Mapping[str, Any]) -> None:
+    def _judged(self, number: int, group: Group, verdict: str, reason: str | None = None) -> None:
         if number not in self.open and self.strict:
             raise LedgerError(f"group {number} was {verdict} in rollout {self.next_rollout} without being under way")
         row = self.open.get(number) or self._enter(number)
         row.take_in(group)
-        self._close(row, verdict, facts.get("reason"))
+        self._close(row, verdict, reason)
 
     def _returned(self, number: int, group: Group) -> None:
         row = self.open.get(number) or self._enter(number)
@@ -202,7 +208,7 @@ class Ledger:
             self.cuts[rollout_id] = self._cut_now()
 
     def _cut_now(self) -> Cut:
-        rows = [row.to_json() for row in self.open.values()]
+        rows = [row.line() for row in self.open.values()]
         return Cut(rows, [list(part) for part in self.given.intervals], sum(self.again.values()))
 
     def _match_result(self, rollout_id: int, groups: Sequence[Group]) -> None:
@@ -216,7 +222,7 @@ class Ledger:
             _demand(not short, f"rollout {rollout_id} accepted groups and does not hand them over", short)
             _demand(not twice, f"rollout {rollout_id} holds a group twice", sorted(result))
         for number in extra:  # from a rollout function that reports nothing
-            self._judged(number, result[number], "accepted", {})
+            self._judged(number, result[number], "accepted")
         for number in short:
             accepted[number].state, accepted[number].reason = "discarded", "not in the rollout's result"
 
@@ -259,14 +265,14 @@ class Ledger:
                 for row in rows:
                     row.state = "trained" if row.state == "accepted" else row.state
                 self.counts.update(row.state for row in rows)
-                self._append(row.to_json() for row in rows)
+                self._append(row.line() for row in rows)
             self.trained_to = max(self.trained_to, rollout_id)
             newest = max(self.cuts, default=-1)
             self.cuts = {r: cut for r, cut in self.cuts.items() if r >= rollout_id or r == newest}
 
     # --- checkpoints -------------------------------------------------------------------------
 
-    def cut(self, trained: int, complete: int) -> dict[str, Any]:
+    def cut(self, trained: int, complete: int) -> Line:
         """The committed account: rollouts up to ``trained`` have trained, those up to ``complete`` are generated.
 
         Written to the file, and returned for the snapshot.
@@ -279,7 +285,7 @@ class Ledger:
             if complete not in self.cuts and complete >= 0:
                 raise LedgerError(f"the ledger has no account of rollout {complete}, only of {sorted(self.cuts)}")
             at = self.cuts.get(complete, Cut([], []))
-            ahead = [r.to_json() for n in sorted(self.rollouts) if n <= complete for r in self.rollouts[n]]
+            ahead = [r.line() for n in sorted(self.rollouts) if n <= complete for r in self.rollouts[n]]
             line = {"cut": trained, "attempt": self.attempt, "counts": dict(self.counts), "ahead": ahead, **vars(at)}
             line["unnumbered"] = self.unnumbered
             problems = balance(line)
@@ -290,7 +296,7 @@ class Ledger:
                 self._last_cut = line
             return {**line, "complete": complete, "position": self._file.end, "again": dict(self.again)}
 
-    def restore(self, state: Mapping[str, Any], attempt: int) -> None:
+    def restore(self, state: Line, attempt: int) -> None:
         """Go on from a snapshot's account; what the file says beyond it is rolled back."""
         with self._lock:
             self.attempt = attempt
@@ -302,8 +308,8 @@ class Ledger:
             for row in self.open.values():
                 row.state = "returned"  # the data source gives them again
             self.trained_to = state["cut"]
-            for row in state["ahead"]:
-                self.rollouts.setdefault(int(row["rollout"]), []).append(Row(**row))
+            for line in state["ahead"]:
+                self.rollouts.setdefault(line["rollout"], []).append(Row(**line))
             self.next_rollout = state["complete"] + 1
             self.cuts = {state["complete"]: self._cut_now()}
             if self._file.end >= state["position"]:
@@ -318,11 +324,11 @@ class Ledger:
                     "ledger goes on with the sums of the snapshot"
                 )
             closed = Numbers(state["given"])
-            for row in [*state["open"], *state["ahead"]]:
-                closed.remove(row["group"])
+            for line in [*state["open"], *state["ahead"]]:
+                closed.remove(line["group"])
             self._append([{"base": {"counts": dict(self.counts), "closed": closed.intervals}}])
 
-    def _roll_back(self, state: Mapping[str, Any]) -> None:
+    def _roll_back(self, state: Line) -> None:
         with open(self.path, "rb") as file:
             file.seek(state["position"])
             undone = [row for line in file.read().split(b"\n") if "group" in (row := parse_line(line))]
@@ -331,10 +337,10 @@ class Ledger:
         groups = Numbers()
         for row in undone:
             groups.add(row["group"])
-        line = {"attempt": self.attempt, "after": state["cut"], "groups": groups.intervals, "rows": len(undone)}
-        self._append([{"rolled_back": line}])
+        told = {"attempt": self.attempt, "after": state["cut"], "groups": groups.intervals, "rows": len(undone)}
+        self._append([{"rolled_back": told}])
 
-    def _append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def _append(self, lines: Iterable[Line]) -> None:
         text = "\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
         if text:
             self._file.write(text)
@@ -344,7 +350,7 @@ class Ledger:
         self._file.close()
 
 
-def balance(line: Mapping[str, Any]) -> list[str]:
+def balance(line: Line) -> list[str]:
     """What is wrong with a cut's sums: each number that was given is closed, ahead or open, once."""
     given = Numbers(line["given"])
     places = [("open", row["group"]) for row in line["open"]] + [("ahead", row["group"]) for row in line["ahead"]]
@@ -360,7 +366,7 @@ def balance(line: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def parse_line(line: bytes) -> dict[str, Any]:
+def parse_line(line: bytes) -> Line:
     """One line of the file; empty for what is not a whole JSON object (the tail of a killed run)."""
     try:
         value = json.loads(line)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from slime.checkpoint.ledger import CLOSED, balance, parse_line
+from slime.checkpoint.ledger import CLOSED, Line, balance, parse_line
 from slime.checkpoint.numbers import Numbers
 
 
@@ -25,9 +24,9 @@ class Report:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
-    cut: dict[str, Any] | None = None
+    cut: Line | None = None
     beyond: int = 0
-    rolled_back: list[dict[str, Any]] = field(default_factory=list)
+    rolled_back: list[Line] = field(default_factory=list)
     versions: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -68,13 +67,13 @@ def read_ledger(path: Path) -> Report:
     return report
 
 
-def _row(report: Report, row: dict[str, Any], closed: Numbers, again: set[tuple[int, int]], number: int) -> None:
+def _row(report: Report, row: Line, closed: Numbers, again: set[tuple[int, int]], number: int) -> None:
     group, turn = row["group"], row.get("again", 0)
     if (turn and (group, turn) in again) or (not turn and group in closed):
         report.problems.append(f"line {number}: group {group} is closed a second time")
     if row["state"] not in CLOSED:
         report.problems.append(f"line {number}: group {group} is {row['state']!r}, which is no end")
-    if row["state"] == "trained" and row["rollout"] < report_step(report):
+    if row["state"] == "trained" and report.cut is not None and row["rollout"] <= report.cut["cut"]:
         report.problems.append(f"line {number}: group {group} trained in step {row['rollout']}, before the checkpoint")
     again.add((group, turn)) if turn else closed.add(group)
     report.counts[row["state"]] += 1
@@ -83,15 +82,10 @@ def _row(report: Report, row: dict[str, Any], closed: Numbers, again: set[tuple[
         report.versions[" ".join(row["versions"])] += 1
 
 
-def report_step(report: Report) -> int:
-    """The first step after the last checkpoint."""
-    return -1 if report.cut is None else int(report.cut["cut"]) + 1
-
-
-def _cut(report: Report, line: dict[str, Any], closed: Numbers) -> None:
+def _cut(report: Report, line: Line, closed: Numbers) -> None:
     where = f"checkpoint after step {line['cut']}"
     report.problems += [f"{where}: {problem}" for problem in balance(line)]
-    said = Counter(line["counts"])
+    said: Counter[str] = Counter(line["counts"])
     for state in sorted(said.keys() | report.counts.keys()):
         if said[state] != report.counts[state]:
             told = f"{said[state]} groups {state}, the rows {report.counts[state]}"

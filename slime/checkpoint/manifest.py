@@ -6,7 +6,10 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Mapping
-from typing import Any
+from typing import NotRequired, TypedDict
+
+from slime.checkpoint.files import FileEntry
+from slime.types import JsonObject, JsonValue
 
 _LIBRARIES = ("torch", "transformers", "numpy", "ray", "slime", "megatron-core", "sglang")
 # Where things lie and how much is shown may differ between a run and its continuation.
@@ -18,6 +21,38 @@ WHERE_NOT_WHAT = frozenset(
 
 # With another value, the rest of an epoch repeats some prompts and leaves out others.
 DECIDES_PROMPTS = ("rollout_seed", "rollout_shuffle")
+
+
+class RunFacts(TypedDict, total=False):
+    """What is the same in all snapshots that one process writes."""
+
+    attempt: int
+    """How often the run had been resumed."""
+    world_size: int
+    seed: int
+    settings: JsonObject
+    """See :func:`settings`."""
+
+
+class Facts(RunFacts):
+    """What the run says of itself."""
+
+    rollout_id: int
+    """The rollout that was trained last."""
+    weight_version: NotRequired[str]
+    metrics: NotRequired[dict[str, float]]
+    """The metrics of the step, as far as they were known."""
+
+
+class Manifest(Facts):
+    """The file ``manifest.json`` of a snapshot."""
+
+    format: int
+    sequence: int
+    """The snapshots of a folder are counted in the order of their commits."""
+    time: str
+    libraries: dict[str, str]
+    files: list[FileEntry]
 
 
 class ResumeError(ValueError):
@@ -35,22 +70,21 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def settings(values: Mapping[str, Any]) -> dict[str, Any]:
+def settings(values: Mapping[str, object]) -> JsonObject:
     """What shapes a run, of all its settings by name, as JSON gives it back."""
     kept = {name: value for name, value in values.items() if name not in WHERE_NOT_WHAT}
-    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    plain: JsonObject = json.loads(json.dumps(kept, default=str))
     return plain
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> list[str]:
     """``name: old -> new`` for each of :func:`settings` that differs and that both sides know."""
     return [f"{name}: {then[name]} -> {now[name]}" for name in then if name in now and then[name] != now[name]]
 
 
-def check_same_prompts(then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same_prompts(then: Mapping[str, JsonValue], now: Mapping[str, JsonValue]) -> None:
     """Raise :class:`ResumeError` where the continuation would draw the prompts in another order."""
-    kept = lambda values: {name: values[name] for name in DECIDES_PROMPTS if name in values}  # noqa: E731
-    if wrong := changes(kept(then), kept(now)):
+    if wrong := changes({name: then[name] for name in DECIDES_PROMPTS if name in then}, now):
         raise ResumeError(
             f"the snapshot was made with other prompts ahead ({'; '.join(wrong)}): going on would use some prompts "
             "twice and others never. Resume with the old values, or begin anew from the weights with --finetune"

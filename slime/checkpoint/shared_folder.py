@@ -89,7 +89,9 @@ class FolderTrial:
             FolderError: one of them could not read or write there, or wrote to another folder.
         """
         refused = {f"{who} on {a.host}": a.error for who, a in answers.items() if a.error is not None}
-        unseen = [f"{who} on {a.host}" for who, a in answers.items() if a.error is None and not self._sees(who)]
+        os.listdir(self.place)  # makes a network file system look again
+        written = {who: a for who, a in answers.items() if a.error is None}
+        unseen = [f"{who} on {a.host}" for who, a in written.items() if not (self.place / _file_name(who)).is_file()]
         if not refused and not unseen:
             return
         problems = [f"{who}: {error}" for who, error in refused.items()]
@@ -99,10 +101,6 @@ class FolderTrial:
             f"--save {self.folder} is not one folder for all processes of the run: {shown}. All ranks write one "
             "snapshot together: name a folder on a file system that every node mounts at the same path"
         )
-
-    def _sees(self, who: str) -> bool:
-        os.listdir(self.place)  # makes a network file system look again
-        return (self.place / _file_name(who)).is_file()
 
 
 def answer(folder: str, token: str, who: str) -> Answer:

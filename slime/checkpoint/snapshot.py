@@ -27,10 +27,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, cast
 
 from slime.checkpoint.files import FileEntry, describe_files, digest_files, sync_directory, write_atomically
-from slime.checkpoint.manifest import library_versions
+from slime.checkpoint.manifest import Facts, Manifest, library_versions
 
 MANIFEST = "manifest.json"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -53,11 +53,11 @@ class Snapshot:
     """A complete snapshot on disk."""
 
     path: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
 
     @property
     def iteration(self) -> int:
-        return int(self.manifest["rollout_id"])
+        return self.manifest["rollout_id"]
 
 
 def folder_name(rollout_id: int) -> str:
@@ -81,12 +81,11 @@ def begin(save_dir: Path, rollout_id: int) -> Path:
     return temp
 
 
-def commit(temp: Path, manifest: Mapping[str, Any], written: Sequence[FileEntry] = ()) -> Path:
+def commit(temp: Path, facts: Facts, written: Sequence[FileEntry] = ()) -> Path:
     """Make ``temp`` the snapshot ``iter_<rollout_id>`` and return its path.
 
-    ``manifest`` holds at least ``rollout_id``; the caller adds attempt, versions, seeds, world size and
-    :func:`slime.checkpoint.manifest.settings`. The list of files with sizes and digests, the sequence
-    number, library versions and the time are added here.
+    The manifest gets ``facts``, the list of files with sizes and digests, the sequence number, library versions and
+    the time.
 
     Args:
         written: files that their writers have made durable and digested, with paths relative to ``temp``. They are
@@ -96,7 +95,7 @@ def commit(temp: Path, manifest: Mapping[str, Any], written: Sequence[FileEntry]
         SnapshotError: ``temp`` is not from :func:`begin`, belongs to another rollout, or is empty, or a file in
             ``written`` is missing or has another size.
     """
-    rollout_id = int(manifest["rollout_id"])
+    rollout_id = facts["rollout_id"]
     name = folder_name(rollout_id)
     if not temp.is_dir() or not temp.name.startswith(f".{name}.tmp-"):
         raise SnapshotError(f"{temp} is not an open snapshot of rollout {rollout_id}: pass the folder of begin()")
@@ -104,12 +103,12 @@ def commit(temp: Path, manifest: Mapping[str, Any], written: Sequence[FileEntry]
     files = _describe_files(temp, written)
     if not files:
         raise SnapshotError(f"{temp} is empty: nothing was written before the commit of rollout {rollout_id}")
-    full = {
+    full: Manifest = {
         "format": FORMAT,
-        "sequence": 1 + max((int(s.manifest["sequence"]) for s in snapshots(save_dir)), default=0),
+        "sequence": 1 + max((s.manifest["sequence"] for s in snapshots(save_dir)), default=0),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "libraries": library_versions(),
-        **manifest,
+        **facts,
         "files": files,
     }
     write_atomically(temp / MANIFEST, lambda file: file.write(json.dumps(full, indent=1, sort_keys=True).encode()))
@@ -117,7 +116,8 @@ def commit(temp: Path, manifest: Mapping[str, Any], written: Sequence[FileEntry]
     _rename_over(temp, final)
     write_atomically(save_dir / TRACKER, lambda file: file.write(f"{rollout_id}\n".encode()))
     for source in final.glob(_DATA_STATE):
-        _publish(source, save_dir / "rollout" / source.name)
+        state = source.read_bytes()
+        write_atomically(save_dir / "rollout" / source.name, lambda file, state=state: file.write(state))  # type: ignore[misc]
     return final
 
 
@@ -158,10 +158,6 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _publish(source: Path, target: Path) -> None:
-    write_atomically(target, lambda file: file.write(source.read_bytes()))
-
-
 def clean_up(save_dir: Path) -> None:
     """Remove half-written snapshots; put back one whose replacement was never finished."""
     for path in list(save_dir.iterdir()):
@@ -184,7 +180,7 @@ def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least one snapshot must stay")
-    older = sorted(snapshots(save_dir), key=_sequence)[:-keep]
+    older = sorted(snapshots(save_dir), key=lambda each: each.manifest["sequence"])[:-keep]
     doomed = [snapshot for snapshot in older if not every or (snapshot.iteration + 1) % every]
     for snapshot in doomed:
         # The manifest goes first: from then on the folder counts as half-written.
@@ -284,7 +280,7 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
             present = _only(present, step, load_dir)
         if not present:
             return None
-        found = max(present, key=_sequence)
+        found = max(present, key=lambda each: each.manifest["sequence"])
     verify(found, digests)
     return found
 
@@ -356,15 +352,17 @@ def _read(path: Path) -> Snapshot:
         raise SnapshotError(f"{path / MANIFEST} has format {found}, this version reads {FORMAT}")
     if problem := _manifest_problem(manifest):
         raise SnapshotError(f"{path / MANIFEST} was changed after it was written: {problem}")
-    return Snapshot(path, manifest)
+    return Snapshot(path, cast(Manifest, manifest))
 
 
-def _manifest_problem(manifest: Mapping[str, Any]) -> str | None:
+def _manifest_problem(manifest: Mapping[str, object]) -> str | None:
     """What a hand-edited manifest lacks of what every reader relies on."""
     for name, kind in (("rollout_id", int), ("sequence", int), ("files", list)):
         if type(manifest.get(name)) is not kind:
             return f"{name} is {str(manifest.get(name))[:40]!r}, not {'a list' if kind is list else 'a number'}"
-    for entry in manifest["files"]:
+    entries = manifest["files"]
+    assert isinstance(entries, list)
+    for entry in entries:
         if not isinstance(entry, dict) or not {"path", "size", "digest"} <= entry.keys():
             return f"an entry of files is {str(entry)[:80]!r}, not a path with its size and digest"
         if not isinstance(entry["path"], str) or ".." in Path(entry["path"]).parts or entry["path"].startswith("/"):
@@ -375,10 +373,6 @@ def _manifest_problem(manifest: Mapping[str, Any]) -> str | None:
 def _number(path: Path) -> int | None:
     match = _ITERATION.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
     return int(match[1]) if match else None
-
-
-def _sequence(snapshot: Snapshot) -> int:
-    return int(snapshot.manifest["sequence"])
 
 
 def _only(present: list[Snapshot], step: int, load_dir: Path) -> list[Snapshot]:

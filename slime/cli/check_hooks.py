@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -108,16 +108,17 @@ def _try(bench: Bench, option: str, name: str, path: str) -> str:
     probe = hook_probes.PROBES.get(name) or hook_probes_train.PROBES.get(name)
     if probe is None and name not in CALLS:
         return "found; it is called in a run only"
+    of_the_run = getattr(bench.args, name)
     if option.startswith("data set"):
-        bench = copy.copy(bench)
-        bench.args = copy.copy(bench.args)
-        setattr(bench.args, name, path)
+        bench.args = bench.args.with_values(**{name: path})
     try:
         return hook_probes_train.signature_only(name, fn) if probe is None else probe(bench, fn)
     except (Complaint, CommandError):
         raise
     except Exception as error:  # what the run's own code says of what the hook returned
         raise complaint_of(error, fn) from error
+    finally:
+        bench.args = bench.args.with_values(**{name: of_the_run})
 
 
 def _load(name: str, path: str) -> Any:
@@ -126,11 +127,8 @@ def _load(name: str, path: str) -> Any:
     except HookError as error:
         raise Complaint(str(error)) from error
     except BaseException as error:  # the user's module ran and failed
-        place = ""
-        trace = error.__traceback__
-        while trace is not None:
-            place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
-            trace = trace.tb_next
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{last.filename}:{last.lineno}"
         if isinstance(error, SyntaxError):
             place = f"{error.filename}:{error.lineno}"
         raise Complaint(f"importing it raised {type(error).__name__}: {error}", place) from error

@@ -7,13 +7,19 @@ import functools
 import tempfile
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.cli.errors import CommandError
 from slime.config.args import Args
 from slime.config.files import file_of
 from slime.config.rollout import is_fully_async
 from slime.data.sample import Group, Sample, flatten
+
+if TYPE_CHECKING:
+    from slime.data.convert import TrainData
+    from slime.data.source import RolloutDataSourceWithBuffer
+    from slime.engines.process import EngineProcess
+    from slime.types import Tokenizer
 
 PROMPTS = 2
 SAMPLES = 4
@@ -31,13 +37,12 @@ class Bench:
     """
 
     def __init__(self, args: Args, limit: float, tool_answer: str | None = None) -> None:
-        self.args = copy.copy(args)
         self.limit, self.tool_answer = limit, tool_answer
         self.resumes = bool(args.partial_rollout) or is_fully_async(args)  # aborted samples go on later
         self.notes: list[str] = []
         self.generated: list[Group] | None = None  # of the user's own generate function
         self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")
-        self._engine: Any = None
+        self._engine: EngineProcess | None = None
         small = {
             "rollout_batch_size": PROMPTS,
             "over_sampling_batch_size": PROMPTS,
@@ -51,8 +56,7 @@ class Bench:
             "streaming_data": False,
             "num_data_workers": 0,
         }
-        for name, value in small.items():
-            setattr(self.args, name, value)
+        self.args = args.with_values(**small)
 
     def __enter__(self) -> Bench:
         return self
@@ -65,25 +69,26 @@ class Bench:
         self._folder.cleanup()
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         from slime.data.tokenizers import load_tokenizer
 
         if not self.args.hf_checkpoint:
             raise CommandError("no --hf-checkpoint: hooks are tried on samples, and these need a tokenizer")
         try:
-            return load_tokenizer(self.args.hf_checkpoint)
+            tokenizer: Tokenizer = load_tokenizer(self.args.hf_checkpoint)
+            return tokenizer
         except (OSError, ValueError) as error:
             raise CommandError(f"--hf-checkpoint {self.args.hf_checkpoint}: no tokenizer there ({error})") from error
 
     @functools.cached_property
-    def source(self) -> Any:
+    def source(self) -> RolloutDataSourceWithBuffer:
         """The built-in data source over the first prompts of ``--prompt-data``, or over a made-up one."""
         from slime.data.source import RolloutDataSourceWithBuffer
 
         spec = self.args.prompt_data
         if spec and self.args.rollout_global_dataset and file_of(spec).is_file():
             if "@[" not in spec:
-                self.args.prompt_data = f"{spec}@[:{PROMPTS}]"
+                self.args = self.args.with_values(prompt_data=f"{spec}@[:{PROMPTS}]")
             return RolloutDataSourceWithBuffer(self.args)
         self.notes.append("no --prompt-data that can be read: tried on a made-up prompt")
         return RolloutDataSourceWithBuffer(self.args, _MadeUp(bool(self.args.apply_chat_template)))
@@ -106,12 +111,9 @@ class Bench:
                 if self.generated is None:
                     self._answer(sample, place)
                 if rewards and sample.reward is None:
-                    sample.reward = self._reward(place)
+                    value, key = (1.0 if place == 0 else 0.0), self.args.reward_key
+                    sample.reward = {key: value} if key else value
         return groups
-
-    def _reward(self, place: int) -> Any:
-        value = 1.0 if place == 0 else 0.0
-        return {self.args.reward_key: value} if self.args.reward_key else value
 
     def _answer(self, sample: Sample, place: int) -> None:
         label = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
@@ -126,7 +128,7 @@ class Bench:
         sample.status = Sample.Status.TRUNCATED if place >= 2 else Sample.Status.COMPLETED
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, sample: Sample) -> list[int]:
         if isinstance(sample.prompt, str):
@@ -143,33 +145,41 @@ class Bench:
         from transformers import LlamaConfig, LlamaForCausalLM
         from transformers.utils import logging
 
+        from slime.data.tokenizers import load_tokenizer
         from slime.engines.process import start_embedded_engine
 
         logging.disable_progress_bar()
         folder = Path(self._folder.name) / "model"
-        self.tokenizer.save_pretrained(folder)
+        tokenizer = load_tokenizer(self.args.hf_checkpoint)
+        tokenizer.save_pretrained(folder)
         shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         torch.manual_seed(0)
         LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=len(self.tokenizer),
+                vocab_size=len(tokenizer),
                 **shape,  # type: ignore[arg-type]
                 num_key_value_heads=1,
                 max_position_embeddings=1 << 15,
                 tie_word_embeddings=True,
-                bos_token_id=self.tokenizer.bos_token_id,
-                eos_token_id=self.tokenizer.eos_token_id,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
             )
         ).save_pretrained(folder)
-        options = copy.copy(self.args)
-        options.hf_checkpoint, options.rollout_dtype, options.embedded_device = str(folder), "float32", "cpu"
-        options.embedded_max_running_requests, options.embedded_max_total_tokens = 16, 1 << 16
-        options.threads_per_process, options.deterministic = 1, False
+        room = {"embedded_max_running_requests": 16, "embedded_max_total_tokens": 1 << 16, "threads_per_process": 1}
+        options = self.args.with_values(hf_checkpoint=str(folder), rollout_dtype="float32", embedded_device="cpu")
+        options = options.with_values(**room, deterministic=False)
         self._engine = start_embedded_engine(options, 0, log_path=Path(self._folder.name) / "engine.log")
         self._engine.wait_ready(ENGINE_SECONDS)
         host, port = self._engine.url.removeprefix("http://").split(":")
-        self.args.sglang_router_ip, self.args.sglang_router_port = host, int(port)
-        self.args.rollout_backend = "embedded"
+        self.args = self.args.with_values(
+            sglang_router_ip=host, sglang_router_port=int(port), rollout_backend="embedded"
+        )
+
+
+def one_step(args: Args, data: TrainData) -> Args:
+    """``args`` with which all samples of ``data`` make one step, one sample in each micro-batch."""
+    count = len(set(data["rollout_ids"]))
+    return args.with_values(global_batch_size=count, micro_batch_size=1, use_dynamic_batch_size=False)
 
 
 class _MadeUp:
@@ -186,5 +196,5 @@ class _MadeUp:
 
     def __getitem__(self, i: int) -> Sample:
         text = f"What is {i + 2} + 2?"
-        prompt: Any = [{"role": "user", "content": text}] if self.messages else text
+        prompt: str | list[dict[str, str]] = [{"role": "user", "content": text}] if self.messages else text
         return Sample(prompt=prompt, label=str(i + 4))

@@ -9,10 +9,14 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+Hook = Callable[..., object]
+"""A function or a class of the user."""
 
 _LOOK = 0.02  # seconds between looks at the thread that works
 HOOK_THREAD = "hook"
@@ -37,7 +41,7 @@ class Outcome:
     place: str = ""
 
 
-def definition(fn: Callable[..., Any]) -> str:
+def definition(fn: Hook) -> str:
     """File and line where a function or class is defined."""
     try:
         return f"{short(inspect.getsourcefile(inspect.unwrap(fn)) or '?')}:{inspect.getsourcelines(fn)[1]}"
@@ -45,7 +49,7 @@ def definition(fn: Callable[..., Any]) -> str:
         return ""
 
 
-def wrong(fn: Callable[..., Any], text: str) -> Complaint:
+def wrong(fn: Hook, text: str) -> Complaint:
     """A complaint about a function as a whole."""
     return Complaint(text, definition(fn))
 
@@ -55,7 +59,7 @@ def short(path: str) -> str:
     return path if relative.startswith("..") else relative
 
 
-def check_signature(fn: Callable[..., Any], words: str, *args: Any, **keywords: Any) -> None:
+def check_signature(fn: Hook, words: str, *args: object, **keywords: object) -> None:
     """Whether ``fn(*args, **keywords)`` is a possible call; ``words`` is the call as the documentation writes it."""
     try:
         signature = inspect.signature(fn)
@@ -68,15 +72,13 @@ def check_signature(fn: Callable[..., Any], words: str, *args: Any, **keywords: 
         raise wrong(fn, f"it is called as {words}, but is defined as {name}{signature}: {error}") from None
 
 
-def not_async(fn: Callable[..., Any]) -> None:
+def not_async(fn: Hook) -> None:
     """For hooks that are called without await."""
     if inspect.iscoroutinefunction(fn):
-        raise Complaint(
-            "it is an async def, but this hook is called without await: make it a plain def", definition(fn)
-        )
+        raise wrong(fn, "it is an async def, but this hook is called without await: make it a plain def")
 
 
-def check_picklable(what: str, value: Any) -> None:
+def check_picklable(what: str, value: object) -> None:
     """Samples are saved with snapshots and sent between processes."""
     for name, entry in vars(value).items():
         try:
@@ -88,7 +90,7 @@ def check_picklable(what: str, value: Any) -> None:
             ) from error
 
 
-def guarded(fn: Callable[..., Any], start: Callable[[], Any], limit: float, loop: bool = False) -> Outcome:
+def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = False) -> Outcome:
     """Run ``start()``, which calls ``fn``, on a thread of its own.
 
     Args:
@@ -123,23 +125,17 @@ def guarded(fn: Callable[..., Any], start: Callable[[], Any], limit: float, loop
     return Outcome(answer["result"], seconds, watch.longest, watch.place)
 
 
-def complaint_of(error: BaseException, fn: Callable[..., Any]) -> Complaint:
+def complaint_of(error: BaseException, fn: Hook) -> Complaint:
     """An exception as a complaint: of the user's lines with its type, of ours as its words."""
     if isinstance(error, Complaint):
         return error
-    place, ours, file = "", True, _file(fn)
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if name == file:
-            place, ours = f"{short(name)}:{trace.tb_lineno} in {trace.tb_frame.f_code.co_name}", False
-        trace = trace.tb_next
-    text = (
-        str(error)
-        if ours and isinstance(error, ValueError | TypeError)
-        else f"it raised {type(error).__name__}: {error}"
-    )
-    return Complaint(text, place or definition(fn))
+    file = _file(fn)
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if not theirs:
+        ours = isinstance(error, ValueError | TypeError)
+        return Complaint(str(error) if ours else f"it raised {type(error).__name__}: {error}", definition(fn))
+    place = f"{short(file)}:{theirs[-1].lineno} in {theirs[-1].name}"
+    return Complaint(f"it raised {type(error).__name__}: {error}", place)
 
 
 class _Watch:
@@ -148,7 +144,7 @@ class _Watch:
     def __init__(self, file: str) -> None:
         self.file, self.beat, self.longest, self.place = file, 0.0, 0.0, ""
 
-    async def inside(self, start: Callable[[], Any]) -> Any:
+    async def inside(self, start: Callable[[], object]) -> object:
         beating = asyncio.ensure_future(self._beat())
         self.beat = time.monotonic()
         try:
@@ -173,7 +169,7 @@ class _Watch:
             self.place = _position(self.file) or self.place
 
 
-def _file(fn: Callable[..., Any]) -> str:
+def _file(fn: Hook) -> str:
     try:
         return inspect.getsourcefile(inspect.unwrap(fn)) or ""
     except TypeError:

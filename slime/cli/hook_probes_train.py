@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import check_signature, guarded, not_async, wrong
+from slime.cli.hook_bench import Bench, one_step
+from slime.cli.hook_guard import Hook, check_signature, guarded, not_async, wrong
 from slime.config.hooks import call_problem
 
 if TYPE_CHECKING:
+    from slime.config.args import Args
     from slime.data.fields import RankBatch
 
-Probe = Callable[[Bench, Any], str]
 
-
-def _rank_batch(bench: Bench, args: Any) -> RankBatch:
+def _rank_batch(bench: Bench, args: Args) -> RankBatch:
     """The batch that a training rank gets, with log-probs of all models filled in."""
     import torch
 
     from slime.data.convert import samples_to_train_data, split_train_data
     from slime.data.wire import to_rank_batch
 
-    args.custom_convert_samples_to_train_data_path = None
-    data = samples_to_train_data(args, bench.answered())
-    args.global_batch_size, args.micro_batch_size, args.use_dynamic_batch_size = len(set(data["rollout_ids"])), 1, False
-    batch = to_rank_batch(split_train_data(args, data, 1)[0])
+    data = samples_to_train_data(args.with_values(custom_convert_samples_to_train_data_path=None), bench.answered())
+    batch = to_rank_batch(split_train_data(one_step(args, data), data, 1)[0])
     generator = torch.Generator().manual_seed(0)
 
-    def draw(low: float, high: float) -> list[Any]:
+    def draw(low: float, high: float) -> list[torch.Tensor]:
         return [low + (high - low) * torch.rand(n, generator=generator) for n in batch["response_lengths"]]
 
     batch["old_log_probs"], batch["ref_log_probs"] = draw(-3, -0.01), draw(-3, -0.01)
@@ -41,7 +37,7 @@ def _rank_batch(bench: Bench, args: Any) -> RankBatch:
     return batch
 
 
-def _check_per_token(fn: Any, batch: RankBatch, *names: str) -> None:
+def _check_per_token(fn: Hook, batch: RankBatch, *names: str) -> None:
     for name in names:
         values = batch.get(name)
         if values is None:
@@ -51,14 +47,13 @@ def _check_per_token(fn: Any, batch: RankBatch, *names: str) -> None:
             raise wrong(fn, f"{name} has lengths {lengths}, the responses {list(batch['response_lengths'])}")
 
 
-def advantages(bench: Bench, fn: Any) -> str:
+def advantages(bench: Bench, fn: Hook) -> str:
     from slime.algorithms.sequences import IDENTITY
     from slime.backends.advantages import AdvantageSettings, compute_advantages
     from slime.data.fields import on_hook_names
 
     not_async(fn)
-    args = copy.copy(bench.args)
-    args.compute_advantages_and_returns = True
+    args = bench.args.with_values(compute_advantages_and_returns=True)
     batch = _rank_batch(bench, args)
     check_signature(fn, "fn(args, rollout_data)", args, {})
     settings = replace(AdvantageSettings.from_args(args), custom=on_hook_names(fn))
@@ -67,12 +62,12 @@ def advantages(bench: Bench, fn: Any) -> str:
     return f"advantages and returns of {len(batch['tokens'])} samples"
 
 
-def postprocess(bench: Bench, fn: Any) -> str:
+def postprocess(bench: Bench, fn: Hook) -> str:
     from slime.algorithms.sequences import IDENTITY
     from slime.backends.advantages import AdvantageSettings, compute_advantages
 
     not_async(fn)
-    args = copy.copy(bench.args)
+    args = bench.args
     batch = _rank_batch(bench, args)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
     check_signature(fn, "fn(args, rollout_id, rollout_data)", args, 0, {})
@@ -84,25 +79,25 @@ def postprocess(bench: Bench, fn: Any) -> str:
     return "called with " + ", ".join(sorted(name for name, value in view.items() if value is not None))
 
 
-def loss(bench: Bench, fn: Any) -> str:
+def loss(bench: Bench, fn: Hook) -> str:
     """``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``."""
     check_signature(fn, "fn(args, batch, logits, sum_of_sample_mean)", bench.args, {}, None, None)
     return _backward(bench, fn, {"loss_type": "custom_loss"})
 
 
-def tis(bench: Bench, fn: Any) -> str:
+def tis(bench: Bench, fn: Hook) -> str:
     """``--custom-tis-function-path``: keywords only."""
     names = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
     check_signature(fn, f"fn(args=…, {', '.join(f'{n}=…' for n in names)})", args=None, **dict.fromkeys(names))
     return _backward(bench, fn, {"use_tis": True, "loss_type": "policy_loss"})
 
 
-def reducer(bench: Bench, fn: Any) -> str:
+def reducer(bench: Bench, fn: Hook) -> str:
     check_signature(fn, "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss)", [], [], [], False)
     return _backward(bench, fn, {"loss_type": "policy_loss"})
 
 
-def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
+def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     """Through :func:`slime.backends.loss.compute_loss`, the one loss path of all backends, and back."""
     import torch
 
@@ -112,9 +107,7 @@ def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
     from slime.backends.token_batch import TokenBatch
 
     not_async(fn)
-    args = copy.copy(bench.args)
-    for name, value in settings.items():
-        setattr(args, name, value)
+    args = bench.args.with_values(**settings)
     batch = _rank_batch(bench, args)
     compute_advantages(AdvantageSettings.from_args(args), batch, IDENTITY)
     targets = torch.cat(
@@ -133,7 +126,7 @@ def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
 
     loss_settings = LossSettings.from_args(args)
 
-    def both() -> tuple[Any, Any]:
+    def both() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value, metrics = compute_loss(loss_settings, tokens, num_rollouts=count, num_tokens=float(len(targets)))
         if value.dim() != 0:
             raise wrong(fn, f"the loss has shape {tuple(value.shape)}: return a scalar")
@@ -150,7 +143,7 @@ def _backward(bench: Bench, fn: Any, settings: dict[str, Any]) -> str:
     return f"loss {float(value):.4g} with gradient; metrics {', '.join(sorted(metrics))}"
 
 
-PROBES: dict[str, Probe] = {
+PROBES: dict[str, Callable[[Bench, Hook], str]] = {
     "custom_advantage_function_path": advantages,
     "rollout_data_postprocess_path": postprocess,
     "custom_loss_function_path": loss,
@@ -159,7 +152,7 @@ PROBES: dict[str, Probe] = {
 }
 
 
-def signature_only(name: str, fn: Any) -> str:
+def signature_only(name: str, fn: Hook) -> str:
     not_async(fn)
     problem = call_problem(name, fn)
     if problem:

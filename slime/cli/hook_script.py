@@ -7,9 +7,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 from aiohttp import ClientSession, web
+
+if TYPE_CHECKING:
+    from slime.types import JsonObject, Tokenizer
 
 _MOST_AFTER_ABORT = 20
 LAST = "The answer is 4."
@@ -25,6 +28,22 @@ class Request:
     aborted: bool = False
 
 
+class _Params(TypedDict, total=False):
+    """The ``sampling_params`` of a request that the script looks at."""
+
+    stop: str | list[str] | None
+    no_stop_trim: bool
+    max_new_tokens: int | None
+
+
+class _Answer(TypedDict, total=False):
+    """What an engine answers; it has other fields besides."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, object]
+
+
 class ScriptedEngine:
     """Stands before a real engine and replaces what it writes, by the number of the request.
 
@@ -38,15 +57,10 @@ class ScriptedEngine:
     """
 
     def __init__(
-        self, url: str, tokenizer: Any, answers: list[str], abort_at: int | None, on_abort: Callable[[], None]
+        self, url: str, tokenizer: Tokenizer, answers: list[str], abort_at: int | None, on_abort: Callable[[], None]
     ) -> None:
-        self.url, self.tokenizer, self.answers, self.abort_at, self.on_abort = (
-            url,
-            tokenizer,
-            answers,
-            abort_at,
-            on_abort,
-        )
+        self.url, self.tokenizer, self.answers = url, tokenizer, answers
+        self.abort_at, self.on_abort = abort_at, on_abort
         self.requests: list[Request] = []
         self.runaway = asyncio.Event()  # the function asks again and again although all is aborted
         app = web.Application(client_max_size=1 << 30)
@@ -85,15 +99,16 @@ class ScriptedEngine:
         single = isinstance(body, dict) and (isinstance(body.get("text"), str) or _flat(body.get("input_ids")))
         if not single or (body.get("sampling_params") or {}).get("n", 1) != 1:
             return await self._send("POST", "/generate", json.dumps(body).encode())
-        number, params = len(self.requests), dict(body.get("sampling_params") or {})
-        asked = Request(body.get("input_ids") or list(self.tokenizer(body["text"])["input_ids"]))
+        number = len(self.requests)
+        params: _Params = dict(body.get("sampling_params") or {})  # type: ignore[assignment]  # JSON from a client
+        asked = Request(body.get("input_ids") or self.tokenizer.encode(body["text"]))
         self.requests.append(asked)
         one = {**body, "stream": False, "return_logprob": True, "sampling_params": {**params, "max_new_tokens": 1}}
         one["sampling_params"].pop("min_new_tokens", None)
         sent = await self._send("POST", "/generate", json.dumps(one).encode())
         if sent.status != 200 or not isinstance(sent.body, bytes):
             return sent
-        answer = self._written(json.loads(sent.body), number, asked, params)
+        answer = self._write(json.loads(sent.body), number, asked, params)
         if asked.aborted:
             self.on_abort()
             if self.abort_at is not None and number - self.abort_at >= _MOST_AFTER_ABORT:
@@ -107,12 +122,12 @@ class ScriptedEngine:
         await response.write(b"data: " + json.dumps(answer).encode() + b"\n\ndata: [DONE]\n\n")
         return response
 
-    def _written(self, answer: dict[str, Any], number: int, asked: Request, params: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, answer: _Answer, number: int, asked: Request, params: _Params) -> _Answer:
         """The real engine's answer with the script's words."""
         text = self.answers[number] if number < len(self.answers) else LAST
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         asked.aborted = self.abort_at is not None and number >= self.abort_at
-        finish: dict[str, Any]
+        finish: JsonObject
         if asked.aborted:
             ids = ids[: len(ids) // 2] if number == self.abort_at else []
             text, finish = self.tokenizer.decode(ids), {"type": "abort", "message": "Abort in waiting queue"}
@@ -120,16 +135,18 @@ class ScriptedEngine:
             text, ids, finish = self._ended(text, ids, params)
         asked.ids, asked.log_probs = ids, [-0.5 - (number * 37 + place) % 64 / 64 for place in range(len(ids))]
         scored = [[value, token, None] for value, token in zip(asked.log_probs, ids, strict=True)]
-        meta = {**answer["meta_info"], "finish_reason": finish, "completion_tokens": len(ids)}
-        new = {"text": text, "meta_info": {**meta, "output_token_logprobs": scored}}
-        return {**answer, **new, **({"output_ids": ids} if "output_ids" in answer else {})}
+        meta = {"finish_reason": finish, "completion_tokens": len(ids), "output_token_logprobs": scored}
+        answer["text"], answer["meta_info"] = text, answer["meta_info"] | meta
+        if "output_ids" in answer:
+            answer["output_ids"] = ids
+        return answer
 
-    def _ended(self, text: str, ids: list[int], params: dict[str, Any]) -> tuple[str, list[int], dict[str, Any]]:
+    def _ended(self, text: str, ids: list[int], params: _Params) -> tuple[str, list[int], JsonObject]:
         """A text as an engine ends it: at a stop string, at the limit of tokens, or with the end token."""
         stops = params.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
         at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, ""))
-        finish: dict[str, Any] = {"type": "stop", "matched": self.tokenizer.eos_token_id}
+        finish: JsonObject = {"type": "stop", "matched": self.tokenizer.eos_token_id}
         if at >= 0:
             count = next(n for n in range(1, len(ids) + 1) if stop in self.tokenizer.decode(ids[:n]))
             ids, finish = ids[:count], {"type": "stop", "matched": stop}
@@ -143,5 +160,5 @@ class ScriptedEngine:
         return text, ids, finish
 
 
-def _flat(ids: Any) -> bool:
+def _flat(ids: object) -> bool:
     return isinstance(ids, list) and bool(ids) and isinstance(ids[0], int)

@@ -1,18 +1,21 @@
-"""A generate function with a tool turn that is forced on it, and with an abort under way: whether what it returns
-agrees with what the engine sampled."""
+"""Whether what a generate function returns agrees with what the engine sampled and with what it appended itself: after
+a tool turn that is forced on it, and with an abort under way."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 
 from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import Complaint, check_picklable, guarded, wrong
+from slime.cli.hook_guard import Complaint, Hook, check_picklable, guarded, wrong
 from slime.cli.hook_script import Request, ScriptedEngine
+from slime.config.args import Args
 from slime.data.sample import Sample, flatten
 from slime.rollout.custom_generate import call_list, call_single, takes_list
 from slime.rollout.settings import SamplingSettings
@@ -27,12 +30,14 @@ TOOL_TURNS = (  # common forms in which models ask for a tool; none of them does
 )
 _ROOM = 512  # tokens of a response, so that no turn is cut by accident
 _CLOSE = 1e-4
+_APPENDED = "_appended_in_check"
+P = ParamSpec("P")
 
 
 class _Try:
     """The function on the first prompts, with one scripted engine."""
 
-    def __init__(self, bench: Bench, fn: Any) -> None:
+    def __init__(self, bench: Bench, fn: Hook) -> None:
         self.bench, self.fn = bench, fn
         self.url = f"http://{bench.args.sglang_router_ip}:{bench.args.sglang_router_port}"
         self.listed = takes_list(fn)
@@ -47,35 +52,35 @@ class _Try:
         Args:
             answers: per turn; each sample gets them all.
         """
-        args = copy.copy(self.bench.args)
-        args.rollout_max_response_len = _ROOM
+        args = self.bench.args.with_values(rollout_max_response_len=_ROOM)
         params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
         count = len(self.samples)
         script = [text for text in answers for _ in range(count)]
         at = None if abort_at is None else abort_at * count
 
-        async def call(samples: list[Sample]) -> list[Any]:
+        async def call(args: Args, samples: list[Sample]) -> list[Any]:
             if self.listed:
                 return list(await call_list(self.fn, args, samples, False))
             return [await call_single(self.fn, args, one, dict(params), False) for one in samples]
 
         async def work() -> tuple[list[Any], list[Any], list[Request]]:
-            state = GenerateState(args)
+            state: GenerateState
             stop = lambda: setattr(state, "aborted", True)  # noqa: E731
             async with ScriptedEngine(self.url, self.bench.tokenizer, script, at, stop) as engine:
-                args.sglang_router_ip, args.sglang_router_port = "127.0.0.1", engine.port
-                first = await self._unless_runaway(call(copy.deepcopy(self.samples)), engine)
+                here = args.with_values(sglang_router_ip="127.0.0.1", sglang_router_port=engine.port)
+                state = GenerateState(here)
+                first = await self._unless_runaway(call(here, copy.deepcopy(self.samples)), engine)
                 again: list[Any] = []
                 if go_on and all(isinstance(part, Sample) for part in first):
                     before = copy.deepcopy(first)
                     engine.abort_at, state.aborted = None, False
-                    again, first = await self._unless_runaway(call(first), engine), before
+                    again, first = await self._unless_runaway(call(here, first), engine), before
                 return first, again, engine.requests
 
         first, again, requests = guarded(self.fn, work, self.bench.limit, loop=True).result
         return [flatten([part]) for part in first], [flatten([part]) for part in again], requests
 
-    async def _unless_runaway(self, work: Any, engine: ScriptedEngine) -> list[Any]:
+    async def _unless_runaway(self, work: Coroutine[object, object, list[object]], engine: ScriptedEngine) -> list[Any]:
         task, runaway = asyncio.ensure_future(work), asyncio.ensure_future(engine.runaway.wait())
         try:
             await asyncio.wait({task, runaway}, return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +97,7 @@ class _Try:
             await asyncio.gather(task, runaway, return_exceptions=True)
 
 
-def check_turns(bench: Bench, fn: Any) -> str:
+def check_turns(bench: Bench, fn: Hook) -> str:
     """Force a tool turn, then abort, then go on.
 
     Returns:
@@ -118,7 +123,7 @@ def check_turns(bench: Bench, fn: Any) -> str:
     return f"{said}, an abort"
 
 
-def _filled(samples: Sequence[Sample]) -> Any:
+def _filled(samples: Sequence[Sample]) -> Callable[[str], str]:
     """The forms with the first tool that the data names."""
     tools = next((one.metadata.get("tools") for one in samples if isinstance(one.metadata, dict)), None)
     tool = tools[0] if isinstance(tools, list) and tools and isinstance(tools[0], dict) else {}
@@ -127,7 +132,7 @@ def _filled(samples: Sequence[Sample]) -> Any:
     return lambda form: form.format(name=name, arguments='{"code": "print(2 + 2)"}') if "{name}" in form else form
 
 
-def _check_abort(bench: Bench, fn: Any, tried: _Try, turn: str | None) -> None:
+def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
     """The last answer is cut by an abort: the first one, or that after a tool turn."""
     answers, at = ([], 0) if turn is None else ([turn], 1)
     results, again, requests = tried.run(answers, at, go_on=bench.resumes)
@@ -152,7 +157,7 @@ def _check_abort(bench: Bench, fn: Any, tried: _Try, turn: str | None) -> None:
         check_sampled(bench, fn, sample, requests)
 
 
-def check_sampled(bench: Bench, fn: Any, sample: Sample, requests: Sequence[Request]) -> None:
+def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:
     """Compare a sample with what the engine was asked and answered.
 
     Raises:
@@ -197,3 +202,50 @@ def check_sampled(bench: Bench, fn: Any, sample: Sample, requests: Sequence[Requ
             f"rollout_log_probs of {len(off)} trained tokens are not those that the engine gave for them, the first at "
             f"{off[0]} of {length} in the response: {given[off[0]]:.3f} instead of {scores[off[0]]:.3f}",
         )
+
+
+@contextmanager
+def appends_recorded() -> Iterator[None]:
+    """Note on each sample what ``append_response_tokens`` was told, as a tuple of (tokens, trainable)."""
+    original = Sample.append_response_tokens
+
+    Sample.append_response_tokens = _recording(original)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Sample.append_response_tokens = original  # type: ignore[method-assign]
+
+
+def _recording(append: Callable[Concatenate[Sample, P], None]) -> Callable[Concatenate[Sample, P], None]:
+    @functools.wraps(append)
+    def recorded(sample: Sample, *args: P.args, **options: P.kwargs) -> None:
+        before = sample.response_length
+        append(sample, *args, **options)
+        added = (sample.response_length - before, bool(options.get("trainable", True)))
+        setattr(sample, _APPENDED, (*getattr(sample, _APPENDED, ()), added))
+
+    return recorded
+
+
+def check_mask(bench: Bench, fn: Hook, sample: Sample) -> None:
+    """Compare the sample's mask with the record, where the record covers the whole response.
+
+    Raises:
+        Complaint: tokens that were appended with ``trainable=False`` would be trained.
+    """
+    appended = vars(sample).pop(_APPENDED, ())
+    told = np.repeat([trainable for _, trainable in appended], [count for count, _ in appended])
+    if len(told) != sample.response_length or not len(told):
+        return
+    given = sample.array("loss_mask")
+    trained = np.ones(len(told), bool) if given is None else given != 0
+    wrongly = int((trained & ~told).sum())
+    if wrongly:
+        raise wrong(
+            fn,
+            f"{wrongly} of the {int((~told).sum())} tokens that it appended with trainable=False would be trained: "
+            "sample.loss_mask was replaced afterwards. Leave the mask to append_response_tokens",
+        )
+    left_out = int((told & ~trained).sum())
+    if left_out:
+        bench.notes.append(f"{left_out} tokens that were appended as trainable have loss_mask 0: not trained on")

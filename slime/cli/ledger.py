@@ -11,6 +11,7 @@ from slime.cli.errors import CommandError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from slime.checkpoint.ledger import Line
     from slime.checkpoint.ledger_report import Report
 
 _MOST_ROWS = 20
@@ -78,15 +79,14 @@ def _tables(report: Report) -> list[Table]:
     return tables
 
 
-def _open_groups(rows: list[dict[str, object]]) -> Table:
+def _open_groups(rows: list[Line]) -> Table:
     from rich.table import Table
 
     table = Table(title=f"open groups ({min(len(rows), _MOST_ROWS)} of {len(rows)})")
     for name in ("group", "state", "asked in", "versions", "tokens", "returns"):
         table.add_column(name)
     for row in rows[:_MOST_ROWS]:
-        versions = row.get("versions")
-        names = " ".join(versions) if isinstance(versions, list) else ""
+        names = " ".join(row["versions"])
         cells = (row["group"], row["state"], row["asked"], names or "-", row.get("tokens", 0), row.get("returns", 0))
         table.add_row(*map(str, cells))
     return table

@@ -12,19 +12,19 @@ from pathlib import Path
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (2: wrong usage, 1: the command failed)."""
-    args, rest = build_parser().parse_known_args(argv)
-    if rest and args.command != "check-hooks":
+    options, rest = build_parser().parse_known_args(argv)
+    if rest and options.command != "check-hooks":
         build_parser().parse_args(argv)  # says what is wrong and leaves
-    args.rest = rest
+    options.rest = rest
     from slime.cli.errors import CommandError
 
     try:
-        return int(args.run(args) or 0)
+        return int(options.run(options) or 0)
     except CommandError as error:
-        print(f"slime {args.command}: {error}", file=sys.stderr)
+        print(f"slime {options.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"slime {args.command}: interrupted", file=sys.stderr)
+        print(f"slime {options.command}: interrupted", file=sys.stderr)
         return 130
 
 
@@ -68,8 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     summary.set_defaults(run=_summary)
 
     ledger = commands.add_parser(
-        "ledger",
-        help="what became of each prompt group of a run; exit code 1 when the account does not close",
+        "ledger", help="what became of each prompt group of a run; exit code 1 when the account does not close"
     )
     ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")

@@ -6,7 +6,6 @@ import json
 import os
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from slime.cli.errors import CommandError
 from slime.config.seeds import derive_seed
@@ -41,12 +40,9 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
     return train, _write(output_dir / "products_eval.jsonl", sorted(pairs[:held_out]))
 
 
-def product_row(a: int, b: int) -> dict[str, Any]:
+def product_row(a: int, b: int) -> dict[str, object]:
     """One row: chat prompt, label as text, the two factors as metadata."""
-    prompt = [
-        {"role": "system", "content": SYSTEM_PROMPT},
-        {"role": "user", "content": f"What is {a} times {b}?"},
-    ]
+    prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {a} times {b}?"}]
     return {"prompt": prompt, "label": str(a * b), "metadata": {"a": a, "b": b}}
 
 

@@ -24,20 +24,17 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     if words is None and REPORTS.attach():
         with contextlib.suppress(ConfigError):  # a file vanished: said below
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
+    from slime.data.validate import check_data
+    from slime.rollout.rm_hub.checks import check_rewards
+
     checks = (
-        _check_data, _check_rewards, check_schedules, _check_checkpoints, _check_snapshots,
+        check_data, check_rewards, check_schedules, _check_checkpoints, _check_snapshots,
         _check_save_folder, _check_server_options,
     )  # fmt: skip
     args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
-
-
-def _check_data(args: Args) -> list[str]:
-    from slime.data.validate import check_data
-
-    return check_data(args)
 
 
 def check_schedules(args: Args) -> list[str]:
@@ -56,12 +53,6 @@ def check_schedules(args: Args) -> list[str]:
     return problems
 
 
-def _check_rewards(args: Args) -> list[str]:
-    from slime.rollout.rm_hub.checks import check_rewards
-
-    return check_rewards(args)
-
-
 def _check_checkpoints(args: Args) -> list[str]:
     """The headers of every Hugging Face checkpoint that the run reads fit the model of its config.json."""
     from slime.models.loading import ModelError, check_checkpoint
@@ -70,7 +61,7 @@ def _check_checkpoints(args: Args) -> list[str]:
     by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
     for option, path in _read_checkpoints(args).items():
         try:
-            args.notices += check_checkpoint(path, args.trust_remote_code, by_transformers)
+            args.notices.extend(check_checkpoint(path, args.trust_remote_code, by_transformers))
         except ModelError as error:
             problems.append(f"{option}: {error}")
     return problems + _check_quantized_engines(args)

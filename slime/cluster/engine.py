@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from slime.engines.plan import EngineSpec
 from slime.engines.router import Worker
+
+if TYPE_CHECKING:
+    from slime.cluster.engine_actor import RayEngineHost
 
 State = Literal["starting", "unsynced", "serving", "lost", "given up"]
 GONE: tuple[State, ...] = ("lost", "given up")
 """States of engines whose processes were killed, with the actor that could be asked about them."""
 
 
-class EngineHost(Protocol):
-    """Where one server process lives, and the hand on it."""
+class ServerFacts(TypedDict):
+    """What the host of an engine says of its server process."""
 
-    def wait_ready(self) -> str:
-        """Block until the server answers; returns its URL. Raises with the server's last log lines."""
-
-    def describe(self) -> dict[str, Any]:
-        """``url``, ``pid`` and ``alive``. Raises when its node does not answer."""
-
-    def log_tail(self) -> str: ...
-
-    def cpu_seconds(self) -> float:
-        """CPU time that the server and all its children have used since they started."""
-
-    def kill(self) -> None:
-        """End the server with all its children at once, also a stopped one. Never raises."""
-
-    def stop(self) -> None:
-        """End it in order."""
+    url: str
+    pid: int
+    alive: bool
+    bootstrap_port: int | None
 
 
 @dataclass
@@ -40,7 +31,7 @@ class Engine:
     """One place for an engine. ``host`` is None for a server that is not ours to start."""
 
     spec: EngineSpec
-    host: EngineHost | None
+    host: RayEngineHost | None
     url: str = ""
     bootstrap_port: int | None = None
     state: State = "starting"

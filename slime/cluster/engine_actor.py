@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slime.cluster.ray_actors import actor_class, kill
+
 if TYPE_CHECKING:
-    from slime.cluster.engine import EngineHost
+    from slime.cluster.engine import ServerFacts
     from slime.cluster.placement import Placement
+    from slime.cluster.ray_actors import ActorHandle
     from slime.config.args import Args
     from slime.engines.plan import EngineSpec
 
@@ -61,11 +64,11 @@ class EngineActor:
                 raise ServerFailed(f"{error}\n{self.process.log_tail()}") from error
         return self.process.url
 
-    def describe(self) -> dict[str, object]:
-        """URL, process id and whether it lives."""
+    def describe(self) -> ServerFacts:
+        """Address and state of the server process."""
         process = self.process
-        facts = {"url": process.url, "pid": process.pid, "alive": process.alive()}
-        return {**facts, "bootstrap_port": process.bootstrap_port}
+        port = process.bootstrap_port
+        return {"url": process.url, "pid": process.pid, "alive": process.alive(), "bootstrap_port": port}
 
     def log_tail(self) -> str:
         return self.process.log_tail()
@@ -82,40 +85,44 @@ class EngineActor:
 
 
 class RayEngineHost:
-    """The :class:`~slime.cluster.engine.EngineHost` of one engine; every call has a deadline.
+    """Where the server process of one engine lives, and the hand on it; every call has a deadline.
 
     Args:
         actors: one per node of the engine; the first one's server answers.
         start_seconds: what the server may take until it answers.
     """
 
-    def __init__(self, actors: Sequence[Any], start_seconds: float) -> None:
+    def __init__(self, actors: Sequence[ActorHandle], start_seconds: float) -> None:
         self.actors, self.start_seconds = list(actors), start_seconds
         self._silent = False  # the last call was not answered
 
     def wait_ready(self) -> str:
+        """Block until the server answers; returns its URL. Raises with the server's last log lines."""
         return str(self._get("wait_ready", self.start_seconds + ACTOR_MARGIN_SECONDS)[0])
 
-    def describe(self) -> dict[str, Any]:
-        said = self._get("describe")
+    def describe(self) -> ServerFacts:
+        """Address and state of the server. Raises when a node does not answer."""
+        said: list[ServerFacts] = self._get("describe")
         return {**said[0], "alive": all(part["alive"] for part in said)}
 
     def log_tail(self) -> str:
         return "\n".join(self._get("log_tail"))
 
     def cpu_seconds(self) -> float:
+        """CPU time that the server and all its children have used since they started."""
         return float(sum(self._get("cpu_seconds")))
 
     def kill(self) -> None:
-        """The server first, then its actor; a node that is gone has neither."""
+        """End the server with all its children at once, also a stopped one, then its actor. Never raises."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             self._get("kill", KILL_SECONDS)
         for actor in self.actors:
-            ray.kill(actor)
+            kill(actor)
 
     def stop(self) -> None:
+        """End it in order."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
@@ -137,20 +144,20 @@ class RayEngineHost:
 
 def launcher(
     args: Args, specs: Sequence[EngineSpec], placement: Placement, log_dir: Path, environment: dict[str, str]
-) -> Callable[[int], EngineHost]:
+) -> Callable[[int], RayEngineHost]:
     """Returns a function that starts the engine of a given index, in one actor per node that it spans."""
-    import ray
+    engine_actor = actor_class(EngineActor)
 
-    def launch(index: int) -> EngineHost:
+    def launch(index: int) -> RayEngineHost:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
         warms = needs_sampler_warmup(args, spec)
         # The port may be taken on that node: then this start fails with SGLang's error, and the next one draws another.
         rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
         actors = [
-            ray.remote(EngineActor)
-            .options(**placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3)
-            .remote(args, spec, str(log_dir), gpus, (rank, len(nodes), rendezvous), warms and rank == 0)
+            engine_actor.options(
+                **placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3
+            ).remote(args, spec, str(log_dir), gpus, (rank, len(nodes), rendezvous), warms and rank == 0)
             for rank, (slot, _, gpus) in enumerate(nodes)
         ]
         return RayEngineHost(actors, args.start_timeout)

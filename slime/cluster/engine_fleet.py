@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.cluster.engine import GONE, Engine, EngineHost, EngineStatus, State
+from slime.cluster.engine import GONE, Engine, EngineStatus, State
 from slime.cluster.polling import wait_for
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
 
 if TYPE_CHECKING:
+    from slime.cluster.engine_actor import RayEngineHost
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class EngineFleet:
         self,
         args: Args,
         log_dir: Path,
-        launch: Callable[[int], EngineHost],
+        launch: Callable[[int], RayEngineHost],
         specs: Sequence[EngineSpec],
         external: Sequence[str] = (),
     ) -> None:
@@ -59,7 +60,7 @@ class EngineFleet:
         ]
         self.count = count
         self.router: Routers | None = None
-        self.addresses: dict[str, Any] = {}
+        self.addresses: dict[str, object] = {}
         self.fatal: str | None = None
         self.lost_count = self.restart_count = self.router_restart_count = 0
         self._lock = threading.RLock()
@@ -332,7 +333,7 @@ class EngineFleet:
                 logger.warning("the router serves again at %s", self.router.by_model[model].url)
 
 
-def _ask(engine: Engine) -> dict[str, Any]:
+def _ask(engine: Engine) -> Mapping[str, object]:
     if engine.host is None or engine.state in GONE:
         return {}
     try:

@@ -23,14 +23,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from slime.cluster.engine import EnginesLost
-from slime.engines.sglang_api import EngineError
+from slime.cluster.rollout_manager import RolloutManager
+from slime.engines.sglang_api import EngineError, MemoryTag
 from slime.weights.update import WeightSyncError
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from slime.cluster.engine import EngineStatus
     from slime.cluster.manager_client import ManagerClient
     from slime.cluster.step_log import StepLog
@@ -59,15 +62,10 @@ class EnginePoolSettings:
 
     @classmethod
     def from_args(cls, args: Args) -> EnginePoolSettings:
-        return cls(
-            use_fault_tolerance=bool(args.use_fault_tolerance),
-            offload_train=bool(args.offload_train),
-            offload_rollout=bool(args.offload_rollout),
-            audit_weights=bool(args.audit_weights),
-            check_equal=bool(args.check_weight_update_equal),
-            check_interval=args.check_weight_update_interval,
-            health_check_timeout=args.rollout_health_check_timeout,
-        )
+        offload = bool(args.offload_train), bool(args.offload_rollout)
+        checks = bool(args.audit_weights), bool(args.check_weight_update_equal)
+        seconds = args.rollout_health_check_timeout
+        return cls(bool(args.use_fault_tolerance), *offload, *checks, args.check_weight_update_interval, seconds)
 
 
 class EnginePool:
@@ -184,11 +182,11 @@ class EnginePool:
         self._trainer.wake()
 
     def _release(self) -> None:
-        self._manager.wait(self._manager.handle.offload.remote(), "the engines to release memory")
+        self._manager.call("the engines to release memory", RolloutManager.offload)
 
-    def _onload(self, *tags: str) -> None:
+    def _onload(self, *tags: MemoryTag) -> None:
         if self.settings.offload_rollout:
-            self._manager.wait(self._manager.handle.onload.remote(tags), f"the engines to get {', '.join(tags)} back")
+            self._manager.call(f"the engines to get {', '.join(tags)} back", RolloutManager.onload, tags)
 
     def end_for_save(self) -> None:
         """Before the last snapshot of a run that is stopped: end the engines where the trainer needs their memory.
@@ -196,7 +194,7 @@ class EnginePool:
         Engines cannot release memory while they generate, and nobody will use what they generate.
         """
         if self.settings.offload_train and self.urls:
-            self._manager.wait(self._manager.handle.end_engines.remote(), "the engines to end")
+            self._manager.call("the engines to end", RolloutManager.end_engines)
 
     # --- engines that are lost ---------------------------------------------------------------
 
@@ -209,12 +207,12 @@ class EnginePool:
         return self._alive(self._pause_checks()) or self._replace()
 
     def _pause_checks(self) -> EngineStatus:
-        return self._status(self._manager.handle.begin_update.remote(), "the engines before an update")
+        return self._status(self._manager.start(RolloutManager.begin_update), "the engines before an update")
 
     def _end_update(self, urls: Sequence[str]) -> None:
         """These engines hold the current weights and passed the audit: they may get requests."""
-        status = self._status(self._manager.handle.end_update.remote(list(urls)), "the engines after an update")
-        self.urls = self._alive(status) or self.urls
+        ended = self._manager.start(RolloutManager.end_update, list(urls))
+        self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
 
     def _call_with_failover(
         self, call: Callable[[list[str]], T], urls: list[str], replace: bool = False
@@ -239,7 +237,7 @@ class EnginePool:
                 # Through Ray, an error arrives as an instance of a derived class with the original in ``cause``.
                 failed = getattr(getattr(error, "cause", error), "failed", {})
                 blamed = {url: str(reason) for url, reason in failed.items()}
-                lose = self._manager.handle.lose_engines.remote(blamed)
+                lose = self._manager.start(RolloutManager.lose_engines, blamed)
                 alive = self._alive(self._status(lose, "the engines that failed"))
                 left = [url for url in urls if url in alive]
                 if len(left) == len(urls):
@@ -261,7 +259,7 @@ class EnginePool:
         if not self.settings.use_fault_tolerance:
             raise EnginesLost("no engine is left")
         self._trainer.sleep()
-        restart = self._manager.handle.start_lost_engines.remote()
+        restart = self._manager.start(RolloutManager.start_lost_engines)
         urls = self._alive(self._status(restart, "engines that are started again", RESTART_SECONDS))
         if not urls:
             raise EnginesLost("no engine could be started again; see the logs")
@@ -288,7 +286,7 @@ class EnginePool:
             return
         self._next_poll, self._syncing = now + POLL_SECONDS, True
         try:
-            status = self._status(self._manager.handle.engine_status.remote(), "the engines")
+            status = self._status(self._manager.start(RolloutManager.engine_status), "the engines")
             self._alive(status)
             if status.unsynced and self._trainer.actor is not None:
                 self._sync_recovered(self._trainer.actor, status, keep_version)
@@ -318,13 +316,34 @@ class EnginePool:
             self._end_update(urls)
         self._log.note(f"started again, with the current weights: {', '.join(status.unsynced)}")
 
-    def _status(self, ref: Any, what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
+    def _status(self, ref: ObjectRef[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
         check_under_way = 4 * self.settings.health_check_timeout  # which the manager may have to wait for
-        status: EngineStatus = self._manager.wait(ref, what, deadline + check_under_way)
-        return status
+        return self._manager.wait(ref, what, deadline + check_under_way)
 
     def _alive(self, status: EngineStatus) -> list[str]:
         if status.fatal:
             raise EnginesLost(status.fatal)
         self._slots = status.slots
         return [*status.serving, *status.unsynced]
+
+
+class Evaluations:
+    """All evaluation sets, generated and rewarded with the weights that the engines hold."""
+
+    def __init__(self, manager: ManagerClient, pool: EnginePool, log: StepLog) -> None:
+        self._manager, self._pool, self._log = manager, pool, log
+
+    def run(self, step: int) -> None:
+        """Evaluate weights that ``step`` rollouts have trained."""
+        self.finish(step, self.start(step))
+
+    def start(self, step: int) -> ObjectRef[dict[str, float]]:
+        """Begin an evaluation. Training may go on, but the weights must not change until :meth:`finish`."""
+        return self._manager.start(RolloutManager.eval, step)
+
+    def finish(self, step: int, evaluation: ObjectRef[dict[str, float]]) -> None:
+        """Wait for what :meth:`start` returned, and log its metrics."""
+        with self._log.phase("eval"):
+            recover = partial(self._pool.sync_recovered_engines, keep_version=True)
+            metrics = self._manager.wait(evaluation, "the evaluation", meanwhile=recover)
+        self._log.log_evaluation(step, metrics)

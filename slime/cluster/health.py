@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from slime.cluster.engine import Engine
+    from slime.cluster.engine import Engine, ServerFacts
     from slime.cluster.engine_fleet import EngineFleet
 
 logger = logging.getLogger(__name__)
@@ -98,14 +97,6 @@ class HealthMonitor:
             self._reasons.discard(reason)
             self.missed.clear()
             self._grace = self._next = time.monotonic() + self.first_wait
-
-    @contextlib.contextmanager
-    def paused(self, reason: str) -> Iterator[None]:
-        self.pause(reason)
-        try:
-            yield
-        finally:
-            self.resume(reason)
 
     def _work(self) -> None:
         while not self._ended.is_set():
@@ -205,7 +196,7 @@ class ProcessWatch:
     def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
         self._pool = ThreadPoolExecutor(max(len(fleet.engines), 1), thread_name_prefix="engine-processes")
-        self._asked: dict[str, tuple[Engine, Future[dict[str, Any]]]] = {}
+        self._asked: dict[str, tuple[Engine, Future[ServerFacts]]] = {}
         self._lock = threading.Lock()
 
     def ended(self, seconds: float) -> dict[str, str]:

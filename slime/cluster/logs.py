@@ -38,7 +38,7 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
     )
 
 
-def redirect_output(log_dir: Path, name: str) -> Path:
+def redirect_output(log_dir: Path, name: str) -> None:
     """Send this process's stdout and stderr, C libraries' included, to ``log_dir/name.log``.
 
     ``print``, also in users' functions, does not fail on a full disk.
@@ -53,4 +53,3 @@ def redirect_output(log_dir: Path, name: str) -> Path:
     os.close(descriptor)
     sys.stdout, sys.stderr = _stream(1), _stream(2)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", force=True)
-    return path

@@ -4,35 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from slime.cluster.ray_actors import ActorHandle
     from slime.cluster.ray_wait import Waiter
+    from slime.cluster.rollout_manager import RolloutManager
+    from slime.data.wire import Wire
 
-
-class RemoteMethod(Protocol):
-    """A method of a Ray actor."""
-
-    def remote(self, *arguments: Any) -> ObjectRef[Any]:
-        """Start the call and return a reference to its result at once."""
-
-
-class ActorHandle(Protocol):
-    """A Ray actor of any class.
-
-    Ray's own ``ActorHandle`` declares every method as ``Never``, so mypy would not check the code after a call.
-    """
-
-    def __getattr__(self, name: str) -> RemoteMethod: ...
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
     """One generated rollout as the driver gets it; the samples themselves stay in Ray's object store."""
 
-    refs: list[ObjectRef[Any]]
+    refs: list[ObjectRef[Wire]]
     """The training data, one object per data-parallel rank; empty with ``--debug-rollout-only``."""
     metrics: dict[str, float] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
@@ -53,14 +43,22 @@ class ManagerClient:
         self.handle, self.timeout = handle, timeout
         self._waiter = waiter
 
+    def start(
+        self, method: Callable[Concatenate[RolloutManager, P], T], *arguments: P.args, **keywords: P.kwargs
+    ) -> ObjectRef[T]:
+        """Start a call, e.g. ``manager.start(RolloutManager.generate, 3)``, and return a reference to its result."""
+        return getattr(self.handle, method.__name__).remote(*arguments, **keywords)
+
+    def call(
+        self, what: str, method: Callable[Concatenate[RolloutManager, P], T], *arguments: P.args, **keywords: P.kwargs
+    ) -> T:
+        """Start a call and wait for its result; ``what`` names the wait in an error."""
+        return self.wait(self.start(method, *arguments, **keywords), what)
+
     def wait(
-        self,
-        ref: ObjectRef[Any],
-        what: str,
-        deadline: float | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
-        """The result of one call, e.g. ``manager.wait(manager.handle.offload.remote(), "the engines to offload")``.
+        self, ref: ObjectRef[T], what: str, deadline: float | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> T:
+        """The result of a call that :meth:`start` began.
 
         See :meth:`Waiter.get <slime.cluster.ray_wait.Waiter.get>` for the arguments and errors.
         """

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slime.backends.lr_schedule import zero_lr_warning
-from slime.cluster.evaluations import Evaluations
+from slime.cluster.engine_pool import Evaluations
 from slime.cluster.prefetch import Prefetcher, PrefetchSettings
+from slime.cluster.rollout_manager import RolloutManager
 from slime.weights.audit import gap_alarm
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Run:
     def generate(self, rollout_id: int) -> RolloutBatch:
         """Prompts to rewarded samples, split over the data-parallel ranks."""
         with self.log.phase("rollout"):
-            batch: RolloutBatch = self.manager.wait(
-                self.manager.handle.generate.remote(rollout_id),
+            batch = self.manager.wait(
+                self.manager.start(RolloutManager.generate, rollout_id),
                 f"rollout {rollout_id} to be generated",
                 meanwhile=self.pool.sync_recovered_engines,
             )
@@ -89,8 +90,7 @@ class Run:
             if warning is not None and not self._warned_of_zero_lr:
                 self._warned_of_zero_lr = True
                 self.log.note(warning)
-        closed = self.manager.handle.trained.remote(rollout_id)
-        self.manager.wait(closed, "the rollout manager to note that a step is trained")
+        self.manager.call("the rollout manager to note that a step is trained", RolloutManager.trained, rollout_id)
         self.trainer.log_memory("train")
 
     def save(self, rollout_id: int) -> None:
@@ -109,8 +109,7 @@ class Run:
         """Log the step's metrics and begin the next step."""
         self.snapshots.commit_if_written()
         phases = self.log.end_step(rollout_id, self.num_rollout)
-        written = self.manager.handle.add_phases.remote(rollout_id, phases)
-        self.manager.wait(written, "the trace of a rollout to be completed")
+        self.manager.call("the trace of a rollout to be completed", RolloutManager.add_phases, rollout_id, phases)
 
     # --- when --------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from slime.cluster.session import ClusterError, check_resources, cluster_report
 
 if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
     from slime.config.args import Args
 
 PLACEMENT_DEADLINE_SECONDS = 300.0
@@ -120,7 +122,7 @@ class Place:
     address: str
 
 
-def _sorted_places(group: Any, count: int) -> list[Place]:
+def _sorted_places(group: PlacementGroup, count: int) -> list[Place]:
     """Bundles by (node address, GPU id), so that neighbouring ranks share a node."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 Report = Callable[[], str]
+T = TypeVar("T")
 
 
 class WaitExpired(TimeoutError):
@@ -15,14 +16,14 @@ class WaitExpired(TimeoutError):
 
 def wait_for(
     what: str,
-    done: Callable[[], Any],
+    done: Callable[[], T],
     deadline: float,
     *,
     poll: float = 0.1,
     report: Report | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Any:
+) -> T:
     """Call ``done`` until it returns something true, and return that.
 
     Args:

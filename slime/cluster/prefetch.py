@@ -8,16 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.cluster.polling import WaitExpired
+from slime.cluster.rollout_manager import RolloutManager
 from slime.rollout.admission import Admission
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    from slime.cluster.engine_pool import EnginePool
-    from slime.cluster.evaluations import Evaluations
+    from slime.cluster.engine_pool import EnginePool, Evaluations
     from slime.cluster.manager_client import ManagerClient, RolloutBatch
     from slime.cluster.snapshots import Snapshots
     from slime.cluster.step_log import StepLog
@@ -35,7 +35,6 @@ class PrefetchSettings:
     update_weights_interval: int
     max_weight_staleness: int | None
     steps_per_rollout: int
-    phase_timeout: float
     drains: bool
     replays: bool
 
@@ -46,7 +45,6 @@ class PrefetchSettings:
             update_weights_interval=args.update_weights_interval,
             max_weight_staleness=args.max_weight_staleness,
             steps_per_rollout=args.num_steps_per_rollout or 1,
-            phase_timeout=args.phase_timeout,
             drains=args.update_weight_pause_mode == "drain",
             replays=bool(args.replay_schedule),
         )
@@ -105,7 +103,9 @@ class Prefetcher:
         self.generating = False
         self.closed = False
         self.holding = False
-        self.evaluation: tuple[int, ObjectRef[Any]] | None = None  # the step, and the reference to its result
+        self.evaluation: tuple[int, ObjectRef[dict[str, float]]] | None = (
+            None  # the step, and the reference to its result
+        )
         self.training = False  # A rollout was taken, and its step is not complete yet.
         self.error: BaseException | None = None
         self.changed = threading.Condition()
@@ -116,8 +116,9 @@ class Prefetcher:
         optimizer = bound * self.settings.steps_per_rollout
         in_optimizer_steps = f" ({optimizer} optimizer steps)" if optimizer != bound else ""
         self._log.note(f"samples train at most {bound} step(s){in_optimizer_steps} after the weights that made them")
-        opening = self._manager.handle.open_pool.remote(self.rollouts.start, self.rollouts.stop, self._pool.held_step)
-        self.in_flight = bool(self._manager.wait(opening, "the rollout manager to open a pool"))
+        first, last, held = self.rollouts.start, self.rollouts.stop, self._pool.held_step
+        what = "the rollout manager to open a pool"
+        self.in_flight = self._manager.call(what, RolloutManager.open_pool, first, last, held)
         self.thread.start()
         return self
 
@@ -137,17 +138,17 @@ class Prefetcher:
 
         try:
             # ray.get and not the driver's waiter: signals and the progress display belong to the main thread.
-            handle, limit = self._manager.handle, self.settings.phase_timeout
+            manager, limit = self._manager, self._manager.timeout
             for rollout_id in self.rollouts:
                 if self.settings.replays and not self.in_flight:
-                    ray.get(handle.await_recorded.remote(rollout_id), timeout=limit)
+                    ray.get(manager.start(RolloutManager.await_recorded, rollout_id), timeout=limit)
                 with self.changed:
                     self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
                     if self.closed:
                         return
                     self.admission.admit()
                     self.generating = True
-                batch = ray.get(handle.generate.remote(rollout_id), timeout=limit)
+                batch = ray.get(manager.start(RolloutManager.generate, rollout_id), timeout=limit)
                 with self.changed:
                     self.generating = False
                     self.finished.append(batch)
@@ -170,7 +171,7 @@ class Prefetcher:
             self._stop.check()
             self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
             self._announce_version()  # Engines that recovered may have brought newer weights to all of them.
-            if time.monotonic() - started > self.settings.phase_timeout:
+            if time.monotonic() - started > self._manager.timeout:
                 raise WaitExpired(f"waited {time.monotonic() - started:.0f} s for {what}")
             self.changed.wait(POLL_SECONDS)
 
@@ -221,12 +222,13 @@ class Prefetcher:
         """Bring the new weights to the engines: beside the groups of a standing pool, else between two rollouts."""
         self._end_evaluation()
         if self.settings.replays:
-            recorded = self._manager.handle.await_tokens.remote()
-            self._manager.wait(recorded, "the recorded tokens before the weight update")
+            self._manager.call("the recorded tokens before the weight update", RolloutManager.await_tokens)
         if not self.in_flight:
             self._hold()
         elif self.settings.drains:
-            self._drain_pool()
+            with self._log.phase("drain"):
+                drained, what = self._manager.start(RolloutManager.drain_pool), "the groups under way to finish"
+                self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)
         try:
             self._pool.update_weights()
             # First the version, then the room: what starts from now on counts as generated with the new weights.
@@ -262,14 +264,6 @@ class Prefetcher:
                     "the rollout under way to finish before the weights change or are saved",
                 )
 
-    def _drain_pool(self) -> None:
-        with self._log.phase("drain"):
-            self._manager.wait(
-                self._manager.handle.drain_pool.remote(),
-                "the groups under way to finish before the weights change",
-                meanwhile=self._pool.sync_recovered_engines,
-            )
-
     def _let_go(self) -> None:
         with self.changed:
             self.holding = False
@@ -282,11 +276,10 @@ class Prefetcher:
             with self.changed:
                 self.admission.version_changed(held)
                 self.changed.notify_all()
-            noted = self._manager.handle.weights_are_of.remote(held)
-            self._manager.wait(noted, "the rollout manager to note the weights")
+            self._manager.call("the rollout manager to note the weights", RolloutManager.weights_are_of, held)
             self._tell_pool()
 
     def _tell_pool(self, taken: bool = False, trained: bool = False) -> None:
         if self.in_flight:
-            told = self._manager.handle.advance_pool.remote(self._pool.held_step, taken, trained)
-            self._manager.wait(told, "the rollout manager to start more groups")
+            what, held = "the rollout manager to start more groups", self._pool.held_step
+            self._manager.call(what, RolloutManager.advance_pool, held, taken, trained)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from slime.cluster.polling import WaitExpired
 from slime.cluster.stop_signals import StopSignals
+from slime.observability.progress import Progress
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+    from slime.cluster.ray_actors import ActorHandle
+
+T = TypeVar("T")
 
 POLL_SECONDS = 0.25
 POLLED_ACTORS = 16  # asked for their status at a time
@@ -29,24 +37,21 @@ class Waiter:
     """
 
     def __init__(
-        self,
-        stop: StopSignals,
-        on_status: Callable[[dict[str, Any]], None] | None = None,
-        silence: float | None = None,
+        self, stop: StopSignals, on_status: Callable[[Progress], None] | None = None, silence: float | None = None
     ) -> None:
         self.stop, self.on_status, self.silence = stop, on_status, silence
         self._polls: dict[str, _Poll] = {}  # by the names of actors; they outlive a wait
 
     def get(
         self,
-        refs: Sequence[Any],
+        refs: Sequence[ObjectRef[T]],
         what: str,
         deadline: float,
         *,
-        actors: Mapping[str, Any] | None = None,
+        actors: Mapping[str, ActorHandle] | None = None,
         interruptible: bool = True,
         meanwhile: Callable[[], None] | None = None,
-    ) -> list[Any]:
+    ) -> list[T]:
         """Results of ``refs`` in order.
 
         The number of calls to Ray does not grow with the number of refs or actors, except for the call that returns
@@ -97,10 +102,10 @@ class Waiter:
 class _Poll:
     """What is known of one actor."""
 
-    actor: Any
-    asked: Any = None  # reference to an answer that has not come yet
+    actor: ActorHandle
+    asked: ObjectRef[Progress] | None = None  # an answer that has not come yet
     asked_at: float = 0.0  # time.monotonic()
-    said: dict[str, Any] = field(default_factory=dict)
+    said: Progress = field(default_factory=Progress)
     answered: bool = False  # ever: one that is still being started says nothing for a while
 
 
@@ -111,12 +116,12 @@ class _StatusPoll:
         known: polls by name, kept from earlier waits.
     """
 
-    def __init__(self, actors: Mapping[str, Any], known: dict[str, _Poll]) -> None:
+    def __init__(self, actors: Mapping[str, ActorHandle], known: dict[str, _Poll]) -> None:
         for name, actor in actors.items():
             if name not in known or known[name].actor is not actor:
                 known[name] = _Poll(actor)
         self.polls = {name: known[name] for name in actors}
-        self.latest: dict[str, dict[str, Any]] = {}
+        self.latest: dict[str, Progress] = {}
         self._turn = list(self.polls)
 
     def poll(self) -> bool:

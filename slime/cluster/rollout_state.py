@@ -6,15 +6,18 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from slime.checkpoint.ledger import Ledger
-from slime.checkpoint.state_file import read_state, write_state
+from slime.checkpoint.files import read_state, write_state
+from slime.checkpoint.ledger import Ledger, Line
 from slime.data.sample import Group, Sample, groups_from_dicts, groups_to_dicts
-from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer
+from slime.data.source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer, StatefulDataSource
 from slime.observability.best_effort import warn
 from slime.observability.run_dir import RunDir
 from slime.rollout.weight_timeline import Recording, WeightTimeline, settings_to_compare
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 OWN_FUNCTIONS = (
     "slime.rollout.sglang_rollout.generate_rollout",
@@ -39,18 +42,18 @@ class RolloutState:
     ``load`` and ``save`` of its own can only go back to ``N`` itself, so there they are made again.
     """
 
-    def __init__(self, args: Any, run_dir: Path, source: Any) -> None:
+    def __init__(self, args: Args, run_dir: Path, source: DataSource) -> None:
         self.args, self.source = args, source
         keeps = getattr(type(source), "add_samples", None) is not RolloutDataSource.add_samples
         self.ledger = Ledger(RunDir(run_dir).ledger, _is_strict(args, source), keeps)
         if isinstance(source, RolloutDataSourceWithBuffer):
             source.on_dropped = self.ledger.discarded
         self.saves = bool(args.save_interval or args.save)
-        self.sources: dict[int, Any] = {}  # state of the data source after each rollout that may yet be saved
+        self.sources: dict[int, object] = {}  # state of the data source after each rollout that may yet be saved
         self.ahead: dict[int, Rollout] = {}
         self.newest = -1
-        self.restored: dict[int, Rollout] = {}
-        self.schedule: Any = None  # WeightTimeline, of an asynchronous run
+        self.restored: dict[int, Rollout] = {}  # from the snapshot that this run continues; taken, not generated
+        self.schedule: WeightTimeline | None = None  # of an asynchronous run
         self.attempt = 0
         self._positions: dict[int, int | None] = {}  # how far the schedule's file was after each rollout
         self._position: int | None = None  # how far it is committed, on a resume
@@ -70,15 +73,11 @@ class RolloutState:
         self.schedule.step = step
         return self.schedule
 
-    def observe(self, event: str, group: Group, facts: Mapping[str, Any]) -> None:
+    def observe(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
         """What the rollout loops say of a group."""
         self.ledger(event, group, facts)
         if self.schedule is not None:
             self.schedule(event, group, facts)
-
-    def take_restored(self, rollout_id: int) -> Rollout | None:
-        """The rollout, where the snapshot that this run goes on from held it."""
-        return self.restored.pop(rollout_id, None)
 
     def complete(self, rollout_id: int, rollout: Rollout) -> None:
         """A rollout is generated. Nothing may change the pool meanwhile: it is called on the pool's event loop."""
@@ -93,7 +92,7 @@ class RolloutState:
             return
         if self.schedule is not None:
             self._positions[rollout_id] = self.schedule.file.position()
-        self.sources[rollout_id] = self.source.state_dict() if hasattr(self.source, "state_dict") else None
+        self.sources[rollout_id] = self.source.state_dict() if isinstance(self.source, StatefulDataSource) else None
         if not self.args.debug_rollout_only:
             groups = [_shallow(group) for group in rollout.groups]  # user hooks that convert them may change them
             self.ahead[rollout_id] = Rollout(groups, dict(rollout.metrics), rollout.seconds)
@@ -107,7 +106,7 @@ class RolloutState:
         self.sources = {r: state for r, state in self.sources.items() if r >= rollout_id}
         self._positions = {r: position for r, position in self._positions.items() if r >= rollout_id}
 
-    def close_account(self, trained: int) -> dict[str, Any]:
+    def close_account(self, trained: int) -> Line:
         """The account after step ``trained``, checked and written; see :meth:`Ledger.cut`."""
         return self.ledger.cut(trained, self._base(trained))
 
@@ -142,6 +141,7 @@ class RolloutState:
         """Go on from a snapshot."""
         state = read_state(_file(directory, rollout_id))
         if state["data_source"] is not None:
+            assert isinstance(self.source, StatefulDataSource), "--data-source-path is not the class that was saved"
             self.source.load_state_dict(state["data_source"])
         if self._own("load"):
             self.source.load(rollout_id)
@@ -167,7 +167,7 @@ class RolloutState:
         return function is not None and function is not getattr(RolloutDataSource, name)
 
 
-def _is_strict(args: Any, source: Any) -> bool:
+def _is_strict(args: Args, source: DataSource) -> bool:
     """Whether only built-in code takes groups from the data source and puts them back."""
     built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
     hooks = (args.rollout_all_samples_process_path, args.rollout_sample_filter_path, args.buffer_filter_path)

@@ -1,17 +1,42 @@
-"""``with open_run(args) as run:`` start a run, and end it whatever happens inside."""
+"""The start and the end of a run: in order, by a signal, with an error, or for a restart from its last snapshot.
+
+with open_run(args) as run:
+    ...
+
+A restart replaces a lost rollout manager, training rank or Ray cluster: their state is in the last snapshot, and a
+resume is exact. The driver ends what is left and asks its supervisor (:mod:`slime.cluster.supervisor`) to execute the
+command line again, at most ``--max-restarts`` times.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NoReturn
 
-from slime.cluster.end import RunEnd
+from slime.cluster.polling import WaitExpired
+from slime.cluster.ray_actors import kill
+from slime.cluster.ray_wait import NoStatus
+from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.start import prepare, start
+from slime.cluster.stop_signals import StopRequested
+from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
+
     from slime.cluster.phases import Run
+    from slime.cluster.ray_actors import ActorHandle
+    from slime.cluster.start import Parts
     from slime.config.args import Args
+
+ASK_SECONDS = 5.0
+REPORT_SECONDS = 15.0
+SHUTDOWN_SECONDS = 60.0
 
 
 @contextlib.contextmanager
@@ -27,3 +52,208 @@ def open_run(args: Args, asynchronous: bool = False) -> Iterator[Run]:
     parts = prepare(args)
     with RunEnd(args, parts):
         yield start(args, asynchronous, parts)
+
+
+class RunEnd:
+    """Context manager around the start and the loop of a run. Its exit
+
+    1. completes the run if nothing failed: commits the last snapshot, closes the ledger, prints the summary;
+    2. after Ctrl-C or SIGTERM saves a snapshot, if something was trained since the last one;
+    3. leaves no process behind;
+    4. after an error that a restart can mend (a lost process) lets the supervisor start the driver again.
+    """
+
+    def __init__(self, args: Args, parts: Parts) -> None:
+        self.parts, self.max_restarts = parts, args.max_restarts or 0
+        name, folder = args.run_name, args.output_dir
+        self._settings = Settings(max_restarts=self.max_restarts, save=args.save, run_name=name, output_dir=folder)
+
+    def __enter__(self) -> None:
+        self.parts.stop.__enter__()
+        REPORTS.began(self._settings)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        late: Exception | None = None
+        restarts = stopped = False
+        try:
+            if error is None and self.parts.run is not None:
+                try:
+                    complete(self.parts.run)
+                except Exception as failure:  # a rank may die while it writes the last snapshot
+                    error = late = failure
+            stopped = isinstance(error, StopRequested)
+            if isinstance(error, Exception) and not stopped:
+                restarts = self._restarts_after(error)
+            if stopped:
+                REPORTS.over()
+                snapshot_before_stop(self.parts)
+        finally:
+            # Before the shutdown: Ray may end this process in it, and the supervisor must know by then.
+            (REPORTS.lost if restarts else REPORTS.over)()
+            shut_down(self.parts, failed=error is not None and not stopped)
+            self.parts.stop.__exit__(None, None, None)
+        if restarts:
+            exit_for_restart()
+        if stopped:
+            sys.exit(130 if str(error) == "SIGINT" else 143)
+        if late is not None:
+            raise late
+
+    def _restarts_after(self, error: Exception) -> bool:
+        """Whether the run can continue from its last snapshot; if so, prints the error and what was lost."""
+        if not self.max_restarts or not REPORTS.attached:
+            return False
+        lost = lost_parts(self.parts.actors(), error)
+        if not lost:
+            return False
+        saved = self.parts.run.snapshots.saved if self.parts.run is not None else None
+        report_loss(lost, error, saved, self.max_restarts - 1, self.parts.log.note)
+        return True
+
+
+def complete(run: Run) -> None:
+    """Commit the last snapshot, close the ledger and print the summary.
+
+    Raises:
+        LedgerError: a group that was requested is in no place, or in several.
+    """
+    run.snapshots.commit()
+    last = -1 if run.trainer.trained is None else run.trainer.trained
+    counts = run.manager.call("the ledger to be closed", RolloutManager.close_account, last)
+    listed = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    run.log.note(f"ledger: {sum(counts.values())} groups asked for: {listed or 'none'}")
+    run.log.display.finish()
+
+
+def snapshot_before_stop(parts: Parts) -> None:
+    """Save what was trained since the last snapshot, so that ``--load`` continues exactly here."""
+    parts.log.note(f"{parts.stop.requested}: shutting down gracefully (press again to kill)")
+    parts.stop.ending = True
+    run = parts.run
+    if run is None:
+        return
+    run.snapshots.commit()
+    folder, trained = run.snapshots.settings.folder, run.trainer.trained
+    if folder is None or trained is None or trained == run.snapshots.saved:
+        return
+    run.pool.end_for_save()
+    run.snapshots.save(trained)
+    run.snapshots.commit()
+    run.log.note(f"saved rollout {trained}; go on with --load {folder}")
+
+
+def shut_down(parts: Parts, failed: bool) -> None:
+    """Leave no process behind; after a failure first print which engines were alive."""
+    import ray
+
+    from slime.cluster.leftovers import sweep_leftovers
+    from slime.cluster.session import disconnect
+    from slime.weights.transports.shared_memory import sweep_shared_memory
+
+    if not ray.is_initialized():
+        return
+    note = parts.log.note
+    if parts.manager is not None:
+        manager = parts.manager.handle
+        if failed and not answers(manager):
+            with contextlib.suppress(ray.exceptions.RayError):
+                kill(manager)  # frozen or gone; its engines end with it
+        else:
+            if failed and parts.engines_started:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    note(ray.get(manager.engine_report.remote(), timeout=REPORT_SECONDS))
+            with contextlib.suppress(ray.exceptions.RayError):
+                for warning in ray.get(manager.shutdown.remote(), timeout=SHUTDOWN_SECONDS):
+                    note(f"warning: {warning}")
+    for group in parts.groups:
+        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            group.close()
+    if failed:
+        note(f"logs of all processes: {parts.dir.path / 'logs'}")
+    parts.log.close()
+    if parts.placement is not None:
+        with contextlib.suppress(*((ray.exceptions.RayError, RuntimeError, OSError) if failed else ())):
+            parts.placement.remove()
+    disconnect()
+    sweep_shared_memory()  # Ray kills its workers before torch's own cleanup has run in them.
+    sweep_leftovers()
+
+
+# --- what was lost -------------------------------------------------------------------------------
+
+
+def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
+    """What of a failed run died or stopped answering; empty if code is to blame, so that a restart would fail again.
+
+    Args:
+        actors: that hold the run's state, by what an error calls them.
+    """
+    import ray
+
+    try:
+        return _lost_actors(actors, error) if ray.is_initialized() else []
+    except (ray.exceptions.RayError, RuntimeError, OSError):  # Ray itself cannot be asked.
+        from_ray = isinstance(error, ray.exceptions.RayError | WaitExpired | OSError)
+        return [f"the Ray cluster ({type(error).__name__})"] if from_ray else []
+
+
+def report_loss(
+    lost: Sequence[str], error: Exception, saved: int | None, left: int, note: Callable[[str], None]
+) -> None:
+    """Print the error, what was lost, where the run goes on, and how many restarts are left after this one."""
+    where = "from where it began" if saved is None else f"from the snapshot of rollout {saved}"
+    note("".join(traceback.format_exception(error)).rstrip())
+    note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
+
+
+def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
+    """A wait that expired while every actor answers is no loss: a restart would not be faster."""
+    import ray
+
+    asked = {actor.status.remote(): name for name, actor in actors.items()}
+    if not asked:
+        return []
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
+    lost = [asked[answer] for answer in answered if _has_died(answer)]
+    if isinstance(error, WaitExpired):
+        lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
+    if not lost and isinstance(error, ray.exceptions.RayActorError | NoStatus) and not _failed_to_start(error):
+        return [f"an answer ({type(error).__name__})"]
+    return lost
+
+
+def _has_died(answer: ObjectRef[object]) -> bool:
+    import ray
+
+    try:
+        ray.get(answer)
+    except ray.exceptions.RayActorError as error:
+        return not _failed_to_start(error)
+    except ray.exceptions.RayError:  # it failed otherwise
+        return False
+    return False
+
+
+def answers(actor: ActorHandle) -> bool:
+    """Whether an actor answers ``status()`` within :data:`ASK_SECONDS`."""
+    import ray
+
+    try:
+        ray.get(actor.status.remote(), timeout=ASK_SECONDS)
+    except ray.exceptions.RayError:
+        return False
+    return True
+
+
+def _failed_to_start(error: Exception) -> bool:
+    """Whether an actor's constructor failed, which it would do again."""
+    return "creation task" in str(error)
+
+
+def exit_for_restart() -> NoReturn:
+    """End this driver after its shutdown, with the exit code on which the supervisor starts it again."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(LOST_CODE)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from slime.checkpoint.manifest import Facts, RunFacts
+from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.supervisor import REPORTS
 
 if TYPE_CHECKING:
+    from slime.checkpoint.manifest import Manifest
     from slime.checkpoint.snapshot import Snapshot
     from slime.cluster.engine_pool import EnginePool
     from slime.cluster.manager_client import ManagerClient
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from slime.cluster.stop_signals import StopSignals
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
+    from slime.types import JsonObject
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,12 @@ class StartingPoint:
         return cls(snapshot, resumes, trained, first, attempt)
 
     @property
-    def manifest(self) -> dict[str, Any] | None:
+    def manifest(self) -> Manifest | None:
         """Of the snapshot that the run continues; None in a new run."""
         return self.snapshot.manifest if self.snapshot is not None and self.resumes else None
 
 
-def settings_of(args: Args) -> dict[str, Any]:
+def settings_of(args: Args) -> JsonObject:
     """The settings that shape a run, but not those that say what is shown or kept of it."""
     from slime.checkpoint.manifest import settings
     from slime.config.args import FLAGS
@@ -67,7 +71,7 @@ def settings_of(args: Args) -> dict[str, Any]:
     return settings({name: value for name, value in to_dict(args).items() if name not in shown})
 
 
-def restore_rollouts(begin: StartingPoint, settings: dict[str, Any], manager: ManagerClient, log: StepLog) -> None:
+def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: ManagerClient, log: StepLog) -> None:
     """Let the rollout manager continue a resumed run's data source, and warn of settings that have changed.
 
     Raises:
@@ -78,9 +82,9 @@ def restore_rollouts(begin: StartingPoint, settings: dict[str, Any], manager: Ma
     if begin.snapshot is None or not begin.resumes:
         return
     path = begin.snapshot.path
-    state = manager.handle.load_state.remote(begin.trained, str(path), begin.attempt)
-    manager.wait(state, "the data source to be restored")
-    log.note(f"resumed from {path}: going on with rollout {begin.snapshot.iteration + 1}")
+    trained = begin.snapshot.iteration
+    manager.call("the data source to be restored", RolloutManager.load_state, trained, str(path), begin.attempt)
+    log.note(f"resumed from {path}: going on with rollout {trained + 1}")
     then = begin.snapshot.manifest.get("settings", {})
     check_same_prompts(then, settings)
     if changed := changes(then, settings):
@@ -89,25 +93,21 @@ def restore_rollouts(begin: StartingPoint, settings: dict[str, Any], manager: Ma
 
 @dataclass(frozen=True)
 class SnapshotSettings:
-    """Where snapshots go, which are kept, and what their manifests say of the run (``facts``)."""
+    """Where snapshots go, which are kept, and what their manifests say of the run."""
 
     folder: Path | None
     save_hf: str | None
     async_save: bool
     keep_last: int | None
     retain_interval: int | None
-    facts: dict[str, Any]
+    facts: RunFacts
 
     @classmethod
-    def from_args(cls, args: Args, facts: dict[str, Any]) -> SnapshotSettings:
-        return cls(
-            Path(args.save) if args.save else None,
-            args.save_hf,
-            bool(args.async_save),
-            args.save_keep_last,
-            args.save_retain_interval,
-            facts,
-        )
+    def from_args(cls, args: Args, attempt: int, world_size: int, settings: JsonObject) -> SnapshotSettings:
+        folder = Path(args.save) if args.save else None
+        kept = args.save_keep_last, args.save_retain_interval
+        facts = RunFacts(attempt=attempt, world_size=world_size, seed=args.seed, settings=settings)
+        return cls(folder, args.save_hf, bool(args.async_save), *kept, facts)
 
 
 class Snapshots:
@@ -132,7 +132,7 @@ class Snapshots:
     ) -> None:
         self.settings, self.saved = settings, saved
         self._manager, self._trainer, self._pool, self._log, self._stop = manager, trainer, pool, log, stop
-        self._open: tuple[Path, dict[str, Any]] | None = None  # temporary folder and manifest
+        self._open: tuple[Path, Facts] | None = None  # temporary folder, and what its manifest will say
 
     def save(self, rollout_id: int) -> None:
         """Write a snapshot of the state after rollout ``rollout_id``, and with ``--save-hf`` the weights as well.
@@ -152,15 +152,10 @@ class Snapshots:
                 for group in self._trainer.groups:
                     self._trainer.take_turn(group)
                     group.save(temp)
-                state = self._manager.handle.save_state.remote(rollout_id, str(temp))
-                self._manager.wait(state, "the data source to be saved")
-                manifest = {
-                    "rollout_id": rollout_id,
-                    "weight_version": self._pool.version,
-                    # A copy: with --async-save the step's end clears them before the commit.
-                    "metrics": dict(self._log.pending),
-                }
-                self._open = temp, self.settings.facts | manifest
+                self._manager.call("the data source to be saved", RolloutManager.save_state, rollout_id, str(temp))
+                # A copy of the metrics: with --async-save the step's end clears them before the commit.
+                step = Facts(rollout_id=rollout_id, weight_version=self._pool.version, metrics={**self._log.pending})
+                self._open = temp, {**self.settings.facts, **step}
             if not self.settings.async_save:
                 self.commit()
             actor = self._trainer.actor
@@ -174,11 +169,11 @@ class Snapshots:
 
         if self._open is None:
             return
-        temp, manifest = self._open
+        temp, facts = self._open
         written = [entry for group in self._trainer.groups for entry in group.finish_save()]
-        snapshot.commit(temp, manifest, written)
+        snapshot.commit(temp, facts, written)
         self._open = None
-        self.saved = manifest["rollout_id"]
+        self.saved = facts["rollout_id"]
         REPORTS.saved()
         if self.settings.keep_last:
             snapshot.prune(temp.parent, self.settings.keep_last, self.settings.retain_interval)

@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.cluster.checks import check_schedules
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
 from slime.cluster.manager_client import ManagerClient
-from slime.cluster.old_actor import OldActor
-from slime.cluster.parts import Parts
 from slime.cluster.phases import Run
+from slime.cluster.ray_actors import actor_class
 from slime.cluster.ray_wait import Waiter
+from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import Snapshots, SnapshotSettings, StartingPoint, restore_rollouts, settings_of
 from slime.cluster.step_log import StepLog
 from slime.cluster.stop_signals import StopSignals
 from slime.cluster.token_budget import settle_token_budget
-from slime.cluster.trainer import Trainer, TrainerSettings
+from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
 from slime.config.parser import ConfigError
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
     from slime.cluster.placement import Placement
-    from slime.cluster.train_group import Role, TrainGroup
+    from slime.cluster.ray_actors import ActorHandle
+    from slime.cluster.train_actor import Role
+    from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
     from slime.observability.metrics import MetricsLogger
+    from slime.observability.run_dir import RunDir
 
 START_MARGIN_SECONDS = 180.0
 """Beyond ``--start-timeout``: the process that waits for an engine itself reports first, with the engine's log."""
+
+
+@dataclass
+class Parts:
+    """Filled in by :func:`start`, so that a failure at any point of it ends exactly what exists.
+
+    Attributes:
+        engines_started: the manager has engines, which its report can name.
+        run: once the start is complete.
+    """
+
+    dir: RunDir
+    begin: StartingPoint
+    log: StepLog
+    stop: StopSignals
+    placement: Placement | None = None
+    manager: ManagerClient | None = None
+    engines_started: bool = False
+    groups: list[TrainGroup] = field(default_factory=list)
+    run: Run | None = None
+
+    def actors(self) -> dict[str, ActorHandle]:
+        """The Ray actors that hold the run's state, by what an error calls them."""
+        named = {"the rollout manager": self.manager.handle} if self.manager is not None else {}
+        for group in self.groups:
+            named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
+        return named
 
 
 def prepare(args: Args) -> Parts:
@@ -59,13 +90,13 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None)
         manager = parts.manager = _start_manager(args, parts, placement, waiter)
         shares_memory = args.offload_rollout and placement.slots.train > 0
-        engines = None if args.debug_train_only else manager.handle.start_engines.remote(placement)
+        engines = None if args.debug_train_only else manager.start(RolloutManager.start_engines, placement)
         urls: list[str] = []
         if engines is not None and args.offload_rollout and placement.on_gpu:
             urls, engines = _wait_for_engines(args, parts, manager, engines, release=shares_memory), None
         num_rollout = args.num_rollout
         if num_rollout is None:
-            num_rollout = manager.wait(manager.handle.num_rollout.remote(), "the data source")
+            num_rollout = manager.call("the data source", RolloutManager.num_rollout)
         args = args.with_values(num_rollout=num_rollout)  # on which the learning rate's schedule depends
         if placement.slots.train:
             _start_training(args, parts, placement, waiter)
@@ -85,8 +116,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         metrics = open_metrics(args, parts)
     pool_settings = EnginePoolSettings.from_args(args)
     pool = EnginePool(pool_settings, manager, trainer, log, urls, begin.attempt, begin.first_rollout)
-    facts = {"attempt": begin.attempt, "world_size": placement.slots.train, "seed": args.seed, "settings": settings}
-    save = SnapshotSettings.from_args(args, facts)
+    save = SnapshotSettings.from_args(args, begin.attempt, placement.slots.train, settings)
     snapshots = Snapshots(save, manager, trainer, pool, log, parts.stop, begin.trained)
     run = parts.run = Run(
         args, begin.first_rollout, num_rollout,
@@ -97,26 +127,23 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
 
 
 def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waiter) -> ManagerClient:
-    import ray
-
-    from slime.cluster.rollout_manager import RolloutManager
     from slime.config.layout import ParallelLayout
 
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
     # Several threads: status() and engine_status() answer while generate() runs.
-    remote: Any = ray.remote(RolloutManager)
-    handle = remote.options(num_cpus=0, max_concurrency=8).remote(args, str(parts.dir.path), layout)
+    options = actor_class(RolloutManager).options(num_cpus=0, max_concurrency=8)
+    handle = options.remote(args, str(parts.dir.path), layout)
     return ManagerClient(handle, waiter, args.phase_timeout)
 
 
 def _wait_for_engines(
-    args: Args, parts: Parts, manager: ManagerClient, starting: ObjectRef[Any], release: bool
+    args: Args, parts: Parts, manager: ManagerClient, starting: ObjectRef[list[str]], release: bool
 ) -> list[str]:
     """URLs of the engines once all of them answer; ``release``: they have released their memory again."""
-    urls: list[str] = manager.wait(starting, "the engines to start", args.start_timeout + START_MARGIN_SECONDS)
+    urls = manager.wait(starting, "the engines to start", args.start_timeout + START_MARGIN_SECONDS)
     parts.engines_started = bool(urls)
     if release and urls:
-        manager.wait(manager.handle.offload.remote(), "the engines to release memory")
+        manager.call("the engines to release memory", RolloutManager.offload)
     return urls
 
 
@@ -145,7 +172,7 @@ def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainG
 
     with FolderTrial(folder) as trial:
         where = str(trial.folder), trial.token
-        answers = {"rollout manager": manager.wait(manager.handle.try_folder.remote(*where), "to look into --save")}
+        answers = {"rollout manager": manager.call("to look into --save", RolloutManager.try_folder, *where)}
         for group in groups:
             answers |= group.try_folder(*where)
         trial.check(answers)

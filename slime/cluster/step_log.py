@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from slime.cluster.manager_client import RolloutBatch
     from slime.observability.display import Display, Phase
     from slime.observability.metrics import MetricsLogger
+    from slime.observability.progress import Progress
+    from slime.observability.timers import Span
 
 MOST_SPANS = 500
 """Timed phases that are kept for the trace of a rollout, the newest ones."""
@@ -30,7 +32,7 @@ class StepLog:
         self.pending: dict[str, float] = {}
         self._metrics: MetricsLogger | None = None
         self._phase: Phase | None = None  # the innermost one that is open
-        self._spans: list[dict[str, Any]] = []
+        self._spans: list[Span] = []
         self._step_started = time.perf_counter()
 
     def begin_steps(self, metrics: MetricsLogger) -> None:
@@ -53,7 +55,7 @@ class StepLog:
         """Time a part of a phase without showing it."""
         return self.display.timers(name)
 
-    def show_status(self, status: dict[str, Any]) -> None:
+    def show_status(self, status: Progress) -> None:
         """Show what a process that is waited for reports, beside the phase that is open."""
         if self._phase is not None:
             self._phase.update(status)
@@ -74,7 +76,7 @@ class StepLog:
         self._logger.log(metrics, step, "eval/step")
         self.display.eval_line(step, metrics)
 
-    def end_step(self, rollout_id: int, num_rollout: int) -> list[dict[str, Any]]:
+    def end_step(self, rollout_id: int, num_rollout: int) -> list[Span]:
         """Log the step's metrics and begin the next step; returns the newest phases, for the rollout's trace."""
         now = time.perf_counter()
         self._spans = [*self._spans, *self.display.timers.pop_spans()][-MOST_SPANS:]

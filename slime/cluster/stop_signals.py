@@ -9,9 +9,12 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.cluster.supervisor import FORWARDED, REPORTS
+
+if TYPE_CHECKING:
+    from signal import _HANDLER as Handler
 
 _MEANT = {number: int(meant) for meant, number in FORWARDED.items()}
 
@@ -30,7 +33,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested: str | None = None
         self.ending = False  # the shutdown is under way, so its own waits are not interrupted
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, Handler] = {}
         self._received: Counter[bool] = Counter()  # keyed by whether the supervisor forwarded it
 
     def __enter__(self) -> StopSignals:

@@ -19,10 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, TypedDict
 
 PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
 SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
@@ -37,12 +37,21 @@ _POLL_SECONDS = 0.5
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
 
+class Settings(TypedDict):
+    """The arguments that decide whether and how a lost run goes on."""
+
+    max_restarts: int
+    save: str | None
+    run_name: str | None
+    output_dir: str | None
+
+
 class Reports:
     """The driver's end of the pipe. Every method is a no-op in a process without a supervisor."""
 
     def __init__(self) -> None:
         self._pipe: int | None = None
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, object] = {}
         """Of a driver that is run again: see :func:`restart_settings`."""
 
     def attach(self) -> bool:
@@ -58,9 +67,9 @@ class Reports:
     def attached(self) -> bool:
         return self._pipe is not None
 
-    def began(self, values: Mapping[str, Any]) -> None:
+    def began(self, values: Settings) -> None:
         """From here on an end without :meth:`over` is a loss. ``values``: see :func:`restart_settings`."""
-        self._send({"began": dict(values)})
+        self._send({"began": values})
 
     def saved(self) -> None:
         """A snapshot of this run was committed."""
@@ -74,7 +83,7 @@ class Reports:
         """The run ends, well or not, and is not run again."""
         self._send({"over": True})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         if self._pipe is not None:
             with contextlib.suppress(OSError):  # the supervisor was killed, and this process is about to be
                 os.write(self._pipe, json.dumps(message).encode() + b"\n")
@@ -90,16 +99,16 @@ def supervise() -> None:
     os.execv(sys.executable, [sys.executable, "-P", os.path.abspath(__file__), "--", *sys.orig_argv[1:]])
 
 
-def restart_settings(values: Mapping[str, Any], saved: bool) -> dict[str, Any]:
+def restart_settings(values: Settings, saved: bool) -> dict[str, object]:
     """Arguments with which a run goes on. They take precedence over the command line and over the files that it names
     (``--override``, ``--custom-config-path``); None stands for the default.
 
     Args:
-        values: of the arguments ``max_restarts``, ``save``, ``run_name`` and ``output_dir``.
+        values: as the lost driver had them.
         saved: ``--save`` holds a snapshot of this run: go on from it. Otherwise from where the run began.
     """
-    settings = {"max_restarts": values["max_restarts"] - 1}
-    settings |= {name: str(values[name]) for name in ("run_name", "output_dir")}
+    settings: dict[str, object] = {name: str(values[name]) for name in ("run_name", "output_dir")}
+    settings["max_restarts"] = values["max_restarts"] - 1
     if saved:
         settings |= {"load": str(values["save"]), **dict.fromkeys(_OF_THE_FIRST_START)}
     return settings
@@ -131,7 +140,7 @@ class Driver:
         left on purpose are none of ours."""
         return "over" in self.said and "lost" not in self.said
 
-    def next_settings(self) -> dict[str, Any] | None:
+    def next_settings(self) -> dict[str, object] | None:
         """Once it has ended: the settings that go on with the run; None where there is nothing to go on with."""
         values = self.said.get("began")
         if values is None or values["max_restarts"] < 1 or self.ended_in_order():
@@ -144,7 +153,7 @@ class Supervisor:
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = list(words)
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, object] = {}
         self.stopped_by: int | None = None
         self.driver: Driver | None = None
 
@@ -184,7 +193,7 @@ class Supervisor:
             [sys.executable, *self.words],
             env={**os.environ, PIPE_VARIABLE: str(theirs), SETTINGS_VARIABLE: json.dumps(self.settings)},
             pass_fds=[theirs],
-            preexec_fn=_die_with_supervisor,  # safe: this process has one thread
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # safe: this process has one thread
         )
         os.close(theirs)
         self.driver = Driver(child, ours)
@@ -236,17 +245,9 @@ def _reap_others(driver: int) -> None:
             os.waitpid(found.si_pid, os.WNOHANG)
 
 
-def _die_with_supervisor() -> None:
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def main() -> NoReturn:
-    sys.exit(Supervisor(sys.argv[2:]).run())
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(Supervisor(sys.argv[2:]).run())

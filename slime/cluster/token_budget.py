@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from slime.backends.token_budget import MOST_TOKENS, Measurement, budget
+from slime.cluster.rollout_manager import RolloutManager
 from slime.config.hf_config import read_config
 from slime.config.rollout import longest_per_gpu
 
 if TYPE_CHECKING:
+    from slime.checkpoint.manifest import Manifest
     from slime.cluster.manager_client import ManagerClient
     from slime.cluster.trainer import Trainer
     from slime.config.args import Args
@@ -25,7 +27,7 @@ def settle_token_budget(
     trainer: Trainer,
     manager: ManagerClient,
     on_gpu: bool,
-    manifest: Mapping[str, Any] | None,
+    manifest: Manifest | None,
     note: Callable[[str], None],
 ) -> Args:
     """Find the budget and pass it to all processes that pack; nothing where the flag is given, or without a GPU.
@@ -45,8 +47,9 @@ def settle_token_budget(
         # Two deterministic runs pack alike even if one finds less memory. In float32 there is no varlen kernel on
         # GPUs: memory grows with the square of a sample's length, which the measurement does not see.
         return args
-    tokens = _recorded(manifest, len(trainer.actor.ranks))
-    if tokens is not None:
+    same_ranks = manifest is not None and manifest.get("world_size") == len(trainer.actor.ranks)
+    tokens = manifest.get("settings", {}).get("max_tokens_per_gpu") if manifest is not None and same_ranks else None
+    if isinstance(tokens, int) and tokens:
         note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
         found: list[Measurement] = []
@@ -59,16 +62,9 @@ def settle_token_budget(
     forward_only = given or tokens
     for group in trainer.groups:
         group.set_token_budgets(tokens, forward_only)
-    told = manager.handle.set_token_budgets.remote(tokens, forward_only)
-    manager.wait(told, "the rollout manager to take the token budget")
+    what = "the rollout manager to take the token budget"
+    manager.call(what, RolloutManager.set_token_budgets, tokens, forward_only)
     return args.with_values(max_tokens_per_gpu=tokens, log_probs_max_tokens_per_gpu=forward_only)
-
-
-def _recorded(manifest: Mapping[str, Any] | None, world_size: int) -> int | None:
-    if manifest is None or manifest.get("world_size") != world_size:
-        return None
-    tokens = manifest.get("settings", {}).get("max_tokens_per_gpu")
-    return int(tokens) if tokens else None
 
 
 def memory_share(args: Args) -> float:

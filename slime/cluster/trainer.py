@@ -1,16 +1,16 @@
-"""The training groups as the driver sees them: actor and critic, and whose turn on the accelerator it is."""
+"""The training side as the driver sees it: actor and critic, whose turn on the accelerator it is, and which weights the
+copy ``old_actor`` holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from slime.config.rollout import old_actor_lag
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
-
-    from slime.cluster.old_actor import OldActor
     from slime.cluster.step_log import StepLog
+    from slime.cluster.train_actor import Batches
     from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
 
@@ -27,12 +27,47 @@ class TrainerSettings:
 
     @classmethod
     def from_args(cls, args: Args) -> TrainerSettings:
-        return cls(
-            bool(args.offload_train),
-            bool(args.offload_train or args.offload_rollout),
-            args.num_critic_only_steps,
-            args.ref_update_interval,
-        )
+        colocated = bool(args.offload_train or args.offload_rollout)
+        return cls(bool(args.offload_train), colocated, args.num_critic_only_steps, args.ref_update_interval)
+
+
+class OldActor:
+    """Keeps the copy ``old_actor`` equal to the weights that generated the rollout which is trained next.
+
+    Where each rollout starts after the previous update, these are the weights that the engines hold. In the
+    asynchronous loop the first rollout that is trained after an update had been generated before the update, with the
+    weights from before it. The rollouts after it, until the next update, were generated with the engines' weights.
+
+    Args:
+        is_kept: ``--keep-old-actor``.
+        lag: updates by which the first rollout after an update is behind, 0 or 1; see :func:`old_actor_lag`.
+    """
+
+    def __init__(self, is_kept: bool, lag: int = 0) -> None:
+        self.is_kept, self.lag = is_kept, lag
+        self._version = ""  # of the last update
+        self._steps_behind: int | None = None
+        """Steps since the last update that trained on the weights before it; None once the copy holds the engines'."""
+
+    @classmethod
+    def from_args(cls, args: Args, asynchronous: bool) -> OldActor:
+        is_kept = bool(args.keep_old_actor)
+        return cls(is_kept, (old_actor_lag(args) or 0) if asynchronous and is_kept else 0)
+
+    def updated(self, actor: TrainGroup, version: str) -> None:
+        """The engines hold ``version`` of the weights that ``actor`` has; a repeated call does nothing."""
+        if self.is_kept and version != self._version:
+            self._version = version
+            self._steps_behind = 0 if self.lag == 1 else None
+            actor.refresh_old_actor(behind=self.lag == 1)
+
+    def before_step(self, actor: TrainGroup) -> None:
+        """A rollout is about to be trained."""
+        if self._steps_behind == 0:
+            self._steps_behind = 1
+        elif self._steps_behind == 1:
+            actor.copy_weights("rollout_actor", "old_actor")
+            self._steps_behind = None
 
 
 class Trainer:
@@ -61,7 +96,7 @@ class Trainer:
         self.trained = trained
         self._log = log
 
-    def train(self, rollout_id: int, refs: Sequence[ObjectRef[Any]]) -> None:
+    def train(self, rollout_id: int, refs: Batches) -> None:
         """Train on a rollout: first the critic, whose values the actor's advantages need, then the actor.
 
         The metrics go into the step's. The actor rests in the first ``--num-critic-only-steps`` rollouts.
@@ -70,13 +105,12 @@ class Trainer:
         pending, values = self._log.pending, None
         if self.critic is not None:
             self.take_turn(self.critic)
-            result = self.critic.train(rollout_id, refs)
-            values = result["values"]
+            result, values = self.critic.train(rollout_id, refs)
             pending.update(result["metrics"])
         if self.critic is None or rollout_id >= self.settings.num_critic_only_steps:
             self.take_turn(self.actor)
             self.old_actor.before_step(self.actor)
-            result = self.actor.train(rollout_id, refs, values)
+            result, _ = self.actor.train(rollout_id, refs, values)
             pending.update(result["metrics"])
             pending.update({f"perf/{name}_time": seconds for name, seconds in result["timings"].items()})
         interval = self.settings.ref_update_interval

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
@@ -21,6 +21,29 @@ from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_
 from slime.data.tokenizers import load_processor, load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+class DataSource(Protocol):
+    """What the class of ``--data-source-path`` must have."""
+
+    def __len__(self) -> int: ...
+
+    def get_samples(self, num_samples: int) -> list[Group]: ...
+
+    def add_samples(self, samples: list[Group]) -> None: ...
+
+    def save(self, rollout_id: int) -> None: ...
+
+    def load(self, rollout_id: int | None = None) -> None: ...
+
+
+@runtime_checkable
+class StatefulDataSource(DataSource, Protocol):
+    """A source whose state is a value, so that a snapshot may hold rollouts that were generated ahead."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class RolloutDataSource:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,23 +28,21 @@ class RunDir:
     def create(cls, args: Args, resume: bool = False) -> RunDir:
         """Make the folder of a run and put its resolved config there.
 
-        The name is ``--run-name``, or the time; ``args.run_name`` is set to it. When the folder holds
+        The name is ``--run-name``, which the configuration has completed. When the folder holds
         an earlier run, that one moves aside to ``<name>.1``, ``.2``, … unless this run resumes it.
 
         Raises:
             RunDirError: the folder cannot be written.
         """
         root = Path(args.output_dir or "outputs").expanduser().resolve()
-        name = args.run_name or time.strftime("%Y%m%d-%H%M%S")
-        run = cls(root / name)
+        run = cls(root / args.run_name)
         try:
             if not resume and not _inside(args.load, run.path):
                 _move_aside(run.path)
             for folder in (run.tensorboard, run.samples, run.traces, run.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            args.run_name = name
             run.write_config(args)
-            _link(root / "latest", name)
+            _link(root / "latest", args.run_name)
         except OSError as error:
             raise RunDirError(f"cannot write the run folder {run.path}: {error.strerror or error}; give another --output-dir") from error  # fmt: skip  # noqa: E501
         return run

@@ -6,7 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypedDict
+
+
+class Span(TypedDict):
+    """A phase that is over; ``start`` and ``end`` are wall seconds."""
+
+    name: str
+    start: float
+    end: float
 
 
 class Timers:
@@ -22,7 +30,7 @@ class Timers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since_pop: dict[str, float] = {}
-        self._spans: list[dict[str, Any]] = []
+        self._spans: list[Span] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -46,8 +54,8 @@ class Timers:
             times, self._since_pop = self._since_pop, {}
         return {f"perf/{name}_time": seconds for name, seconds in times.items()}
 
-    def pop_spans(self) -> list[dict[str, Any]]:
-        """``{"name", "start", "end"}`` since the last call, for the trace file."""
+    def pop_spans(self) -> list[Span]:
+        """The phases since the last call, for the trace file."""
         with self._lock:
             spans, self._spans = self._spans, []
         return spans

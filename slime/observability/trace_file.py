@@ -10,6 +10,7 @@ from typing import Any
 
 from slime.observability.best_effort import best_effort, replacing
 from slime.observability.samples import remove_older
+from slime.observability.timers import Span
 from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 
 DRIVER = 0  # process id of the driver's row in the viewer; prompt groups follow it
@@ -66,7 +67,7 @@ class TraceFiles:
             del self._open[old]
         return self._write(rollout_id, events)
 
-    def add_phases(self, rollout_id: int, phases: Sequence[dict[str, Any]]) -> None:
+    def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:
         """Add the driver's row to the trace of a rollout that is trained by now: those phases that are not over before
         its first event. So the file of a rollout that was generated ahead shows what trained meanwhile.
 
@@ -112,7 +113,7 @@ def _within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace
     return [entry for group in share for entry in group]
 
 
-def _phase_events(phases: Sequence[dict[str, Any]]) -> Iterable[ViewerEvent]:
+def _phase_events(phases: Sequence[Span]) -> Iterable[ViewerEvent]:
     if phases:
         yield _named("process_name", DRIVER, 0, "driver")
     for phase in phases:

@@ -17,12 +17,11 @@ from rich.console import Console
 from slime.cluster.engine import EngineStatus
 from slime.cluster.engine_pool import EnginePool, EnginePoolSettings
 from slime.cluster.manager_client import ManagerClient, RolloutBatch
-from slime.cluster.old_actor import OldActor
 from slime.cluster.phases import Run
 from slime.cluster.snapshots import Snapshots, SnapshotSettings
 from slime.cluster.step_log import StepLog
 from slime.cluster.stop_signals import StopSignals
-from slime.cluster.trainer import Trainer, TrainerSettings
+from slime.cluster.trainer import OldActor, Trainer, TrainerSettings
 from slime.config.args import Args
 from slime.observability.display import Display
 from slime.weights.update import UpdateReport
@@ -116,9 +115,9 @@ class FakeGroup:
         self.probed.append(list(urls))
         return 0.25
 
-    def train(self, rollout_id: int, refs: Any, values: Any = None) -> dict[str, Any]:
+    def train(self, rollout_id: int, refs: Any, values: Any = None) -> tuple[dict[str, Any], list[str]]:
         self._say("trains")
-        return {"metrics": self.metrics, "timings": {"step": 0.5}, "values": [f"{self.role}'s values"]}
+        return {"metrics": self.metrics, "timings": {"step": 0.5}}, [f"{self.role}'s values"]
 
     def save(self, folder: Path) -> None:
         self._say("saves")
@@ -163,7 +162,7 @@ class Driver:
         num_rollout: int = 4,
         **flags: Any,
     ) -> None:
-        values = {"audit_weights": False, "offload_train": colocated, "offload_rollout": colocated}
+        values = {"seed": 7, "audit_weights": False, "offload_train": colocated, "offload_rollout": colocated}
         self.args: Args = make_args().with_values(**(values | {"num_rollout": num_rollout} | flags))
         self.said: list[str] = []
         self.stop = StopSignals()
@@ -183,7 +182,7 @@ class Driver:
         self.trainer = Trainer(TrainerSettings.from_args(self.args), *groups, old_actor, self.log, trained)
         settings = EnginePoolSettings.from_args(self.args)
         self.pool = EnginePool(settings, self.manager, self.trainer, self.log, serving, 0, first_rollout)
-        saving = SnapshotSettings.from_args(self.args, {"attempt": 0, "seed": 7})
+        saving = SnapshotSettings.from_args(self.args, 0, 2, {})
         self.snapshots = Snapshots(saving, self.manager, self.trainer, self.pool, self.log, self.stop, trained)
         self.run = Run(
             self.args, first_rollout, num_rollout, manager=self.manager, trainer=self.trainer, pool=self.pool,

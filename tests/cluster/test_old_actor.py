@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from make_args import make_args
 
-from slime.cluster.old_actor import OldActor
-from slime.cluster.train_group import TrainActor
+from slime.cluster.train_actor import TrainActor
+from slime.cluster.trainer import OldActor
 from slime.config.args import Args
 from slime.config.rollout import FULLY_ASYNC_FUNCTION, check_loop, old_actor_lag
 from slime.rollout.admission import Admission

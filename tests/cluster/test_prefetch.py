@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.manager_client import RolloutBatch
+from slime.cluster.manager_client import ManagerClient, RolloutBatch
 from slime.cluster.prefetch import Prefetcher, PrefetchSettings
 
 
@@ -57,7 +57,7 @@ class Run:
         self.actor_manager = manager
         values = dict(
             async_buffer_size=1, update_weights_interval=1, max_weight_staleness=None, steps_per_rollout=1,
-            phase_timeout=10.0, drains=False, replays=False,
+            drains=False, replays=False,
         )  # fmt: skip
         self.settings = PrefetchSettings(**(values | settings))
         self.held_step = 0
@@ -66,8 +66,9 @@ class Run:
         self.notes: list[str] = []
 
     def prefetch(self) -> Prefetcher:
+        waiter: Any = SimpleNamespace(get=lambda refs, *_, **__: [ref() for ref in refs])
         parts: Any = dict(
-            manager=SimpleNamespace(handle=self.actor_manager, wait=lambda ref, what, *_, **__: ref()),
+            manager=ManagerClient(self.actor_manager, waiter, 10.0),
             pool=self,
             evaluations=SimpleNamespace(run=self.evaluate, start=self.start_evaluation, finish=self.end_evaluation),
             snapshots=SimpleNamespace(save=lambda rollout_id: self.events.append(("save", rollout_id))),

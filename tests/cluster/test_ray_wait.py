@@ -44,10 +44,10 @@ def worker_class() -> Iterator:
     connect(SimpleNamespace())
     import ray
 
-    from slime.cluster.train_group import remote_class
+    from slime.cluster.ray_actors import actor_class_with_own_threads
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not import this file
-    yield remote_class(Worker).options(num_cpus=0.01)
+    yield actor_class_with_own_threads(Worker).options(num_cpus=0.01)
     ray.shutdown()
 
 

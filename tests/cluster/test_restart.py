@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from slime.cluster.parts import Parts
 from slime.cluster.polling import WaitExpired
 from slime.cluster.ray_wait import NoStatus
-from slime.cluster.restart import lost_parts
+from slime.cluster.run import lost_parts
+from slime.cluster.start import Parts
 from slime.cluster.supervisor import restart_settings
 from slime.config.parser import read_settings
 

@@ -70,7 +70,7 @@ def test_what_hooks_change_after_the_rollout_is_not_saved(tmp_path: Path) -> Non
         np.testing.assert_equal(mine.rollout_routed_experts, theirs.rollout_routed_experts)
         mine.rollout_routed_experts = theirs.rollout_routed_experts = None
     assert again.source.buffer == expected
-    restored = again.take_restored(1)
+    restored = again.restored.pop(1, None)
     assert restored is not None and (restored.metrics, restored.seconds) == ({"m": 1.0}, 2.0)
     for one, before in zip(flatten(restored.groups), flatten(ahead_before), strict=True):
         assert (one.tokens, one.rollout_log_probs, one.loss_mask) == ([1, 2, 3, 4], [-0.1, -0.5], [1, 1])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from driver_parts import Driver
 
-from slime.cluster import end as end_module
-from slime.cluster.end import RunEnd, snapshot_before_stop
-from slime.cluster.parts import Parts
+from slime.cluster import run as end_module
+from slime.cluster.run import RunEnd, snapshot_before_stop
 from slime.cluster.snapshots import StartingPoint
+from slime.cluster.start import Parts
 from slime.cluster.stop_signals import StopRequested
 from slime.observability.run_dir import RunDir
 

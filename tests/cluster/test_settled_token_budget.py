@@ -11,7 +11,7 @@ from make_args import make_args
 from slime.backends.token_budget import Measurement
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.token_budget import SHARE, SHARE_WITH_EXPERTS, memory_share, settle_token_budget
-from slime.cluster.train_group import TrainActor
+from slime.cluster.train_actor import TrainActor
 from slime.config.args import Args
 
 GIB = 2**30
@@ -49,10 +49,7 @@ class Settled:
         trainer: Any = SimpleNamespace(
             actor=groups[0], groups=groups, take_turn=lambda group: self.turns.append(group.role)
         )
-        manager: Any = SimpleNamespace(
-            handle=SimpleNamespace(set_token_budgets=SimpleNamespace(remote=lambda *budgets: budgets)),
-            wait=lambda told, what: self.told.append(told),
-        )
+        manager: Any = SimpleNamespace(call=lambda what, method, *budgets: self.told.append(budgets))
         self.args = settle_token_budget(args, trainer, manager, on_gpu, manifest, self.notes.append)
 
 

@@ -12,11 +12,10 @@ from make_args import make_args
 
 from slime.checkpoint.shared_folder import FolderError, answer
 from slime.checkpoint.snapshot import Snapshot
-from slime.cluster.parts import Parts
 from slime.cluster.placement import Placement, Slots
 from slime.cluster.rollout_manager import RolloutManager
 from slime.cluster.snapshots import StartingPoint
-from slime.cluster.start import _check_save_folder, open_metrics
+from slime.cluster.start import Parts, _check_save_folder, open_metrics
 from slime.observability.metrics import read_metrics
 from slime.observability.run_dir import RunDir
 

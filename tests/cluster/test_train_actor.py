@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from make_args import make_args
 
-from slime.cluster.train_group import TrainActor
+from slime.cluster.train_actor import TrainActor
 from slime.weights.settings import WeightSyncSettings
 
 

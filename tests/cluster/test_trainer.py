@@ -62,7 +62,10 @@ def test_a_group_that_sleeps_or_is_awake_already_is_left_alone() -> None:
     """Megatron's ranks, say, would gather weights that have no memory."""
     calls: list[tuple[Any, ...]] = []
     group: Any = TrainGroup.__new__(TrainGroup)
-    group.resident, group._all = "everything", lambda *call: calls.append(call)
+    group.resident, group._all = (
+        "everything",
+        lambda what, method, *arguments: calls.append((method.__name__, *arguments)),
+    )
     group.wake()
     group.sleep(keep_weights=True)
     group.sleep()

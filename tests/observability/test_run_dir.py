@@ -15,7 +15,7 @@ from slime.observability.run_dir import RunDir, RunDirError
 @dataclass
 class Arguments:
     output_dir: str
-    run_name: str | None = None
+    run_name: str
     load: str | None = None
     lr: float = 1e-5
     wandb_key: str | None = "secret"
@@ -45,12 +45,6 @@ def test_an_earlier_run_of_the_name_moves_aside_unless_it_is_resumed(tmp_path: P
     assert run.metrics.read_text() == "three"
     run = RunDir.create(Arguments(str(tmp_path), "run", load=str(run.checkpoints)))
     assert run.metrics.read_text() == "three", "the folder that --load reads from must not move"
-
-
-def test_without_a_name_the_time_is_the_name(tmp_path: Path) -> None:
-    args = Arguments(str(tmp_path))
-    run = RunDir.create(args)
-    assert args.run_name == run.path.name and len(run.path.name) == len("20260101-120000")
 
 
 def test_a_real_folder_called_latest_is_left_alone(tmp_path: Path) -> None:

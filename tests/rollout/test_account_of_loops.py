@@ -47,7 +47,7 @@ class Attempt:
             self.loop = StandingPool(args, self.source, first, None, len(self.state.restored))
 
     async def generate(self, rollout_id):
-        rollout = self.state.take_restored(rollout_id)
+        rollout = self.state.restored.pop(rollout_id, None)
         if rollout is None:
             loop = self.loop
             output = await (loop.take(rollout_id) if loop else RolloutLoop(self.args, rollout_id, self.source).run())

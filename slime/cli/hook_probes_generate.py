@@ -1,0 +1,161 @@
+"""Probes of the hooks that generate: a generate function, an agent, a sample hook, and whole rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+from slime.cli.hook_bench import Bench
+from slime.cli.hook_guard import Complaint, Hook, check_picklable, check_signature, guarded, not_async, wrong
+from slime.cli.hook_turns import appends_recorded, check_mask, check_turns
+from slime.data.sample import Sample, flatten
+from slime.rollout.hooks import call, supported_kwargs
+from slime.rollout.verifier.pool import STARTUP_SECONDS
+
+AGENT_TOKENS = 512  # of a conversation: an untrained model does not end its turns
+
+
+def generate(bench: Bench, fn: Hook) -> str:
+    """``await fn(args, sample, sampling_params[, evaluation])``, or the list form."""
+    from slime.rollout.custom_generate import call_list, call_single, takes_list
+    from slime.rollout.settings import SamplingSettings
+
+    bench.start_engine()
+    args = bench.args
+    params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
+    sample = Sample()
+    if takes_list(fn):
+        check_signature(fn, "fn(args, samples, evaluation=…)", args, [sample], **supported_kwargs(fn, evaluation=False))
+    else:
+        check_signature(
+            fn, "fn(args, sample, sampling_params)", args, sample, params, **supported_kwargs(fn, evaluation=False)
+        )
+
+    async def whole_group() -> list[Any]:
+        group = flatten(bench.prompts()[0])
+        if takes_list(fn):
+            return list(await call_list(fn, args, group, False))
+        return list(await asyncio.gather(*(call_single(fn, args, one, dict(params), False) for one in group)))
+
+    guarded(fn, whole_group, bench.limit, loop=True)  # imports and connections of a first call are not counted
+    with appends_recorded():
+        outcome = guarded(fn, whole_group, bench.limit, loop=True)
+    if outcome.stall:
+        raise Complaint(
+            f"it holds the event loop for {outcome.stall:.1f} s: meanwhile no other sample goes on. Await asynchronous "
+            "clients (slime.utils.http_utils.post), or put blocking work into asyncio.to_thread",
+            outcome.place,
+        )
+    leaves = flatten(outcome.result)
+    for one in leaves:
+        _check_generated(bench, fn, one)
+        check_mask(bench, fn, one)
+    bench.generated = [outcome.result]
+    if all(one.rollout_log_probs is None for one in leaves):
+        bench.notes.append("no rollout_log_probs: the trainer recomputes the old log-probs (one more forward pass)")
+    turns = check_turns(bench, fn)
+    fan_out = f" from {len(outcome.result)} calls" if len(leaves) != len(outcome.result) else ""
+    lengths = [one.response_length for one in leaves]
+    return f"{len(leaves)} samples{fan_out}, {min(lengths)} to {max(lengths)} tokens, {outcome.seconds:.1f} s; {turns}"
+
+
+def agent(bench: Bench, fn: Hook) -> str:
+    """``run(task)``, with the endpoint that it gets in a run."""
+    from slime.agent.program import Task
+    from slime.agent.rollout import generate as run_agent
+    from slime.agent.server import stop_agent_server
+    from slime.rollout.custom_generate import call_single
+    from slime.rollout.settings import SamplingSettings
+
+    check_signature(fn, "run(task)", Task("", None, {}, "", "", ""))
+    bench.start_engine()
+    args = bench.args.with_values(rollout_max_response_len=AGENT_TOKENS, agent_timeout=bench.limit)
+    params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
+
+    async def whole_group() -> list[Any]:
+        try:
+            group = flatten(bench.prompts()[0])
+            return list(await asyncio.gather(*(call_single(run_agent, args, one, params, False) for one in group)))
+        finally:
+            await stop_agent_server()
+
+    outcome = guarded(fn, whole_group, bench.limit + STARTUP_SECONDS, loop=True)
+    leaves = flatten(outcome.result)
+    for one in leaves:
+        if one.reward_timed_out and one.status is Sample.Status.FAILED:
+            raise wrong(fn, str(one.metadata["reward_failure"]))
+        if one.reward_timed_out:
+            bench.notes.append(
+                f"it does not catch the refusal of a conversation that is too long (here, {AGENT_TOKENS} tokens): "
+                "such samples are left out of training"
+            )
+        else:
+            _check_generated(bench, fn, one)
+    bench.generated = [outcome.result]
+    own = sum(one.reward is not None for one in leaves)
+    return f"{len(leaves)} samples of {len(outcome.result)} programs, {own} with rewards, {outcome.seconds:.1f} s"
+
+
+def _check_generated(bench: Bench, fn: Hook, sample: Sample) -> None:
+    if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+        raise wrong(fn, f"a sample is left {sample.status.value}: set COMPLETED or TRUNCATED")
+    vocabulary = len(bench.tokenizer)
+    bad = [token for token in sample.tokens if not isinstance(token, int) or not 0 <= token < vocabulary]
+    if bad:
+        raise wrong(fn, f"sample.tokens holds {bad[0]!r}, which is no token id (ints below {vocabulary})")
+    if len(sample.tokens) == sample.response_length:
+        raise wrong(fn, "sample.tokens holds the response only: it must be prompt tokens + response tokens")
+    mask = sample.loss_mask
+    if mask is not None and any(entry not in (0, 1) for entry in mask):
+        raise wrong(fn, f"sample.loss_mask holds {next(m for m in mask if m not in (0, 1))!r}; only 0 and 1 may be")
+    if mask is not None and not any(mask):
+        bench.notes.append("the loss_mask of a sample is 0 everywhere: nothing of it is trained on")
+    for value in sample.rollout_log_probs or ():
+        if not isinstance(value, int | float) or math.isnan(value) or value > 1e-4:
+            raise wrong(fn, f"sample.rollout_log_probs holds {value!r}: log-probabilities are at most 0")
+    check_picklable("sample", sample)
+
+
+def sample_hook(bench: Bench, fn: Hook) -> str:
+    sample = flatten(bench.answered())[0]
+    keywords = supported_kwargs(fn, rollout_id=0, evaluation=False)
+    check_signature(fn, "hook(args, sample, rollout_id=…, evaluation=…)", bench.args, sample, **keywords)
+    outcome = guarded(fn, lambda: call(fn, bench.args, sample, **keywords), bench.limit, loop=True)
+    if outcome.result is not None and not isinstance(outcome.result, Sample):
+        raise wrong(fn, f"it returned {type(outcome.result).__name__}; it must return None or a Sample")
+    check_picklable("sample", outcome.result or sample)
+    return "returned " + ("None" if outcome.result is None else "a Sample")
+
+
+def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
+    """The whole rollout, on the data and the engine of the bench."""
+    from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
+
+    not_async(fn)
+    check_signature(
+        fn, "fn(args, rollout_id, data_source, evaluation=…)", bench.args, 0, bench.source, evaluation=False
+    )
+    bench.start_engine()
+    outcome = guarded(fn, lambda: call_rollout_fn(fn, bench.args, 0, bench.source, evaluation), bench.limit)
+    output = outcome.result
+    if isinstance(output, RolloutFnTrainOutput):
+        check_groups(fn, output.samples, bench.args.n_samples_per_prompt)
+        for sample in flatten(output.samples):
+            _check_generated(bench, fn, sample)
+        return f"{len(output.samples)} groups in {outcome.seconds:.1f} s"
+    for name, part in output.data.items():
+        if "rewards" not in part:
+            raise wrong(fn, f"data set {name!r} has no 'rewards', only {', '.join(part)}")
+    return f"data sets {', '.join(output.data) or '(none)'} in {outcome.seconds:.1f} s"
+
+
+def check_groups(fn: Hook, groups: object, size: int) -> None:
+    first = type(groups[0]).__name__ if isinstance(groups, list) and groups else "nothing"
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
+        raise wrong(fn, f"it gave {type(groups).__name__} of {first}: groups are lists of samples, one list per prompt")
+    for sample in flatten(groups):
+        if not isinstance(sample, Sample):
+            raise wrong(fn, f"a group holds a {type(sample).__name__}, not a Sample")
+    if len(groups[0]) != size:
+        raise wrong(fn, f"a group has {len(groups[0])} samples, --n-samples-per-prompt is {size}")
