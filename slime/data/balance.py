@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.config.hf_config import SHAPE, lookup_dimension, read_config
+
 _GENERIC_HIDDEN = 4096
 
 
@@ -142,6 +144,29 @@ class ModelShape:
             expert_width=given.get("moe_ffn_hidden_size") or ffn,
             shared_expert_width=given.get("moe_shared_expert_intermediate_size") or 0,
             sparse_layers=_count_moe_layers(given.get("moe_layer_freq", 1), layers) if experts else 0,
+        )
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | None) -> ModelShape | None:
+        """From config.json of a Hugging Face checkpoint; None where it is not on this machine."""
+        config = read_config(checkpoint) if checkpoint else None
+        if config is None:
+            return None
+        given = {name: lookup_dimension(config, name)[1] for name in SHAPE}
+        given = {name: value for name, value in given.items() if value is not None}
+        expert_width = given.get("moe_ffn_hidden_size") or given.get("ffn_hidden_size") or 0
+        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * expert_width
+        dense = int(config.get("first_k_dense_replace") or 0)
+        # Older models, such as GPT-2 and Phi, name plain GELU; the gated ones name these activations.
+        gated = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")
+        return cls.from_megatron(
+            given
+            | {
+                "multi_latent_attention": "kv_lora_rank" in given,
+                "swiglu": gated,
+                "moe_shared_expert_intermediate_size": shared,
+                "moe_layer_freq": [int(layer >= dense) for layer in range(given.get("num_layers", 0))],
+            }
         )
 
 

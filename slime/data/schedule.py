@@ -52,7 +52,7 @@ class PackingSettings:
             pads=pads,
             # Siblings' prompts may have gone to other experts each, so replayed routing needs them apart.
             shares_prompts=bool(args.share_prompt_in_pack and not pads and not args.use_rollout_routing_replay),
-            shape=ModelShape.from_megatron(args.megatron),
+            shape=ModelShape.from_megatron(args.megatron) or ModelShape.from_checkpoint(args.hf_checkpoint),
         )
 
 

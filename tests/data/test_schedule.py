@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +188,19 @@ def test_flops_of_multi_latent_attention(query_rank: int | None) -> None:
     down, up, out = 64 * (32 + 8), 32 * 4 * (16 + 12), 4 * 12 * 64
     per_layer = 2 * (queries + down + up + out) * 10 + 4 * (24 + 12) * 10 * 10 + 2 * 3 * 64 * 128 * 10
     assert flops(10, **mla, q_lora_rank=query_rank) == 2 * per_layer + 2 * 64 * 100 * 10
+
+
+def test_the_shape_of_a_checkpoint_is_that_of_its_flags(tmp_path: Path) -> None:
+    dense = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=100)
+    dense |= dict(intermediate_size=128, hidden_act="silu")
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    assert ModelShape.from_checkpoint(str(tmp_path)) == ModelShape.from_megatron(DENSE)
+    moe = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
+    (tmp_path / "config.json").write_text(json.dumps(dense | moe | dict(n_shared_experts=1)))
+    flags = dict(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=32, moe_layer_freq=[0, 1])
+    expected = ModelShape.from_megatron(DENSE | flags | dict(moe_shared_expert_intermediate_size=32))
+    assert ModelShape.from_checkpoint(str(tmp_path)) == expected
+    assert ModelShape.from_checkpoint(str(tmp_path / "nowhere")) is None
 
 
 def test_flops_without_a_shape_only_say_how_quadratic_attention_is() -> None:
