@@ -98,6 +98,7 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
     if settings.distillation_coef is not None:
         _add_distillation(settings, settings.distillation_coef, batch)
     if settings.normalize:
+        # After the distillation term: whitening is to scale what the loss will see.
         batch["advantages"] = normalize_advantages(batch["advantages"], batch["loss_masks"], reduce)
     if settings.weights_to_average is not None:
         batch["mis_weight_mean"] = _mean_weight(settings.weights_to_average, batch, reduce)

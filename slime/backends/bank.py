@@ -154,6 +154,8 @@ class WeightBank:
                 p.data, copies[i] = copies[i], p.data
             else:
                 mine = local(p.detach())
+                # One tensor at a time, so that an exchange takes the memory of the largest tensor and not of a whole
+                # copy.
                 before = mine.clone()
                 mine.copy_(copies[i])
                 copies[i].copy_(before)

@@ -78,6 +78,8 @@ class DataParallelReduce:
         """
         if self.world_size == 1:
             return shares
+        # All ranks must add the same metric in the same place of the collective, whatever the order in which they met
+        # them.
         names = sorted(shares)
         if not same_names:
             everyones: list[list[str] | None] = [None] * self.world_size

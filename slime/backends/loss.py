@@ -111,6 +111,8 @@ def rescale_diagnostics(metrics: Mapping[str, float], trained_share: float) -> d
 
 
 def _sum_parts(parts: Mapping[str, Part]) -> LossSum:
+    # A part with coefficient 0 is only shown. It must not enter the sum: 0 times an infinite KL is nan, and so would be
+    # the gradient of everything else.
     loss = torch.stack([part.coefficient * part.value for part in parts.values() if part.coefficient != 0]).sum()
     return LossSum(loss, {name: part.value for name, part in parts.items()})
 
@@ -177,6 +179,8 @@ def _kl_part(
     if settings.kl is None:
         return {}
     ref = _need(tokens.ref_log_probs, "ref_log_probs", "--use-kl-loss")
+    # The tokens were sampled from the old policy. Weighed by the ratio, the estimate is of the KL of the policy that is
+    # trained, and so is its gradient.
     ratio = exp_ratio(log_probs - old) if settings.kl.unbiased else None
     return {"kl_loss": Part(settings.kl.coefficient, mean(compute_approx_kl(log_probs, ref, settings.kl.kind, ratio)))}
 
@@ -186,6 +190,8 @@ def _engine_gap(tokens: TokenBatch, train: Tensor, reducer: Reducer) -> Metrics:
     absolute difference, and the k3 estimate of KL(engine ‖ trainer)."""
     if tokens.rollout_log_probs is None:
         return {}
+    # Both are log-probs of the same tokens, and ideally equal: what is left is numerics of the engine, another weight
+    # version, or a token that the engine sampled from a restricted vocabulary.
     difference = train - tokens.rollout_log_probs
     gap = difference.abs()
     by_age: Metrics = {}

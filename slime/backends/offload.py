@@ -52,6 +52,7 @@ class Offloader:
             self._asleep.append((storage, flat.numel()))
             offset += flat.numel()
         self._synchronize()
+        # Only now: the copies above are asynchronous and read this memory until the synchronisation.
         for storage in storages.values():
             storage.resize_(0)
         self.host.held = offset

@@ -125,6 +125,8 @@ class SharedBackend:
                     f"samples {missing[:8]} of the rank batch are in no micro-batch, so nothing scores them"
                 )
             return training
+        # A rank that needs fewer packs splits its samples further instead of running dummies: smaller packs cost less
+        # memory and dummies are wasted work.
         most = int(self.reduce.maximum([float(len(packs))])[0])
         if most > len(packs):
             packs = mb.forward_only(self.packing, batch, context, most) or []
@@ -159,6 +161,8 @@ class SharedBackend:
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
         weights = [mb.weight(batch, part, self.args.calculate_per_token_loss) for part in (scheduled, trained)]
         all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
+        # Losses and metrics were divided by all rollouts of the step. For the loss that is right, since the samples
+        # left out add 0; diagnostics are to be means over the samples that were computed.
         if count < all_count:
             metrics = {"loss": 0.0, "pg_loss": 0.0, "pg_clipfrac": 0.0} | metrics
             metrics = rescale_diagnostics(metrics, weight / all_weight if all_weight else 0.0)

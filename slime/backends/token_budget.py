@@ -126,6 +126,8 @@ def fit(peaks: Mapping[int, float], idle: float, usable: float) -> Measurement:
     (few, low), (many, high) = min(peaks.items()), max(peaks.items())
     per_token = (high - low) / (many - few) if many > few else (high - idle) / many
     per_token = max(per_token, 1.0)
+    # What is left after everything that does not grow with tokens: weights, optimizer state, gradients and one chunk of
+    # logits, which is where the line meets the axis.
     room = usable - (high - per_token * many)
     return Measurement(max(math.floor(room / per_token), 0), per_token, max(room, 0.0))
 
@@ -137,6 +139,7 @@ def budget(found: Sequence[Measurement], longest: int) -> int:
         found: of all ranks.
         longest: tokens of the longest sample on one GPU; it may exceed :data:`MOST_TOKENS`.
     """
+    # Ranks pack alike only with one budget, so the rank with the least room decides.
     tokens = min(one.tokens for one in found)
     tokens = max(min(tokens, max(MOST_TOKENS, longest)), LEAST_TOKENS)
     return tokens - tokens % MULTIPLE

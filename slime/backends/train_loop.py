@@ -64,6 +64,7 @@ def train_on_rollout(
         backend.reset_optimizer()
     if critic:
         with timer.phase("values"):
+            # Before any update: they are the baseline of the advantages, and the centre of the clip of the value loss.
             batch["old_values"] = backend.values(batch)
     else:
         _score(backend, args, batch, timer)
@@ -158,6 +159,8 @@ def _means(
             tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
             values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
         names.append(BY_NAME[key].public_name)
+        # Sums and counts instead of means: ranks hold different numbers of samples, and one collective at the end
+        # serves all metrics.
         numbers += [sum(values), float(len(values))]
     totals = backend.reduce.total(numbers)
     return {f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}

@@ -152,22 +152,15 @@ class ModelShape:
         config = read_config(checkpoint) if checkpoint else None
         if config is None:
             return None
-        given = {name: lookup_dimension(config, name)[1] for name in SHAPE}
-        given = {name: value for name, value in given.items() if value is not None}
-        expert_width = given.get("moe_ffn_hidden_size") or given.get("ffn_hidden_size") or 0
-        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * expert_width
-        dense = int(config.get("first_k_dense_replace") or 0)
+        given = {name: value for name in SHAPE if (value := lookup_dimension(config, name)[1]) is not None}
+        width, dense = given.get("moe_ffn_hidden_size") or 0, config.get("first_k_dense_replace") or 0
         # Older models, such as GPT-2 and Phi, name plain GELU; the gated ones name these activations.
-        gated = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")
-        return cls.from_megatron(
-            given
-            | {
-                "multi_latent_attention": "kv_lora_rank" in given,
-                "swiglu": gated,
-                "moe_shared_expert_intermediate_size": shared,
-                "moe_layer_freq": [int(layer >= dense) for layer in range(given.get("num_layers", 0))],
-            }
-        )
+        given["swiglu"] = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")
+        given["multi_latent_attention"] = "kv_lora_rank" in given
+        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+        given["moe_shared_expert_intermediate_size"] = shared
+        given["moe_layer_freq"] = [int(layer >= dense) for layer in range(given.get("num_layers", 0))]
+        return cls.from_megatron(given)
 
 
 def _count_moe_layers(freq: int | Sequence[int], layers: int) -> int:

@@ -21,6 +21,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
         (group,), grad = ctx.settings, grads[0].contiguous()
+        # Every rank used every row, so the gradient of a row is the sum over ranks; each gets the part of its own rows.
+        # That is a reduce-scatter, the mirror image of the gather.
         out = grad.new_empty(grad.shape[0] // group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad, group=group)
         return out, None
@@ -30,6 +32,7 @@ class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.settings = (group,)
+        # all_reduce works in place, and autograd may still need x.
         total = x.clone()
         dist.all_reduce(total, group=group)
         return total

@@ -56,6 +56,9 @@ class _PackedAttention(torch.autograd.Function):
             block_out, block_lse = _attend(queries.flatten(1, 2), keys, values, scale, block.length)
             _put(out, block, block_out)
             _put(lse, block, block_lse)
+        # A row attends to its own segment and to the prompt that it shares with siblings. Each part is a softmax of its
+        # own; _join weighs them by their log-sum-exp, as flash attention joins blocks of keys. So the prompt is
+        # multiplied once for all siblings.
         for prefix in pack.prefixes:
             prompt = slice(prefix.start, prefix.end)
             block_out, block_lse = _attend(_rows(q, prefix).flatten(1, 2), k[:, prompt], v[:, prompt], scale, None)
@@ -213,6 +216,8 @@ def _join(out: Tensor, lse: Tensor, prefix: PrefixBlock, other: Tensor, other_ls
     mine, mine_lse = _rows(out, prefix), _rows(lse, prefix)
     other, other_lse = other.view_as(mine), other_lse.view_as(mine_lse)
     joint = torch.logaddexp(mine_lse, other_lse)
+    # The share of the joint softmax that fell on the prompt. logaddexp keeps this exact where one part outweighs the
+    # other by far.
     weight = (other_lse - joint).exp_().unsqueeze(-1).to(mine.dtype)
     joined = torch.lerp(mine, other, weight)
     if prefix.contiguous:

@@ -85,6 +85,8 @@ class InputBuilder:
         offsets = [0]
         for i in indices:
             own = torch.as_tensor(batch["rollout_top_p_token_offsets"][i]).tolist()
+            # Each sample counts its offsets from its own beginning; in a pack they continue where the sample before
+            # ended.
             offsets += [offsets[-1] - own[0] + end for end in own[1:]]
         return Nuclei(ids.long().to(self.device, non_blocking=True), offsets)
 

@@ -68,6 +68,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, wi
     """Attention over a pack by the fastest exact way: q ``[T, H, d]``, k ``[T, H_kv, d]``, v ``[T, H_kv, d_v]`` ->
     ``[T, H, d_v]``. With context parallelism all are this rank's rows."""
     if pack.group is not None:
+        # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
         k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
     size = v.shape[-1]
     if _has_varlen_kernel(q) and size <= k.shape[-1]:
@@ -138,6 +139,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale:
     q_starts, k_starts = pack.cu_seqlens_q.tolist(), pack.cu_seqlens_k.tolist()
     if pack.kv_index is not None:
         k, v = k.index_select(0, pack.kv_index), v.index_select(0, pack.kv_index)
+    # Segments of equal sizes share one mask and one call, and need no padding.
     buckets: dict[tuple[int, int], list[int]] = {}
     for i in range(len(q_starts) - 1):
         sizes = (q_starts[i + 1] - q_starts[i], k_starts[i + 1] - k_starts[i])

@@ -184,6 +184,8 @@ def _compressed(
 ) -> dict[str, Weight]:
     named, default = quantization.get("config_groups"), quantization.get("format")
     configured = list(named.values()) if isinstance(named, dict) else []
+    # Groups of one checkpoint may have different formats and numbers of bits; a tensor does not say to which group it
+    # belongs, so what fits its shape decides.
     groups = [group.get("weights") or {} for group in configured]
     formats = {str(group.get("format") or default) for group in configured} or {str(default)}
     unknown = formats - {"pack-quantized", "mixed-precision", *_SCALED_FORMATS}

@@ -101,6 +101,7 @@ def _own_blocks(starts: np.ndarray, lens: np.ndarray) -> list[OwnBlock]:
     tokens = 0
     for i in np.argsort(-lens, kind="stable"):
         longest = lens[bucket[0]] if bucket else lens[i]
+        # Longest first: a bucket is as wide as its first segment, and each further one adds the difference as padding.
         if bucket and (tokens + lens[i]) < (1 - MAX_PADDING_SHARE) * longest * (len(bucket) + 1):
             blocks.append(_own_block(bucket, starts, lens))
             bucket, tokens = [], 0

@@ -131,9 +131,12 @@ class _TokenScores(torch.autograd.Function):
             z = _scaled_logits(hidden[part], weight, bias, inverse_temperature, dtype)
             if nuclei is not None:
                 _restrict(z, targets[part], nuclei, start)
+            # Backward goes over the chunks from the last to the first, so the last one is kept for it, which saves one
+            # product. Rows that fit one chunk recompute nothing.
             last = keep and part.stop >= rows
             for block in _blocks(z):
                 here = slice(start + block.start, start + block.start + z[block].shape[0])
+                # The gradient of the log-prob needs p alone, that of the entropy needs z as well.
                 probabilities_stay = last and not entropy_grad
                 scores = _score_rows(z[block], targets[here], with_entropy, probabilities_stay)
                 log_probs[here], log_sums[here] = scores[:2]
@@ -159,6 +162,8 @@ class _TokenScores(torch.autograd.Function):
                     _restrict(z, targets[part], nuclei, start)
                 if not entropy_grad:
                     for block in _blocks(z):
+                        # The stored log-sum-exp makes p of recomputed logits exact without another reduction over the
+                        # vocabulary.
                         z[block].sub_(log_sums[part][block, None]).exp_()
             if entropy_grad:
                 rows = [x[part, None] for x in (targets, log_sums, grads[0], grads[1], entropy)]
@@ -248,6 +253,8 @@ def fused_gradient(
     dz = -grad[:, None] * p
     if of_entropy is not None:
         dz = dz - of_entropy[0][:, None] * p * (log_p + of_entropy[1][:, None])
+    # A comparison instead of a scatter: it fuses into the kernel that writes dz, where a scatter would read and write
+    # the whole chunk once more.
     hit = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     return (torch.where(hit, dz + grad[:, None], dz) * inverse_temperature).to(logits.dtype)
 
@@ -323,6 +330,7 @@ def _restrict(z: Tensor, targets: Tensor, nuclei: Nuclei, start: int) -> None:
     rows = torch.arange(z.shape[0], device=z.device).repeat_interleave(sizes)
     outside = (sizes > 0)[:, None].repeat(1, z.shape[1])
     outside[rows, nuclei.ids[bounds[0] : bounds[-1]]] = False
+    # The engine may have rounded differently at the edge of a nucleus. Its own token must keep a finite log-prob.
     outside.scatter_(1, targets[:, None], False)
     z.masked_fill_(outside, float("-inf"))
 
@@ -335,6 +343,7 @@ def _score_rows(
     picked = z.gather(-1, targets[:, None]).squeeze(-1)
     e = (z - largest).exp_()
     total = e.sum(-1, keepdim=True)
+    # Subtracting the row maximum keeps exp finite; adding it to the logarithm undoes that exactly.
     log_sum = (total.log() + largest).squeeze(-1)
     entropy = log_sum - torch.linalg.vecdot(e, z) / total.squeeze(-1) if with_entropy else None
     if leave_probabilities:

@@ -76,9 +76,13 @@ class _VocabParallelScores(torch.autograd.Function):
             part = slice(start, start + chunk_size)
             z = _scaled(hidden[part], weight, inverse_temperature, dtype)
             largest = z.amax(-1)
+            # All ranks subtract the same maximum, so that their sums of exponentials can be added. The second
+            # collective carries three rows at once: the sum, the weighted sum for the entropy, and the logit of the
+            # target.
             shared = largest.clone()
             dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
             e = (z - shared[:, None]).exp_()
+            # A target is in the rows of exactly one rank. The others gather some valid index and contribute 0.
             mine = (targets[part] >= 0) & (targets[part] < z.shape[1])
             picked = z.gather(-1, targets[part].clamp(0, z.shape[1] - 1)[:, None]).squeeze(-1)
             sums = torch.stack([e.sum(-1), torch.linalg.vecdot(e, z), torch.where(mine, picked, 0.0)])
@@ -98,6 +102,8 @@ class _VocabParallelScores(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, hidden.shape[0], chunk_size):
             part = slice(start, start + chunk_size)
+            # log_sums is that of the whole vocabulary, so each rank gets the exact probabilities of its own rows, and
+            # backward needs no collective.
             log_p = _scaled(hidden[part], weight, inverse_temperature, log_sums.dtype).sub_(log_sums[part, None])
             p = log_p.exp()
             coefficient = -grads[0][part, None]

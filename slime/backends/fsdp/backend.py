@@ -73,7 +73,8 @@ class FsdpBackend(SharedBackend):
         )
         if role == "actor":
             load_copies(args, self.bank, initial_weights(args), self._load_copy)
-        self.buffers = _persistent_buffers(self.scorer)
+        saved = set(self.scorer.state_dict())
+        self.buffers = [(name.removeprefix("hf."), b) for name, b in self.scorer.named_buffers() if name in saved]
         self.state = FsdpState(args, role, rank, world_size, self.shard_size, self.buffers, self.optimizer, self.bank)
 
     def _over_shards(self, value: float) -> float:
@@ -145,6 +146,8 @@ class FsdpBackend(SharedBackend):
         micro-batch of a step only; until then each rank adds up its shard of its replica's gradients."""
         if not isinstance(self.scorer, FSDPModule):
             return
+        # Unsynchronised gradients stay whole on each rank: fewer reduce-scatters, and the memory of all gradients in
+        # exchange.
         self.scorer.set_requires_gradient_sync(last or not self.args.fsdp_accumulate_unsharded_gradients)
         self.scorer.set_requires_all_reduce(last)
         self.scorer.set_reshard_after_backward(last or self.args.fsdp_reshard_after_forward)
@@ -183,6 +186,7 @@ class FsdpBackend(SharedBackend):
     def _inputs(self, batch: RankBatch, indices: list[int]) -> ModelInputs:
         if indices:
             return self.builder.from_batch(batch, indices)
+        # The smallest sample there is: one token to attend to and one to score. It exists for its collectives only.
         return self.builder.build([torch.zeros(2, dtype=torch.long)], [1], [0], [None])
 
     def _reshard(self) -> None:
@@ -216,8 +220,3 @@ class FsdpBackend(SharedBackend):
         weights = [p.detach() for _, p in self.named_parameters] + [b for _, b in self.buffers]
         self.offloader.sleep([*weights, *self.optimizer.tensors().values()], weights if keep_weights else ())
         self.clear_memory()
-
-
-def _persistent_buffers(scorer: nn.Module) -> list[tuple[str, Tensor]]:
-    names = set(scorer.state_dict())
-    return [(name.removeprefix("hf."), b) for name, b in scorer.named_buffers() if name in names]

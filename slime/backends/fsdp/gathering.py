@@ -82,6 +82,8 @@ def _all_gather(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
     if ranks == 1:
         yield from (tensor.to_local() for tensor in tensors)
         return
+    # FSDP pads the last shards for its own collectives only; `to_local` is without padding. All ranks must send the
+    # same number of elements, so it is padded here again.
     shapes = [(-(-tensor.shape[0] // ranks), *tensor.shape[1:]) for tensor in tensors]
     counts = [math.prod(shape) for shape in shapes]
     mine = torch.empty(sum(counts), dtype=tensors[0].dtype, device=tensors[0].device)

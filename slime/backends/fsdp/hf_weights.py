@@ -79,6 +79,8 @@ def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tenso
     if not conversions:
         yield from tensors
         return
+    # A converter may join tensors of one layer (experts, gate and up). Holding one layer back is enough for it, and
+    # keeps the rest of the model out of memory.
     by_layer = any(isinstance(c, WeightConverter) for c in conversions)
     pending: dict[str, Tensor] = {}
     prefix: str | None = None

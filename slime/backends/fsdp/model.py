@@ -28,6 +28,7 @@ from slime.models.scorer import PolicyScorer, ValueScorer, check_packable, check
 Scorer = PolicyScorer | ValueScorer
 VARLEN = "varlen"
 COMPILED_VARIANTS = 32  # with and without gradient, shared prompts or none, sliding windows, ...
+VISION_TOWERS = ("visual", "vision_tower", "vision_model", "vision_embed_tokens")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -207,11 +208,9 @@ def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The language model's layers: the longest list of layers outside a vision tower."""
     names = set(model._no_split_modules or [])
-    vision = {id(m) for name, tower in model.named_modules() if _is_vision(name) for m in tower.modules()}
+    vision = {
+        id(m) for name, tower in model.named_modules() if name.split(".")[-1] in VISION_TOWERS for m in tower.modules()
+    }
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) and id(m) not in vision]
     named = [m for m in lists if type(m[0]).__name__ in names]
     return max((list(m) for m in named or lists), key=len)
-
-
-def _is_vision(name: str) -> bool:
-    return name.split(".")[-1] in ("visual", "vision_tower", "vision_model", "vision_embed_tokens")

@@ -89,6 +89,8 @@ class MegatronState:
         args = self.args
         for tag in [] if args.finetune else meta["copies"]:
             self.bank.moving.add(tag)
+            # A copy has no modules of its own. It is read through the live parameters, which get the actor's weights
+            # back afterwards.
             with self.bank.filling(tag):
                 load_weights(self.model, path, _copy_folder(tag))
         if not meta["optimizer"] or args.no_load_optim or args.finetune:

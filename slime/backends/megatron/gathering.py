@@ -83,6 +83,7 @@ def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() > 1:
         counts = [math.prod(shape) for shape in shapes]
+        # The other stages know the shapes of what comes, so that all of them can take part in one broadcast.
         if batch[0].mine is not None:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         else:
@@ -120,6 +121,8 @@ def gather_flat(tensors: Sequence[Tensor], group: ProcessGroup) -> list[list[Ten
     """All ranks' tensors, which have equal shapes and one dtype, in one collective: by tensor, then by rank."""
     if not tensors:
         return []
+    # One collective for many tensors; see the top of this file. The results are views of the received buffers, so they
+    # cost no further memory, and keep them alive.
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     everyones = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(everyones, flat, group=group)

@@ -176,6 +176,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     if interleaved:
         other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:
+        # Checkpoints of Hugging Face pair feature i with feature i + r/2, those of DeepSeek neighbours.
         first, second = x.chunk(2, -1)
         other = torch.cat((-second, first), -1)
     turned = x * cos + other * sin
@@ -278,6 +279,8 @@ def without_keeping(linear: Callable[[Tensor], _Result], make: Callable[[Tensor]
     inner = make(source)
     place, size = inner.data_ptr(), inner.numel()
 
+    # autograd offers every tensor that the product saves, its weight among them. The argument is known by its address;
+    # only that one is replaced by its shape, from which backward makes it again.
     def pack(x: Tensor) -> Tensor | torch.Size:
         return x.shape if x.data_ptr() == place and x.numel() == size else x
 
@@ -346,6 +349,7 @@ class GroupedExperts(MegatronModule):
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """tokens ``[N, H]``, probs ``[N]`` → ``[N, H]``, this rank's share where ETP is over 1."""
+        # The dispatcher may leave the counts on the CPU; grouped products need them beside the tokens.
         counts = tokens_per_expert.to(tokens.device, torch.int64)
         gate_up = grouped_linear(tokens, self.gate_up.flatten(1, 2), counts)
         down = lambda inner: grouped_linear(inner, self.down, counts)  # noqa: E731

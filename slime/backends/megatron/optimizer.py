@@ -74,6 +74,8 @@ class ScheduledOptimizer:
     def step(self, norm: float) -> float:
         """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
         used = self.lr
+        # The norm is that of all ranks, computed once in grad_norm. Clipping here only multiplies, so that a step has
+        # no second collective.
         for one in self.streamed:
             one.step(min(self.clip_grad / (norm + 1e-6), 1.0) if self.clip_grad > 0 else 1.0)
         if self.clip_grad > 0 and not self.streamed:

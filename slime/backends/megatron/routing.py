@@ -50,11 +50,14 @@ class LayerReplay:
         if self.mode == "record":
             self.recorded = own
         target = self.target
+        # With activation checkpointing backward runs the forward once more, outside of `around`. Backward passes come
+        # in the order of the forward passes, so the oldest target is the right one.
         if target is None and self.mode != "record" and self.pending:
             target = self.pending.popleft()  # a forward that is computed again
         if target is None:
             return values, own
         chosen = torch.where(target >= 0, target.to(own.dtype), own)
+        # The choice is replayed, the weights of the chosen experts are not: gradients flow through the current scores.
         return scores.gather(1, chosen), chosen
 
 

@@ -45,6 +45,8 @@ def run_schedule(
         data_iterator=iterators if several else iterators[0],
         model=chunks if several else chunks[0],
         num_microbatches=len(micros),
+        # Packs differ in length. With several stages the config has variable_seq_lengths: neighbours exchange shapes
+        # before tensors, and this number only has to be there.
         seq_length=max(micro.num_tokens for micro in micros),
         micro_batch_size=1,
         forward_only=forward_only,

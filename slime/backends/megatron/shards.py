@@ -171,6 +171,8 @@ def written_shards(
         if not parameter.is_written:
             continue
         state = kept.get(id(parameter.tensor))
+        # A rank writes the range of the weights whose optimizer state it keeps, so that replicas share the work. Frozen
+        # parameters have no such range and are divided evenly.
         if sharded and parameter.tensor.requires_grad:
             start, end = (state.start, state.end) if state is not None else (0, 0)
         else:

@@ -85,6 +85,7 @@ class StreamedGradients:
                     gradient = host.copy_(gradient, non_blocking=True)
                     start += gradient.numel()
                 pair.main.grad = gradient
+            # The optimizer runs on the CPU and would read the pinned buffer before the copies have arrived.
             if start:
                 torch.cuda.current_stream().synchronize()
             yield
@@ -150,6 +151,7 @@ def _pieces(optimizer: DistributedOptimizer) -> list[list[_Pair]]:
             if size >= PIECE_BYTES:
                 pieces.append([])
                 size = 0
+            # A distributed optimizer owns a flat range of each parameter, which need not end where a row does.
             own = optimizer._get_model_param_range_map(model)["param"]
             pieces[-1].append(_Pair(model, main, own.start, own.end))
             size += 4 * own.size

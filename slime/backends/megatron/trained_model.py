@@ -61,8 +61,8 @@ class TrainedModel:
             )
         ddp = ddp_config(args)
         self.chunks = [
-            # Megatron's interleaved schedule reduces the first chunk's gradients last, so only that chunk gains from
-            # buckets that are reduced one after the other.
+            # As Megatron does it: the reductions of later chunks overlap with the computation of other chunks anyway,
+            # so they need no buckets of their own.
             DistributedDataParallel(self.config, ddp, model, disable_bucketing=i > 0)
             for i, model in enumerate(models)
         ]

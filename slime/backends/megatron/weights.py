@@ -47,6 +47,7 @@ class ModelWeights:
         """A critic's head: it has no counterpart in a checkpoint."""
         for chunk in chunks:
             self._add_chunk(chunk, role)
+        # The optimizer, which is made later, reads these marks when it computes the norm of all gradients.
         self._mark_parallel()
         self.held = self._who_holds()
 
