@@ -41,7 +41,8 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     args, problems = check_args(words)
     hooks = list(named_hooks(args))
     if not hooks:
-        raise CommandError("these flags name no functions of your own: there is nothing to check")
+        own_class = " (train.py itself checks the class of --advantage-estimator, before it starts anything)"
+        raise CommandError(f"these flags name no functions of your own: there is nothing to check{own_class}")
     failed = 0
     with Bench(args, limit, answer) as bench:
         for option, name, path in hooks:

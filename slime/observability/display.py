@@ -191,10 +191,10 @@ class Display:
         """End the live lines, write ``summary.json`` and the picture, and print the table.
 
         Returns:
-            The summary; None without a run folder.
+            The summary; None without a run folder, and for a run that made no step (``--num-rollout 0``).
         """
         self.close()
-        if self.run_dir is None:
+        if self.run_dir is None or not (self.run_dir.metrics.is_file() and self.run_dir.metrics.stat().st_size):
             return None
         seconds = time.time() - _process_start(self._started)
         result = summarize(self.run_dir, seconds_total=seconds)

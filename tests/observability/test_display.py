@@ -56,6 +56,13 @@ def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
         summarize(RunDir(tmp_path))
 
 
+def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
+    """``--num-rollout 0`` starts everything, and ends in order."""
+    run = RunDir.create(make_args().with_values(output_dir=str(tmp_path), run_name="r"))
+    run.metrics.touch()
+    assert Display(make_args(), run, Console(file=io.StringIO())).finish() is None and not run.summary.exists()
+
+
 def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     out = io.StringIO()

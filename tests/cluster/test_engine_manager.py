@@ -1,0 +1,89 @@
+"""The engines as the rollout manager's process holds them: who is lost after a failed call, and when checks pause."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from make_args import make_args
+
+from slime.cluster.engine_manager import EngineManager
+from slime.engines.sglang_api import EngineError
+
+URLS = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+
+
+class Held:
+    """A manager over a fleet and a monitor that write down what they are told."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, tolerant: bool = True, gone: dict[str, str] | None = None
+    ) -> None:
+        self.lost: list[dict[str, str]] = []
+        self.checks: list[str] = []
+        self.manager = EngineManager(make_args(), Path())
+        fleet: Any = SimpleNamespace(
+            tolerant=tolerant, urls=lambda: URLS, status=lambda: "the status", lose=self.lost.append,
+            synced=lambda urls: self.checks.append(f"synced {len(urls)}"), settled=lambda: URLS,
+        )  # fmt: skip
+        monitor: Any = SimpleNamespace(
+            pause=lambda reason: self.checks.append(f"pause {reason}"),
+            resume=lambda reason: self.checks.append(f"resume {reason}"),
+            processes=SimpleNamespace(ended=lambda seconds: gone or {}),
+        )
+        self.manager._fleet, self.manager._monitor = fleet, monitor
+        monkeypatch.setattr("slime.cluster.health.unhealthy", lambda urls, timeout: {URLS[1]: "no token"})
+
+
+@pytest.mark.parametrize(
+    ("blamed", "gone", "lost"),
+    [
+        ({URLS[0]: "reset"}, {}, {URLS[0]: "reset"}),
+        ({URLS[0]: "reset"}, {URLS[1]: "ended"}, {URLS[0]: "reset", URLS[1]: "ended"}),
+        ({}, {URLS[0]: "ended"}, {URLS[0]: "ended"}),
+        ({}, {}, {URLS[1]: "no token"}),
+    ],
+)
+def test_tokens_are_asked_for_only_where_nobody_else_is_to_blame(
+    monkeypatch: pytest.MonkeyPatch, blamed: dict[str, str], gone: dict[str, str], lost: dict[str, str]
+) -> None:
+    held = Held(monkeypatch, gone=gone)
+    assert held.manager.lose_engines(blamed) == "the status"  # type: ignore[comparison-overlap]
+    assert held.lost == [lost]
+
+
+def test_checks_pause_from_the_begin_of_an_update_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    held.manager.begin_update()
+    held.manager.end_update(URLS)
+    assert held.checks == ["pause update", "synced 2", "resume update"]
+
+
+@pytest.mark.parametrize("tolerant", [True, False])
+def test_an_engine_that_does_not_take_its_memory_back_is_lost(monkeypatch: pytest.MonkeyPatch, tolerant: bool) -> None:
+    held = Held(monkeypatch, tolerant)
+
+    async def on_each(engines: Any, call: Any, *_: Any) -> Any:
+        await asyncio.sleep(0)
+        return {}, {URLS[0]: EngineError("out of memory")}
+
+    monkeypatch.setattr("slime.engines.fan_out.on_each", on_each)
+    if not tolerant:
+        with pytest.raises(EngineError, match="out of memory"):
+            held.manager.onload(("kv_cache",))
+        return
+    held.manager.onload(("weights",))
+    assert held.lost == [{URLS[0]: "out of memory"}] and held.checks == []
+    held.manager.onload(("kv_cache",))
+    assert held.checks == ["resume offloaded"]
+
+
+def test_nothing_is_asked_of_engines_that_were_not_started() -> None:
+    manager = EngineManager(make_args(), Path())
+    manager.end_engines()
+    assert manager.engine_report() == "no engine was started"
+    with pytest.raises(AssertionError, match="start_engines comes first"):
+        manager.engine_status()
