@@ -24,6 +24,8 @@ def compute_cispo_loss(
     Returns:
         loss and clipfrac (1 where the clip changed ρ), both of the shape of ``log_probs``.
     """
+    # The ratio is a weight without a gradient. The gradient comes from the log-prob alone, so that a clipped token is
+    # trained less but never left out, as in the clipped surrogate of PPO.
     ratio = exp_ratio(-ppo_kl.detach())
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)

@@ -44,6 +44,7 @@ def get_advantages_and_returns_batch(
         return [], []
     values = torch.nn.utils.rnn.pad_sequence([v.detach() for v in values_list], batch_first=True)
     rewards = torch.nn.utils.rnn.pad_sequence(list(rewards_list), batch_first=True).to(values.dtype)
+    # Padding is 0 for values and rewards, so that the last token of a shorter response sees a value of 0 behind it.
     following = torch.nn.functional.pad(values, (0, 1))[:, 1:]
     delta = rewards + gamma * following - values
     scan = scan_from_end if chunked else _serial

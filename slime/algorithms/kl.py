@@ -42,9 +42,13 @@ def compute_approx_kl(
     elif kl_loss_type == "k2":
         kl = difference.square() / 2
     elif kl_loss_type in ("k3", "low_var_kl"):
+        # expm1 keeps e^(-d) - 1 exact for small d, where the subtraction would lose its digits. The clamp is inside: an
+        # overflow that is cut off afterwards would still have an infinite gradient.
         kl = torch.expm1(-difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + difference
     else:
         raise ValueError(f"unknown --kl-loss-type {kl_loss_type!r}; one of {', '.join(KL_TYPES)}")
     if importance_ratio is not None:
+        # The ratio is not detached: the estimate is an expectation under the policy that is trained, so its gradient
+        # has a part through the probabilities of the tokens.
         kl = importance_ratio * kl
     return kl.clamp(-10, 10) if kl_loss_type == "low_var_kl" else kl

@@ -162,6 +162,8 @@ def compute_mis_weights(
     train = keep_where(mask, flatten(train_log_probs).detach())
     rollout = keep_where(mask, rollout)
     d = train - rollout
+    # Each rule only takes tokens away from this mask. The mean's divisor is made of the original one, so a rejected
+    # token counts as one with a loss of 0.
     kept = mask
     metrics = _diagnostics(train, rollout, mask, lengths, reduce)
     if config.use_tis:

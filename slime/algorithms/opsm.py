@@ -28,6 +28,8 @@ def opsm_mask(
     All tensors flat ``[R]``; the result carries no gradient.
     """
     difference = keep_where(mask, old_log_probs - log_probs).detach()
+    # The whole sequence is judged: its later tokens were sampled after the earlier ones, so a drift anywhere makes all
+    # of them off-policy.
     kl = spread(sequence_means(difference, mask, lengths, reduce), lengths)
     return 1 - ((advantages < 0) & (kl > delta)).to(difference.dtype)
 

@@ -31,8 +31,11 @@ def compute_policy_loss(
     ratio = exp_ratio(-ppo_kl)
     unclipped = -ratio * advantages
     clipped = -ratio.clamp(1 - eps_clip, 1 + eps_clip_high) * advantages
+    # The pessimistic one of both: the clip takes away what a larger step would gain, and never what it would lose.
     loss = torch.maximum(unclipped, clipped)
     clipfrac = (clipped > unclipped).to(loss.dtype)
     if eps_clip_c is not None:
+        # For a negative advantage the clip bounds the ratio from below only. A token that the policy now samples far
+        # more often than before would have a loss without a bound.
         loss = torch.where(advantages < 0, torch.minimum(loss, -eps_clip_c * advantages), loss)
     return loss, clipfrac

@@ -26,6 +26,8 @@ def rollout_mean_reducer(mask: Tensor, rollout_mask_sums: Tensor, lengths: Seque
         mask: ``[R]``; tokens rejected later are 0 here, while the divisor keeps counting them.
         rollout_mask_sums: ``[n]``, per sample: mask sum over all samples of its rollout (fan-out siblings).
     """
+    # The divisor is that of the whole rollout. A rollout that fanned out into several samples weighs as much as one
+    # that did not.
     divisor = spread(rollout_mask_sums.clamp(min=1), lengths)
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype) / divisor.to(x.dtype)).sum()
 

@@ -43,6 +43,8 @@ def sequence_means(x: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Redu
     """Mean of each whole sequence over its unmasked tokens, ``[R] -> [n]``; 0 where nothing is unmasked."""
     weight = mask.to(x.dtype)
     total = reduce.over_sequence(sequence_sums(x * weight, lengths))
+    # With context parallelism a rank holds some tokens of a response. Sum and count are joined before the division; a
+    # mean of the shares' means would weigh them wrongly.
     count = reduce.over_sequence(sequence_sums(weight, lengths))
     return total / count.clamp(min=1)
 
@@ -90,6 +92,8 @@ def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
     padded = torch.nn.functional.pad(x, (0, chunks * chunk_size - length)).view(batch, chunks, chunk_size)
     position = torch.arange(chunk_size, device=x.device)
     distance = position[:, None] - position[None, :]
+    # As a matrix product the scan runs on the accelerator in T / chunk_size steps. Powers of the factor stay harmless
+    # inside a chunk, where a closed form over the whole length would overflow.
     kernel = torch.tril(factor ** distance.clamp(min=0).to(x.dtype))  # [source, target], source >= target
     sums = padded @ kernel
     reach = factor ** (chunk_size - position).to(x.dtype)  # from a position to the next chunk's first

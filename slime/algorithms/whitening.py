@@ -27,6 +27,7 @@ def normalize_advantages(advantages: Sequence[Tensor], loss_masks: Sequence[Tens
     mask = flatten(loss_masks).double()
     x = keep_where(mask, flatten(advantages).double())
     total, count = reduce.over_data(torch.stack([(x * mask).sum(), mask.sum()])).unbind()
+    # Two passes: the difference of two large sums of squares would lose the variance of nearly equal advantages.
     mean = total / count.clamp(min=1)
     squares = reduce.over_data(((x - mean).square() * mask).sum())
     variance = squares / (count - 1).clamp(min=1)

@@ -54,6 +54,8 @@ def create_backend(
     if args.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     _init_process_group(args, rank, world_size, master_addr, master_port, device)
+    # Every rank draws other numbers, the same ones in each run. Whatever must be equal on all ranks (a value head) has
+    # a seed of its own.
     torch.manual_seed(args.seed + rank)
     if args.train_backend == "megatron":
         from slime.backends.megatron.core import prepare, require_cuda

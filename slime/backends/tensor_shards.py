@@ -174,6 +174,8 @@ def write_shards(
     Raises:
         RuntimeError: a rank failed; or the ranks' rectangles overlap or leave something out.
     """
+    # The planner brings its own tensors, so the state dict of the call is empty. That way a rank's rectangles need no
+    # DTensor to describe them.
     writer = _DigestingWriter(folder)
     with torch.no_grad(), _causes_named(folder):
         dcp.save(

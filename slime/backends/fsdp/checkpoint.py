@@ -146,6 +146,7 @@ def _shards(state: dict[str, _Stored]) -> list[TensorShard]:
     """This rank's part of each tensor."""
     found = []
     for name, (part, like) in state.items():
+        # A rank beyond the rows of a small tensor holds nothing of it and writes nothing.
         offsets = shard_box(like)[0] if isinstance(like, DTensor) else (0,) * like.dim()
         if part.numel() or not isinstance(like, DTensor):
             found.append(TensorShard(name, part, offsets, tuple(like.shape)))

@@ -173,6 +173,8 @@ def shard(
         scorer.to(device)  # buffers; the parameters are there already
     if world_size > 1:
         distribute(scorer, whole, device)
+    # A text-only micro-batch never enters the vision tower, so its parameters would have no gradient on that rank. FSDP
+    # reduces the root group as one, and the ranks must agree on what is in it.
     inside = {id(p) for layer in layers for p in layer.parameters()}
     if is_multimodal(model.config) and world_size > 1:
         embedding = {id(p) for p in model.get_input_embeddings().parameters()}

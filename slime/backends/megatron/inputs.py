@@ -68,6 +68,7 @@ class PackBuilder:
         groups = [int(batch["group_indices"][i]) for i in indices] or [0]
         layout = self._layout(tokens, lengths, groups)
         segments = PackSegments.from_layout(layout, self.device, self.context_group)
+        # With context parallelism a sample's chunks lie on several ranks, so its scored rows are named one by one.
         index = layout.response_index
         return MicroBatch(
             indices=indices,

@@ -104,6 +104,8 @@ class PolicyHead(nn.Module):
         super().__init__()
         self.tp_group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
         self.vocab_size = vocab_size
+        # Megatron pads the vocabulary to a multiple of the ranks. The padding is on the last ones and must not enter
+        # the softmax.
         rows = layer.output_size_per_partition
         self.start = rows * self.tp_group.rank()
         self.rows = min(rows, vocab_size - self.start)
@@ -115,6 +117,7 @@ class PolicyHead(nn.Module):
         self.register_parameter("weight", layer.weight)
 
     def forward(self, hidden: Tensor, scoring: Scoring, weight: Tensor | None) -> Scores:
+        # Tied embeddings come as an argument, since the parameter belongs to another module of this stage.
         padded = self.weight if weight is None else weight
         assert padded is not None
         weight = padded[: self.rows]

@@ -33,6 +33,8 @@ class ScheduledOptimizer:
         if torch.cuda.is_available():
             for group in self.chained.param_groups:  # Megatron's choice would take as much again as the moments
                 group.update(fused=True, foreach=False)
+        # Megatron would copy all bfloat16 gradients to float32 at once, and it has no way to bring gradients to main
+        # parameters in CPU memory. Both go through pieces.
         in_bf16 = args.megatron.get("grad_reduce_in_bf16") and DTYPES[args.train_dtype] == torch.bfloat16
         streamed = offloads or bool(in_bf16 and args.megatron.get("use_distributed_optimizer", True))
         self.streamed = [StreamedGradients(one) for one in self.chained.chained_optimizers] if streamed else []
@@ -45,6 +47,7 @@ class ScheduledOptimizer:
             max_lr=schedule.max_lr,
             min_lr=schedule.min_lr,
             lr_warmup_steps=schedule.warmup_steps,
+            # Megatron asserts that the decay is longer than the warm-up, also where the rate stays constant after it.
             lr_decay_steps=max(schedule.decay_steps, schedule.warmup_steps + 1),
             lr_decay_style=schedule.style,
             start_wd=_or(given.get("start_weight_decay"), args.weight_decay),

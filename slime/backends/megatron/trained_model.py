@@ -67,9 +67,13 @@ class TrainedModel:
             for i, model in enumerate(models)
         ]
         self.lazy_gather = bool(ddp.overlap_param_gather)
+        # Megatron's schedules read these hooks from the config. The loss needs no scale: bfloat16 has the exponents of
+        # float32.
         self.config.grad_scale_func = None
         self.config.finalize_model_grads_func = _sum_gradients
         if ddp.overlap_grad_reduce:
+            # Without these the first micro-batch of a step would start to reduce gradients to which later ones still
+            # add.
             waits = [chunk.no_sync for chunk in self.chunks]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
