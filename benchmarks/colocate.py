@@ -152,12 +152,15 @@ def main() -> None:
     args = make_args(options)
     from slime.engines.launch import start_engine
     from slime.engines.plan import plan_engines
+    from slime.engines.settings import EngineSettings
 
     on_cuda = torch.cuda.is_available()
     if on_cuda:
         torch.zeros(1, device="cuda")
     without = device_bytes()
-    process = start_engine(args, plan_engines(args)[0], log_path=options.output / "engine.log")
+    process = start_engine(
+        EngineSettings.from_args(args), plan_engines(args)[0], log_path=options.output / "engine.log"
+    )
     try:
         process.wait_ready(START_SECONDS)
         engine = Engine(process.url)

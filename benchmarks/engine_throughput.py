@@ -119,29 +119,24 @@ async def engine_round(url: str, prompts: list[list[int]], new_tokens: int) -> t
     return len(prompts) * new_tokens / seconds, {"cached": cached, "prompt": sum(map(len, prompts))}
 
 
-def engine_arguments(options: argparse.Namespace, deterministic: bool) -> argparse.Namespace:
-    return argparse.Namespace(
-        hf_checkpoint=options.model,
-        rollout_dtype=options.dtype,
-        train_dtype=options.dtype,
-        embedded_device=options.device,
-        embedded_max_running_requests=max(options.concurrency, 1),
-        embedded_max_total_tokens=None,
-        threads_per_process=options.threads,
-        deterministic=deterministic,
-        trust_remote_code=False,
-    )
-
-
 def measure_engine(
     options: argparse.Namespace, prompts: list[list[int]], deterministic: bool, repeats: int
 ) -> tuple[list[float], dict[str, Any]]:
     """Start an engine, warm it up, run it ``repeats`` times, stop it."""
     from slime.engines.process import start_embedded_engine
+    from slime.engines.settings import EngineSettings
     from slime.utils.async_utils import run
 
     start = time.perf_counter()
-    engine = start_embedded_engine(engine_arguments(options, deterministic), 0)  # type: ignore[arg-type]
+    settings = EngineSettings(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        max_running_requests=max(options.concurrency, 1),
+        threads=options.threads,
+        deterministic=deterministic,
+    )
+    engine = start_embedded_engine(settings, 0)
     try:
         engine.wait_ready(300)
         facts: dict[str, Any] = {"seconds_to_healthy": round(time.perf_counter() - start, 2)}

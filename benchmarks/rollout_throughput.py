@@ -220,9 +220,10 @@ def main() -> None:
     args = make_args(options, prompts)
     from slime.engines.launch import start_engine
     from slime.engines.plan import plan_engines
+    from slime.engines.settings import EngineSettings
 
     started = time.perf_counter()
-    engine = start_engine(args, plan_engines(args)[0], log_path=options.output / "engine.log")
+    engine = start_engine(EngineSettings.from_args(args), plan_engines(args)[0], log_path=options.output / "engine.log")
     try:
         engine.wait_ready(START_SECONDS)
         print(f"server up in {time.perf_counter() - started:.0f} s", flush=True)

@@ -253,6 +253,7 @@ class Servers:
     def url(self, gpu: int) -> str:
         from slime.engines.launch import start_engine
         from slime.engines.plan import EngineSpec
+        from slime.engines.settings import EngineSettings
 
         engine = self.running.get(gpu)
         if engine is None or not engine.alive():
@@ -261,7 +262,9 @@ class Servers:
             gpus = [ids[gpu]] if self.options.device == "cuda" else None
             spec = EngineSpec(gpu, self.args.hf_checkpoint)
             log = self.options.work / f"engine-{gpu}-{time.time():.0f}.log"
-            engine = self.running[gpu] = start_engine(self.args, spec, log_path=log, gpu_ids=gpus)
+            engine = self.running[gpu] = start_engine(
+                EngineSettings.from_args(self.args), spec, log_path=log, gpu_ids=gpus
+            )
         start = time.perf_counter()
         engine.wait_ready(START_SECONDS)
         print(f"engine on {gpu} answers after {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)

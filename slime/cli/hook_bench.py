@@ -147,6 +147,7 @@ class Bench:
 
         from slime.data.tokenizers import load_tokenizer
         from slime.engines.process import start_embedded_engine
+        from slime.engines.settings import EngineSettings
 
         logging.disable_progress_bar()
         folder = Path(self._folder.name) / "model"
@@ -165,10 +166,10 @@ class Bench:
                 eos_token_id=tokenizer.eos_token_id,
             )
         ).save_pretrained(folder)
-        room = {"embedded_max_running_requests": 16, "embedded_max_total_tokens": 1 << 16, "threads_per_process": 1}
-        options = self.args.with_values(hf_checkpoint=str(folder), rollout_dtype="float32", embedded_device="cpu")
-        options = options.with_values(**room, deterministic=False)
-        self._engine = start_embedded_engine(options, 0, log_path=Path(self._folder.name) / "engine.log")
+        settings = EngineSettings(
+            str(folder), dtype="float32", device="cpu", max_running_requests=16, max_total_tokens=1 << 16, threads=1
+        )
+        self._engine = start_embedded_engine(settings, 0, log_path=Path(self._folder.name) / "engine.log")
         self._engine.wait_ready(ENGINE_SECONDS)
         host, port = self._engine.url.removeprefix("http://").split(":")
         self.args = self.args.with_values(

@@ -182,6 +182,7 @@ def _check_server_options(args: Args) -> list[str]:
     """Ask the installed SGLang and router; what is wrong with the plan itself is told by the configuration."""
     from slime.config.engine import ServerGroupError
     from slime.engines.plan import plan_engines
+    from slime.engines.settings import EngineSettings, RouterSettings
     from slime.engines.sglang.check import check_launch
 
     if args.debug_train_only:
@@ -190,4 +191,4 @@ def _check_server_options(args: Args) -> list[str]:
         specs = plan_engines(args)
     except (ServerGroupError, OSError):
         return []
-    return check_launch(args, specs)
+    return check_launch(EngineSettings.from_args(args), RouterSettings.from_args(args), specs)

@@ -44,11 +44,13 @@ class EngineActor:
     ) -> None:
         from slime.cluster.logs import redirect_output
         from slime.engines.launch import start_engine
+        from slime.engines.settings import EngineSettings
 
         self.start_seconds, self.warms_up_sampler = args.start_timeout, warms_up_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         redirect_output(Path(log_dir), f"engine-actor-{name}")
-        self.process = start_engine(args, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
+        settings = EngineSettings.from_args(args)
+        self.process = start_engine(settings, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
 
     def wait_ready(self) -> str:
         """Block until the server answers; returns its URL. Raises with the server's last log lines."""

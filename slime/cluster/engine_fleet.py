@@ -20,6 +20,7 @@ from slime.cluster.polling import wait_for
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 from slime.engines.router import Routers, Worker
+from slime.engines.settings import RouterSettings
 
 if TYPE_CHECKING:
     from slime.cluster.engine_actor import RayEngineHost
@@ -132,7 +133,7 @@ class EngineFleet:
             return
         url = workers[0].url
         if len(workers) > 1 or self.args.use_router or self.tolerant or self.args.sglang_router_ip:
-            self.router = Routers(self.args, self.log_dir)
+            self.router = Routers(RouterSettings.from_args(self.args), self.log_dir)
             self.router.start(workers)
             url = self.router.url
         address = urlsplit(url)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+
+from slime.engines.http import request_blocking
 
 if TYPE_CHECKING:
     from slime.cluster.engine import Engine, ServerFacts
@@ -243,15 +243,10 @@ def answers(url: str, timeout: float) -> str | None:
 
 
 def _token(url: str, timeout: float) -> str | None:
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout)
     try:
-        connection.request("GET", "/health_generate")
-        status = connection.getresponse().status
+        status, _ = request_blocking("GET", f"{url}/health_generate", timeout=timeout)
     except TimeoutError:
         return f"{NO_TOKEN} within {timeout:g} s (--rollout-health-check-timeout)"
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         return f"cannot be reached: {error or type(error).__name__}"
-    finally:
-        connection.close()
     return None if status == 200 else f"/health_generate answered {status}"

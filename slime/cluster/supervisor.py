@@ -11,7 +11,6 @@ It imports nothing but the standard library and psutil: it lives as long as the 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -24,6 +23,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypedDict
 
+from slime.config.parent import adopt_orphans, kill_with_parent
+
 PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
 SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
 LOST_CODE = 75  # EX_TEMPFAIL; a driver that asks to be run again ends with it
@@ -32,7 +33,6 @@ KILLED_SECONDS = 30.0  # that they have to end after a SIGKILL; the kernel may h
 FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN + 2}
 """What a driver gets for a signal that came here. A signal to the whole process group, as of Ctrl-C, reaches the
 driver by itself as well, and must not count twice."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.5
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
@@ -159,7 +159,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Until a driver ends for good; returns its exit status."""
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         for number in FORWARDED:
             signal.signal(number, self._on_signal)
         while True:
@@ -193,7 +193,7 @@ class Supervisor:
             [sys.executable, *self.words],
             env={**os.environ, PIPE_VARIABLE: str(theirs), SETTINGS_VARIABLE: json.dumps(self.settings)},
             pass_fds=[theirs],
-            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # safe: this process has one thread
+            preexec_fn=kill_with_parent,  # safe: this process has one thread
         )
         os.close(theirs)
         self.driver = Driver(child, ours)
@@ -245,8 +245,6 @@ def _reap_others(driver: int) -> None:
             os.waitpid(found.si_pid, os.WNOHANG)
 
 
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

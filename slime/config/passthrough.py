@@ -63,11 +63,15 @@ ROUTER_REFUSED: dict[str, str] = {
     **dict.fromkeys(("tls_cert_path", "tls_key_path"), _NO_TLS),
 }
 ROUTER_DEFAULTS: dict[str, object] = {
+    "policy": "cache_aware",
     "balance_abs_threshold": 10,
     "balance_rel_threshold": 1.2,
     "log_level": "warn",
+    # The circuit breaker counts 4xx as failures, so a series of requests that no engine takes would exclude all of
+    # them: for seconds, not for a minute. A bad engine then costs a few retries each time that it is tried again.
     "cb_timeout_duration_secs": 5,
 }
+"""What slime sets unless ``--router-…`` says otherwise."""
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "loose": Loose, "count": Loose}
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
         return _loops[key]
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run(coroutine: Coroutine[object, None, T]) -> T:
     """Run a coroutine on the background loop and return its result; an exception propagates.
 
     When the waiting thread is interrupted (Ctrl-C), the coroutine is cancelled.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,10 +20,10 @@ import sys
 import time
 from pathlib import Path
 
+from slime.config.parent import adopt_orphans, kill_with_parent
+
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> int:
@@ -35,7 +34,7 @@ def main() -> int:
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if options.reap:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
     child = subprocess.Popen(command, preexec_fn=_die_with_guard, stdin=subprocess.DEVNULL)
     asked_to_stop: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,7 +52,7 @@ def main() -> int:
 
 
 def _die_with_guard() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    kill_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the guard, which decides
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from slime.engines.http import HttpError, request
+from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.sglang_api import (
     EMBEDDED,
     ApiVersion,
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 CONTROL_SECONDS = 120.0
 UPDATE_SECONDS = 600.0
-GENERATE_SECONDS = 14400.0
 
 
 class EngineHandle:
@@ -58,7 +57,7 @@ class EngineHandle:
             self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
         return self._api
 
-    async def _call(self, method: str, path: str, body: Any = None, seconds: float | None = None) -> Any:
+    async def _call(self, method: str, path: str, body: object = None, seconds: float | None = None) -> Any:
         """One request. It is sent a second time where the server closed a pooled connection before it answered: the
         server may have closed an idle connection just when it was used again."""
         for again in (True, False):
@@ -72,14 +71,16 @@ class EngineHandle:
     async def _get(self, path: str) -> Any:
         return await self._call("GET", path)
 
-    async def _post(self, path: str, body: dict[str, Any] | bytes | None = None, seconds: float | None = None) -> Any:
+    async def _post(
+        self, path: str, body: Mapping[str, object] | bytes | None = None, seconds: float | None = None
+    ) -> Any:
         return await self._call("POST", path, body or {}, seconds)
 
     # --- generation ----------------------------------------------------------------------------
 
-    async def generate(self, request: dict[str, Any]) -> Any:
+    async def generate(self, request: Mapping[str, object]) -> Any:
         """POST /generate. Returns the decoded answer: a dict, or a list for a batch."""
-        return await self._post("/generate", request, GENERATE_SECONDS)
+        return await self._post("/generate", request, request_seconds())
 
     async def health(self, timeout: float = 30.0) -> bool:
         """True when the engine produced a token within ``timeout`` seconds."""
@@ -102,7 +103,7 @@ class EngineHandle:
             extra=said,
         )
 
-    async def load(self) -> dict[str, Any]:
+    async def load(self) -> dict[str, int]:
         """``running``, ``waiting`` (requests) and ``tokens`` (in the KV cache)."""
         ranks = (await self._get("/v1/loads"))["loads"]
         fields = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens": "num_used_tokens"}
@@ -182,7 +183,7 @@ class EngineHandle:
 
         import torch
 
-        body: dict[str, Any] = {"load_format": loader, "flush_cache": False}
+        body: dict[str, object] = {"load_format": loader, "flush_cache": False}
         if (await self.connect()).kind == "embedded":
             body["loader_request"] = request
         else:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import http.client
+import json
 import logging
 import random
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from slime.engines.settings import HttpSettings
 
 if TYPE_CHECKING:
     import aiohttp
@@ -23,12 +28,9 @@ T = TypeVar("T")
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
-RETRIES = 60  # some five minutes; with --use-fault-tolerance as long as an engine may take to come back
-PATIENT_RETRIES = 360
 ASKS_FOR_RETRY = (408, 429)  # a router whose queue is full answers with these
 LONGEST_RETRY_AFTER_SECONDS = 60.0
-_request_seconds = 14400.0
-_retries = RETRIES
+_settings = HttpSettings()
 _on_fault: Callable[[], None] | None = None
 _retried = 0  # requests that were sent again, since take_retries()
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
@@ -80,9 +82,13 @@ def init_http_client(args: Args) -> None:
 
     Called once, before the first request.
     """
-    global _request_seconds, _retries
-    _retries = PATIENT_RETRIES if getattr(args, "use_fault_tolerance", False) else RETRIES
-    _request_seconds = float(getattr(args, "sglang_router_request_timeout_secs", None) or _request_seconds)
+    global _settings
+    _settings = HttpSettings.from_args(args)
+
+
+def request_seconds() -> float:
+    """What a request of this process may take, ``--sglang-router-request-timeout-secs``."""
+    return _settings.request_seconds
 
 
 def session() -> aiohttp.ClientSession:
@@ -94,7 +100,7 @@ def session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     found = _sessions.get(loop)
     if found is None or found.closed:
-        connector = SpreadConnector(limit=0, keepalive_timeout=60.0)
+        connector = SpreadConnector(keepalive_seconds=60.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
         if threading.current_thread().daemon:  # nobody closes such a loop: it runs until the process ends
@@ -133,12 +139,12 @@ def take_retries() -> int:
     return count
 
 
-async def post(url: str, payload: Any, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
+async def post(url: str, payload: object, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
     """POST JSON and return the decoded answer (JSON, else text).
 
-    Connection loss, 5xx, 408 and 429 are tried again up to ``max_retries`` times (default: :data:`RETRIES`), after
-    0.1 s, 0.2 s, … 5 s (each with jitter, so that many clients do not come back at once), or later where the server
-    says so (``Retry-After``). Any other 4xx is the caller's mistake and raises at once.
+    Connection loss, 5xx, 408 and 429 are tried again up to ``max_retries`` times (default:
+    :attr:`~slime.engines.settings.HttpSettings.retries`), after 0.1 s, 0.2 s, … 5 s (each with jitter, so that many
+    clients do not come back at once), or later where the server says so (``Retry-After``). Any other 4xx is the caller's mistake and raises at once.
 
     Raises:
         HttpError: with the server's words, or nothing in ``--sglang-router-request-timeout-secs``, all tries together.
@@ -152,13 +158,13 @@ async def get(url: str, max_retries: int | None = None, headers: dict[str, str] 
 
 
 async def _within_limit(
-    method: str, url: str, payload: Any, max_retries: int | None, headers: dict[str, str] | None
+    method: str, url: str, payload: object, max_retries: int | None, headers: dict[str, str] | None
 ) -> Any:
     try:
-        async with asyncio.timeout(_request_seconds):
-            return await retrying(lambda: request(method, url, payload, _request_seconds, headers), max_retries)
+        async with asyncio.timeout(request_seconds()):
+            return await retrying(lambda: request(method, url, payload, request_seconds(), headers), max_retries)
     except TimeoutError as error:
-        limit = f"{_request_seconds:g} s (--sglang-router-request-timeout-secs)"
+        limit = f"{request_seconds():g} s (--sglang-router-request-timeout-secs)"
         raise HttpError(f"{method} {url}: no answer in {limit}") from error
 
 
@@ -171,7 +177,7 @@ async def retrying(
         give_up: asked before each wait; when true, the error propagates.
     """
     global _retried
-    limit = _retries if max_retries is None else max_retries
+    limit = _settings.retries if max_retries is None else max_retries
     for attempt in range(limit + 1):
         try:
             return await call()
@@ -189,7 +195,7 @@ async def retrying(
     raise AssertionError("unreachable")
 
 
-async def request(method: str, url: str, payload: Any, timeout: float, headers: dict[str, str] | None = None) -> Any:
+async def request(method: str, url: str, payload: object, timeout: float, headers: dict[str, str] | None = None) -> Any:
     """One request, one try.
 
     Args:
@@ -216,6 +222,32 @@ async def request(method: str, url: str, payload: Any, timeout: float, headers: 
     if status >= 400:
         raise HttpError(f"{method} {url} answered {status}: {_error_text(raw)}", status, _seconds(retry_after))
     return _decode(raw)
+
+
+def request_blocking(method: str, url: str, body: object = None, timeout: float = 10.0) -> tuple[int, bytes]:
+    """One HTTP request, one try, from code that runs on no event loop; proxies of the environment are not used.
+
+    Args:
+        body: sent as JSON.
+        timeout: seconds without any progress.
+
+    Returns:
+        The status, whatever it is, and the body of the answer.
+
+    Raises:
+        OSError: no answer came (:class:`TimeoutError`: not in time).
+    """
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout)
+    try:
+        sent = None if body is None else json.dumps(body).encode()
+        connection.request(method, address.path or "/", sent, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"{method} {url}: {error or type(error).__name__}") from error
+    finally:
+        connection.close()
 
 
 def _seconds(retry_after: str | None) -> float | None:

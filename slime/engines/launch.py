@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from slime.engines.process import EngineProcess, free_port, start_embedded_engine, without_proxy
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
     from slime.engines.plan import EngineSpec
+    from slime.engines.settings import EngineSettings
 
 
 Node = tuple[int, int, str | None]
@@ -20,7 +20,7 @@ Node = tuple[int, int, str | None]
 
 
 def start_engine(
-    args: Args,
+    settings: EngineSettings,
     spec: EngineSpec,
     host: str = "127.0.0.1",
     log_path: str | Path | None = None,
@@ -36,17 +36,17 @@ def start_engine(
     Args:
         gpu_ids: the GPUs it may see; None leaves ``CUDA_VISIBLE_DEVICES`` as it is.
     """
-    if args.rollout_backend != "sglang":
-        return start_embedded_engine(args, spec.index, host, log_path=log_path)
+    if settings.backend != "sglang":
+        return start_embedded_engine(settings, spec.index, host, log_path=log_path)
     from slime.engines.sglang.options import ServerPlace, server_environment, server_words
 
     port = free_port(host)
     bootstrap = free_port(host) if spec.worker_type == "prefill" else None
-    rank, num_nodes, meeting = node
-    place = ServerPlace(host, port, rank, num_nodes, meeting, bootstrap)
+    rank, num_nodes, rendezvous = node
+    place = ServerPlace(host, port, rank, num_nodes, rendezvous, bootstrap)
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
-    command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(args, spec, place)]
-    env = {**without_proxy(spec.model_path, host), **server_environment(args, spec)}
+    command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(settings, spec, place)]
+    env = {**without_proxy(spec.model_path, host), **server_environment(settings, spec)}
     env.setdefault("SGLANG_GRPC_PORT", str(free_port(host)))  # its default, port + 10000, may be past the last port
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import ipaddress
 import os
 import random
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from slime.engines.http import request_blocking
+
 if TYPE_CHECKING:
     import psutil
 
-    from slime.config.args import Args
+    from slime.engines.settings import EngineSettings
 
 TAIL_BYTES = 4000
 STOP_SECONDS = 10.0
@@ -161,35 +162,37 @@ class EngineProcess(ServerProcess):
 
 
 def start_embedded_engine(
-    args: Args, index: int, host: str = "127.0.0.1", port: int | None = None, log_path: str | Path | None = None
+    settings: EngineSettings,
+    index: int,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    log_path: str | Path | None = None,
 ) -> EngineProcess:
     """Start embedded engine number ``index``; returns at once, see :meth:`ServerProcess.wait_ready`.
 
-    Reads from ``args``: hf_checkpoint, rollout_dtype (else train_dtype), embedded_device,
-    embedded_max_running_requests, embedded_max_total_tokens, deterministic, threads_per_process,
-    trust_remote_code. The process ends when the calling process does, also when that is killed.
+    The process ends when the calling process does, also when that is killed.
     """
     port = port or free_port(host)
     command = [sys.executable, "-m", "slime.engines.embedded.server", "--parent-pid", str(os.getpid())]
-    command += ["--model-path", str(args.hf_checkpoint), "--host", host, "--port", str(port)]
+    command += ["--model-path", settings.model, "--host", host, "--port", str(port)]
     options = {
-        "--dtype": args.rollout_dtype or args.train_dtype,
-        "--device": args.embedded_device,
-        "--max-running-requests": args.embedded_max_running_requests,
-        "--max-total-tokens": args.embedded_max_total_tokens,
-        "--threads": args.threads_per_process,
+        "--dtype": settings.dtype,
+        "--device": settings.device,
+        "--max-running-requests": settings.max_running_requests,
+        "--max-total-tokens": settings.max_total_tokens,
+        "--threads": settings.threads,
     }
     for name, value in options.items():
         if value is not None:
             command += [name, str(value)]
-    if args.deterministic:
+    if settings.deterministic:
         command.append("--deterministic")
-    if getattr(args, "trust_remote_code", False):
+    if settings.trust_remote_code:
         command.append("--trust-remote-code")
     env = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    env |= without_proxy(str(args.hf_checkpoint), host)
-    if args.threads_per_process:
-        env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(args.threads_per_process)
+    env |= without_proxy(settings.model, host)
+    if settings.threads:
+        env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(settings.threads)
     return EngineProcess(f"embedded engine {index}", command, f"http://{host}:{port}", log_path, env)
 
 
@@ -262,15 +265,10 @@ def release_port(host: str, port: int) -> None:
 
 
 def _healthy(url: str) -> bool:
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=5.0)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        return request_blocking("GET", f"{url}/health", timeout=5.0)[0] == 200
+    except OSError:
         return False
-    finally:
-        connection.close()
 
 
 def address_towards(urls: Sequence[str]) -> str:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from slime.config.engine import DEFAULT_MODEL, WorkerType
+from slime.engines.http import request_blocking
 from slime.engines.process import (
     POLL_SECONDS,
     ServerFailed,
@@ -26,23 +24,10 @@ from slime.engines.process import (
     free_port,
     without_proxy,
 )
+from slime.engines.settings import RouterSettings
 
-if TYPE_CHECKING:
-    from slime.config.args import Args
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # urlopen would obey $http_proxy
 WORKER_SECONDS = 60.0
 READY_SECONDS = 60.0
-DEFAULTS: dict[str, Any] = {
-    "policy": "cache_aware",
-    "balance_abs_threshold": 10,
-    "balance_rel_threshold": 1.2,
-    "log_level": "warn",
-    # The circuit breaker counts 4xx as failures. A series of requests that no engine takes would bench all of them:
-    # then for seconds, not for a minute. A bad engine costs a few retries each time that it is tried again.
-    "cb_timeout_duration_secs": 5,
-}
-"""What slime sets unless ``--router-…`` says otherwise (contract, arguments 1.15)."""
 FORCED = ("--disable-health-check",)
 """slime watches the engines itself. The circuit breaker stays on: an engine that fails at once always has the least
 load, so without it ``cache_aware`` would send every request there until the engine is taken out."""
@@ -88,7 +73,7 @@ class Router:
             ServerFailed: it does not route to some of them by then; the message names them.
         """
         for worker in workers:
-            body: dict[str, Any] = {"url": worker.url}
+            body: dict[str, object] = {"url": worker.url}
             if worker.worker_type != "regular":
                 body["worker_type"] = worker.worker_type
             if worker.bootstrap_port is not None:
@@ -150,7 +135,7 @@ class RouterProcess(ServerProcess, Router):
 
 
 def start_router(
-    args: Args,
+    settings: RouterSettings,
     workers: Sequence[Worker | str],
     host: str = "127.0.0.1",
     port: int | None = None,
@@ -158,9 +143,8 @@ def start_router(
 ) -> RouterProcess:
     """Start a router, wait for it, and register the workers, which must be up.
 
-    ``args.router`` holds the ``--router-…`` options as given; they win over :data:`DEFAULTS`. The router ends
-    when the calling process does, also when that is killed. Where a worker only prefills, it pairs prefill and
-    decode servers.
+    The router ends when the calling process does, also when that is killed. Where a worker
+    only prefills, it pairs prefill and decode servers.
 
     Raises:
         ServerFailed: it did not come up, or did not take a worker.
@@ -170,8 +154,7 @@ def start_router(
     command += [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
     metrics_port = free_port(host)
     command += ["--prometheus-host", host, "--prometheus-port", str(metrics_port), *FORCED]
-    command += ["--request-timeout-secs", str(getattr(args, "sglang_router_request_timeout_secs", None) or 14400)]
-    command += router_options({**DEFAULTS, **(getattr(args, "router", None) or {})})
+    command += ["--request-timeout-secs", str(settings.request_seconds), *settings.words]
     if any(isinstance(worker, Worker) and worker.worker_type != "regular" for worker in workers):
         command.append("--pd-disaggregation")
     router = RouterProcess(
@@ -190,11 +173,12 @@ class Routers:
     """The routers of a run: one per served model, started where there are none yet.
 
     Attributes:
-        by_model: in the order of the models; the first one's address is ``args.sglang_router_ip/port``.
+        by_model: in the order of the models; users' functions find the first one's address in
+            ``args.sglang_router_ip`` and ``args.sglang_router_port``.
     """
 
-    def __init__(self, args: Args, log_dir: Path) -> None:
-        self.args, self.log_dir = args, log_dir
+    def __init__(self, settings: RouterSettings, log_dir: Path) -> None:
+        self.settings, self.log_dir = settings, log_dir
         self.by_model: dict[str, Router] = {}
         self._added: list[Worker] = []
         self._missed: dict[str, int] = {}  # pings in a row, by model
@@ -204,8 +188,9 @@ class Routers:
         given."""
         for model in dict.fromkeys(worker.model for worker in workers):
             own = [worker for worker in workers if worker.model == model]
-            if self.args.sglang_router_ip and not self.by_model:
-                self.by_model[model] = Router(f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}")
+            if self.settings.address and not self.by_model:
+                host, port = self.settings.address
+                self.by_model[model] = Router(f"http://{host}:{port}")
                 self._added += own  # before: it may take some of them and then fail
                 self.by_model[model].add_workers(own)
             else:
@@ -273,21 +258,7 @@ class Routers:
 
     def _start(self, model: str, workers: Sequence[Worker], host: str, port: int | None = None) -> RouterProcess:
         name = "router.log" if model == DEFAULT_MODEL else f"router-{model}.log"
-        return start_router(self.args, workers, host, port, self.log_dir / name)
-
-
-def router_options(options: dict[str, Any]) -> list[str]:
-    """``{"balance_abs_threshold": 10, "dp_aware": True}`` as command-line words."""
-    words: list[str] = []
-    for name, value in options.items():
-        flag = "--" + name.removeprefix("router_").replace("_", "-")
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, list | tuple):
-            words += [flag, *map(str, value)]
-        elif value is not None and value is not False:
-            words += [flag, str(value)]
-    return words
+        return start_router(self.settings, workers, host, port, self.log_dir / name)
 
 
 def engine_url(worker_url: str) -> str:
@@ -304,14 +275,8 @@ def _up(url: str) -> bool:
     return True
 
 
-def _call(method: str, url: str, body: Any = None, timeout: float = 10.0) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    message = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
-    try:
-        with _OPENER.open(message, timeout=timeout) as answer:
-            raw = answer.read()
-    except urllib.error.HTTPError as error:
-        raise ServerFailed(f"{method} {url} answered {error.code}: {error.read().decode(errors='replace')}") from error
-    except http.client.HTTPException as error:
-        raise ConnectionError(f"{method} {url}: {error or type(error).__name__}") from error
+def _call(method: str, url: str, body: object = None, timeout: float = 10.0) -> Any:
+    status, raw = request_blocking(method, url, body, timeout)
+    if status >= 400:
+        raise ServerFailed(f"{method} {url} answered {status}: {raw.decode(errors='replace')}")
     return json.loads(raw) if raw else None

@@ -7,7 +7,7 @@ An engine is an HTTP server that speaks this interface; the embedded engine spea
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -76,7 +76,7 @@ class Broadcast:
         """JSON for ``/update_weights_from_distributed``, made once for all engines."""
         import orjson
 
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "names": list(self.names),
             "dtypes": list(self.dtypes),
             "shapes": [list(shape) for shape in self.shapes],
@@ -133,7 +133,7 @@ _API_VERSIONS: tuple[tuple[tuple[int, ...], ApiVersion], ...] = (
 the older one."""
 
 
-def choose_api_version(server_info: dict[str, Any], url: str) -> ApiVersion:
+def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersion:
     """The API version for what ``/server_info`` says.
 
     Raises:

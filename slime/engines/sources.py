@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 
 from slime.config.machine import source_addresses
 
 if TYPE_CHECKING:
+    from aiohappyeyeballs import AddrInfoType
     from aiohttp.client import ClientRequest, ClientTimeout
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
@@ -25,8 +26,8 @@ class SpreadConnector(aiohttp.TCPConnector):
     (``ip_local_port_range``) towards one server. Usual runs, which need one range, connect as any client does.
     """
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(socket_factory=self._socket, **options)
+    def __init__(self, keepalive_seconds: float) -> None:
+        super().__init__(socket_factory=self._socket, limit=0, keepalive_timeout=keepalive_seconds)
         self._source: dict[str, int] = {}  # by the server's address: how many loopback addresses are used up
 
     async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
@@ -42,7 +43,7 @@ class SpreadConnector(aiohttp.TCPConnector):
                 if self._source.get(host, 0) == source:  # no other request has gone on meanwhile
                     self._source[host] = (source + 1) % source_addresses(host)
 
-    def _socket(self, address: tuple[Any, ...]) -> socket.socket:
+    def _socket(self, address: AddrInfoType) -> socket.socket:
         family, kind, protocol, _, where = address
         opened = socket.socket(family, kind, protocol)
         try:

@@ -144,7 +144,7 @@ class _Pickler(ForkingPickler):
     SGLang replaces ``rebuild_cuda_tensor`` in its own processes by a function that takes UUIDs.
     """
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         import torch
         from torch.multiprocessing import reductions
 
@@ -155,7 +155,7 @@ class _Pickler(ForkingPickler):
         return rebuild, (*values[:_DEVICE_INDEX], device, *values[_DEVICE_INDEX + 1 :])
 
 
-def pickled(value: Any) -> str:
+def pickled(value: object) -> str:
     """Base64 of a pickle that holds handles to the tensors in ``value``."""
     import torch.multiprocessing
 

@@ -18,6 +18,7 @@ from slime.data.sample import Sample
 from slime.engines.http import get
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
+from slime.engines.settings import EngineSettings
 from slime.rollout.state import GenerateState
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(600)]
@@ -30,7 +31,7 @@ def sglang(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     args.rollout_backend, args.rollout_dtype = "sglang", "float32"
     args.sglang |= {"device": "cpu", "max_total_tokens": 8192, "dtype": "float32"}
     log = tmp_path_factory.mktemp("log") / "engine.log"
-    engine = start_engine(args, EngineSpec(0, str(tiny_model)), log_path=log)
+    engine = start_engine(EngineSettings.from_args(args), EngineSpec(0, str(tiny_model)), log_path=log)
     try:
         engine.wait_ready(300)
         yield engine

@@ -23,6 +23,7 @@ from slime.engines.http import close_session, post
 from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess, ServerFailed, start_embedded_engine
 from slime.engines.router import Worker
+from slime.engines.settings import EngineSettings
 from slime.utils.async_utils import run
 
 
@@ -616,7 +617,7 @@ def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Engin
 
         def launch(index: int) -> LocalHost:
             log = tmp_path / f"engine-{len(processes)}.log"
-            processes.append(start_embedded_engine(args, index, log_path=log))
+            processes.append(start_embedded_engine(EngineSettings.from_args(args), index, log_path=log))
             port = int(processes[-1].url.rsplit(":", 1)[1])
             return LocalHost(processes[-1], Proxy(port) if behind_proxy else None)
 

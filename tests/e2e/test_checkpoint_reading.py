@@ -34,7 +34,10 @@ def test_what_is_wrong_with_checkpoints_is_told_together_before_any_process_star
     (theirs / "iter_0000100").mkdir(parents=True)
     (theirs / "latest_checkpointed_iteration.txt").write_text("100")
     words = ["--hf-checkpoint", model, "--load", theirs, "--save", theirs, "--save-interval", 1]
-    result = runner.run(*flags, *words, )
+    result = runner.run(
+        *flags,
+        *words,
+    )
     assert result.code == 2
     for said in (f"lacks 1 tensors: {name} (it has {name}_renamed", "--save", "--load", "slime did not write"):
         assert said in result.output, result.output

@@ -11,6 +11,7 @@ from make_args import make_args
 from slime.engines.launch import start_engine
 from slime.engines.plan import plan_engines
 from slime.engines.process import EngineProcess
+from slime.engines.settings import EngineSettings
 
 pytestmark = [pytest.mark.sglang, pytest.mark.real, pytest.mark.timeout(1300)]
 
@@ -69,7 +70,7 @@ def running_server(tiny_model: Path, tmp_path: Path) -> Iterator[EngineProcess]:
         sglang={"device": "cpu", "max_total_tokens": 8192},
     )  # fmt: skip
     (spec,) = plan_engines(args)
-    server = start_engine(args, spec, log_path=tmp_path / "server.log")
+    server = start_engine(EngineSettings.from_args(args), spec, log_path=tmp_path / "server.log")
     try:
         server.wait_ready(600)
         yield server

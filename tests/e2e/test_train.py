@@ -268,9 +268,7 @@ def test_kl_against_the_reference_starts_at_zero(runner, flags) -> None:
 
 def test_bad_input_is_reported_together_before_any_process_starts(runner, flags, prompts) -> None:
     prompts.write_text('{"prompt": "a", "label": "b"}\n{"prompt": broken\n')
-    result = runner.run(
-        *flags, "--global-batch-size", 7, "--rolout-temperature", 1, "--hf-checkpoint", "nowhere"
-    )
+    result = runner.run(*flags, "--global-batch-size", 7, "--rolout-temperature", 1, "--hf-checkpoint", "nowhere")
     assert result.code == 2
     assert "--rollout-temperature" in result.output  # the suggestion
     without_typo = runner.run(*flags, "--global-batch-size", 7, "--hf-checkpoint", "nowhere")

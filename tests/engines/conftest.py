@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_parts import ContractEngine, engine_args, save_tiny_llama
+from engine_parts import ContractEngine, engine_settings, save_tiny_llama
 
 os.environ.setdefault("MKL_CBWR", "AUTO")  # as the server sets it in deterministic mode; MKL reads it once
 
@@ -50,8 +50,8 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
     def start(model: Path, wait: bool = True, **changes: Any) -> EngineProcess:
         index = len(started)
-        args = engine_args(model, **changes)
-        process = launch_engine(args, EngineSpec(index, str(model)), log_path=logs / f"{index}.log")
+        settings = engine_settings(model, **changes)
+        process = launch_engine(settings, EngineSpec(index, str(model)), log_path=logs / f"{index}.log")
         started.append(process)
         if wait:
             process.wait_ready(START_SECONDS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.engines.settings import EngineSettings, RouterSettings
 from slime.engines.sglang_api import Capabilities
 
 CHAT_TEMPLATE = (
@@ -71,7 +72,7 @@ def save_tiny_llama(folder: Path, seed: int = 0, **changes: Any) -> Path:
 
 
 def engine_args(model: Path, **changes: Any) -> Any:
-    """What ``start_engine`` and ``start_router`` read of the arguments."""
+    """What the settings of engines and routers are made of."""
     settings = {
         "rollout_backend": "embedded",
         "sglang": {},
@@ -90,10 +91,20 @@ def engine_args(model: Path, **changes: Any) -> Any:
         "threads_per_process": 1,
         "trust_remote_code": False,
         "router": {},
+        "sglang_router_ip": None,
+        "sglang_router_port": None,
         "sglang_router_request_timeout_secs": 120,
         **changes,
     }
     return argparse.Namespace(**settings)
+
+
+def engine_settings(model: Path, **changes: Any) -> EngineSettings:
+    return EngineSettings.from_args(engine_args(model, **changes))
+
+
+def router_settings(**changes: Any) -> RouterSettings:
+    return RouterSettings.from_args(engine_args(Path(), **changes))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from engine_parts import engine_args
+from engine_parts import engine_settings, router_settings
 
 from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
@@ -43,13 +43,13 @@ def wait_gone(pids: list[int], seconds: float = 15.0) -> None:
 PARENT = """
 import sys, time, pickle
 sys.path[:0] = {path!r}
-from engine_parts import engine_args
+from engine_parts import engine_settings, router_settings
 from pathlib import Path
 from slime.engines.process import start_embedded_engine
 from slime.engines.router import start_router
-engine = start_embedded_engine(engine_args(Path({model!r})), 0)
+engine = start_embedded_engine(engine_settings(Path({model!r})), 0)
 engine.wait_ready(100)
-router = start_router(engine_args(Path({model!r})), [engine.url])
+router = start_router(router_settings(), [engine.url])
 print(engine.pid, router.pid, flush=True)
 time.sleep(300)
 """
@@ -75,7 +75,7 @@ def test_engine_and_router_die_with_a_killed_parent(tiny_llama: Path) -> None:
 def test_router_dies_with_its_guard(tiny_llama: Path) -> None:
     from slime.engines.router import start_router
 
-    router = start_router(engine_args(tiny_llama), [])
+    router = start_router(router_settings(), [])
     try:
         children = [child.pid for child in psutil.Process(router.pid).children(recursive=True)]
         os.kill(router.pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ def test_stop_ends_a_busy_engine(start_engine: Callable[..., EngineProcess], tin
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    engine = start_embedded_engine(engine_args(tmp_path / "nothing"), 3, log_path=tmp_path / "log")
+    engine = start_embedded_engine(engine_settings(tmp_path / "nothing"), 3, log_path=tmp_path / "log")
     try:
         with pytest.raises(ServerFailed, match=r"embedded engine 3 .*(?s:.)*does not exist"):
             engine.wait_ready(60)

@@ -178,7 +178,7 @@ def test_qwen_vl_positions(qwen_vl: Path, monkeypatch: pytest.MonkeyPatch, deter
     ids = [70, config.vision_start_token_id, *[config.image_token_id] * 6, config.vision_end_token_id, 71, 72]
     types = (torch.tensor([ids]) == config.image_token_id).int()
     image = make(ids, "image", seed=1, max_new_tokens=10)
-    image.image_inputs = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
+    image.request.image_inputs = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
     text = make([80, 81, 82], "text", seed=2, max_new_tokens=12)
     finish(loaded, [text, image])
     assert image.position_shift != 0 and text.position_shift == 0

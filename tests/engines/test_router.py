@@ -9,20 +9,20 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 from aiohttp import web
-from engine_parts import engine_args
+from engine_parts import engine_args, router_settings
 
 from slime.cluster.health import answers
 from slime.engines.handle import EngineHandle
 from slime.engines.http import HttpError, take_retries
 from slime.engines.process import EngineProcess, ServerFailed, wait_gone, without_proxy
-from slime.engines.router import Router, Routers, Worker, router_options, start_router
+from slime.engines.router import Router, Routers, Worker, start_router
+from slime.engines.settings import RouterSettings
 from slime.rollout.abort import worker_urls
 from slime.rollout.generate import get_model_url
 from slime.utils.async_utils import run
@@ -30,8 +30,10 @@ from slime.utils.http_utils import get, post
 
 
 def test_options_as_words() -> None:
-    options = {"policy": "manual", "router_dp_aware": True, "cors": ["a", "b"], "off": False, "none": None}
-    assert router_options(options) == ["--policy", "manual", "--dp-aware", "--cors", "a", "b"]
+    options = {"policy": "manual", "dp_aware": True, "cors_allowed_origins": ["a", "b"], "log_level": "info"}
+    words = " ".join(RouterSettings(options=options).words)
+    assert words.startswith("--policy manual ") and words.endswith(" --dp-aware --cors-allowed-origins a b")
+    assert "--log-level info" in words and "--cb-timeout-duration-secs 5" in words, "the user's value, and slime's"
 
 
 def test_a_router_listens_on_its_own_host_and_comes_back_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -44,7 +46,7 @@ def test_a_router_listens_on_its_own_host_and_comes_back_there(monkeypatch: pyte
 
     monkeypatch.setattr("slime.engines.router.start_router", start)
     monkeypatch.setattr("slime.engines.router.address_towards", lambda urls: "10.0.0.1")
-    routers = Routers(engine_args(tmp_path, sglang_router_ip=None), tmp_path)
+    routers = Routers(RouterSettings(), tmp_path)
     routers.start([Worker("http://10.0.0.8:30000"), Worker("http://10.0.0.9:30000")])
     routers.restart("default", [Worker("http://10.0.0.9:30000")])
     assert places == [("10.0.0.1", None), ("10.0.0.1", 7000)]
@@ -57,8 +59,8 @@ def test_requests_survive_the_death_of_an_engine(
     engines = [start_engine(tiny_llama, wait=False) for _ in range(2)]
     for engine in engines:
         engine.wait_ready(120)
-    arguments = engine_args(tiny_llama, router={"policy": "round_robin"})
-    router = start_router(arguments, [engine.url for engine in engines], log_path=tmp_path / "router.log")
+    settings = router_settings(router={"policy": "round_robin"})
+    router = start_router(settings, [engine.url for engine in engines], log_path=tmp_path / "router.log")
     try:
         assert {worker["url"] for worker in router.workers()} == {engine.url for engine in engines}
         answers = run(load_and_kill(router.url, engines))
@@ -137,7 +139,7 @@ async def ask(url: str, key: str | None = None) -> str:
 @pytest.mark.real
 def test_a_session_stays_on_one_engine(listeners: list[Listener], tmp_path: Path) -> None:
     router = start_router(
-        engine_args(tmp_path, router={"policy": "manual"}), [each.url for each in listeners], log_path=tmp_path / "log"
+        router_settings(router={"policy": "manual"}), [each.url for each in listeners], log_path=tmp_path / "log"
     )
     try:
         keys = [f"session-{i}" for i in range(8)]
@@ -153,9 +155,9 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
     listeners: list[Listener], tmp_path: Path
 ) -> None:
     first, second, judge = (each.url for each in listeners)
-    foreign = start_router(engine_args(tmp_path), [], log_path=tmp_path / "foreign.log")
+    foreign = start_router(router_settings(), [], log_path=tmp_path / "foreign.log")
     args = engine_args(tmp_path, sglang_router_ip="127.0.0.1", sglang_router_port=urlsplit(foreign.url).port)
-    routers = Routers(args, tmp_path)
+    routers = Routers(RouterSettings.from_args(args), tmp_path)
     try:
         routers.start([Worker(first, "actor"), Worker(second, "actor"), Worker(judge, "judge")])
         args.sglang_model_routers = routers.addresses
@@ -186,7 +188,7 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
 def test_one_bad_engine_does_not_draw_the_traffic(listeners: list[Listener], tmp_path: Path, fault: str) -> None:
     """An engine that fails at once always has the least load. The default policy must not send it everything."""
     *good, bad = listeners
-    router = start_router(engine_args(tmp_path), [each.url for each in listeners], log_path=tmp_path / "log")
+    router = start_router(router_settings(), [each.url for each in listeners], log_path=tmp_path / "log")
 
     async def load() -> None:
         for listener in good:
@@ -216,7 +218,7 @@ def test_requests_that_no_engine_takes_bench_the_engines_for_seconds_only(
     listeners: list[Listener], tmp_path: Path
 ) -> None:
     """The router's circuit breaker counts 4xx, too. Sooner or later a good request must get through."""
-    router = start_router(engine_args(tmp_path), [each.url for each in listeners], log_path=tmp_path / "log")
+    router = start_router(router_settings(), [each.url for each in listeners], log_path=tmp_path / "log")
 
     async def load() -> None:
         for listener in listeners:
@@ -240,7 +242,7 @@ def test_a_router_that_hangs_is_found_and_started_again(
     listeners: list[Listener], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slime.engines.router.PING_SECONDS", 0.5)
-    routers = Routers(engine_args(tmp_path, sglang_router_ip=None), tmp_path)
+    routers = Routers(RouterSettings(), tmp_path)
     try:
         routers.start([Worker(listeners[0].url)])
         url = routers.url
@@ -342,7 +344,7 @@ def test_a_proxy_of_the_environment_is_not_used(
         engines = [start_engine(tiny_llama, wait=False) for _ in range(2)]
         for engine in engines:
             engine.wait_ready(120)
-        router = start_router(engine_args(tiny_llama), [engine.url for engine in engines], log_path=tmp_path / "log")
+        router = start_router(router_settings(), [engine.url for engine in engines], log_path=tmp_path / "log")
         try:
             assert run(post(f"{router.url}/generate", request(1, 3), max_retries=1))["output_ids"]
             assert all(answers(engine.url, 30.0) is None for engine in engines)
@@ -362,7 +364,7 @@ def test_a_proxy_stays_the_way_to_the_model_hub(tmp_path: Path, monkeypatch: pyt
 def test_a_router_pairs_servers_that_prefill_and_decode(listeners: list[Listener], tmp_path: Path) -> None:
     prefill, decode, _ = (each.url for each in listeners)
     workers = [Worker(prefill, worker_type="prefill", bootstrap_port=8123), Worker(decode, worker_type="decode")]
-    router = start_router(engine_args(tmp_path), workers, log_path=tmp_path / "log")
+    router = start_router(router_settings(), workers, log_path=tmp_path / "log")
     try:
         known = {worker["url"]: worker for worker in router.workers()}
         assert known[prefill]["worker_type"] == "prefill" and known[prefill]["bootstrap_port"] == 8123
@@ -384,8 +386,7 @@ def test_a_foreign_router_forgets_engines_of_a_start_that_failed(
 
     monkeypatch.setattr(Router, "add_workers", add_workers)
     monkeypatch.setattr(Router, "remove_worker", lambda self, url: known.remove(url) if url in known else None)
-    args: Any = SimpleNamespace(sglang_router_ip="10.0.0.1", sglang_router_port=30000)
-    routers = Routers(args, tmp_path)
+    routers = Routers(RouterSettings(address=("10.0.0.1", 30000)), tmp_path)
     with pytest.raises(ServerFailed, match="second"):
         routers.start([Worker("http://10.0.0.2:1"), Worker("http://10.0.0.2:2")])
     routers.stop()

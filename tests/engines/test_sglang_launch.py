@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_parts import engine_args
+from engine_parts import engine_settings
 
 from slime.config.machine import installed
 from slime.engines.plan import EngineSpec
+from slime.engines.settings import EngineSettings, RouterSettings
 from slime.engines.sglang.check import check_launch, problems_of
 from slime.engines.sglang.cpu_kernels import PACKAGES
 from slime.engines.sglang.options import ServerPlace, server_environment, server_options, server_words
@@ -22,16 +23,16 @@ SPEC = EngineSpec(3, "/m", num_gpus=4)
 PLACE = ServerPlace("127.0.0.1", 4000)
 
 
-def sglang_args(**changes: Any) -> Any:
-    return engine_args(Path("/m"), rollout_backend="sglang", **changes)
+def sglang_settings(**changes: Any) -> EngineSettings:
+    return engine_settings(Path("/m"), rollout_backend="sglang", **changes)
 
 
 def test_words_of_a_server_on_gpus() -> None:
-    args = sglang_args(
+    settings = sglang_settings(
         sglang={"device": "cuda", "pp_size": 2, "mem_fraction_static": 0.7}, offload_rollout=True,
         train_dtype="bfloat16", deterministic=True, use_rollout_routing_replay=True, trust_remote_code=True,
     )  # fmt: skip
-    words = " ".join(server_words(args, SPEC, PLACE))
+    words = " ".join(server_words(settings, SPEC, PLACE))
     for part in (
         "--model-path /m", "--host 127.0.0.1 --port 4000", "--tp-size 2", "--pp-size 2", "--random-seed 45",
         "--dtype bfloat16", "--mem-fraction-static 0.7", "--enable-memory-saver", "--enable-deterministic-inference",
@@ -42,28 +43,28 @@ def test_words_of_a_server_on_gpus() -> None:
 
 
 def test_a_model_that_nobody_updates_keeps_its_weights_and_dtype() -> None:
-    args = sglang_args(sglang={"device": "cuda"}, offload_rollout=True)
-    options = server_options(args, EngineSpec(0, "/judge", updates=False), PLACE)
+    settings = sglang_settings(sglang={"device": "cuda"}, offload_rollout=True)
+    options = server_options(settings, EngineSpec(0, "/judge", updates=False), PLACE)
     assert options["enable_weights_cpu_backup"] and "dtype" not in options
 
 
 def test_parts_of_servers() -> None:
-    args = sglang_args(sglang={"device": "cuda"})
-    node = server_options(args, SPEC, ServerPlace("10.0.0.2", 4000, 1, 2, "10.0.0.1:21000"))
+    settings = sglang_settings(sglang={"device": "cuda"})
+    node = server_options(settings, SPEC, ServerPlace("10.0.0.2", 4000, 1, 2, "10.0.0.1:21000"))
     assert (node["nnodes"], node["node_rank"], node["dist_init_addr"]) == (2, 1, "10.0.0.1:21000")
     prefill = EngineSpec(0, "/m", worker_type="prefill", options={"mem_fraction_static": 0.5})
-    words = " ".join(server_words(args, prefill, ServerPlace("127.0.0.1", 4000, bootstrap_port=8123)))
+    words = " ".join(server_words(settings, prefill, ServerPlace("127.0.0.1", 4000, bootstrap_port=8123)))
     assert "--disaggregation-mode prefill --disaggregation-bootstrap-port 8123" in words
     assert "--mem-fraction-static 0.5" in words
 
 
 def test_on_the_cpu_the_users_flags_win_over_what_it_needs() -> None:
-    args = sglang_args(sglang={"device": "cpu", "max_total_tokens": 99}, offload_rollout=True)
-    options = server_options(args, SPEC, PLACE)
+    settings = sglang_settings(sglang={"device": "cpu", "max_total_tokens": 99}, offload_rollout=True)
+    options = server_options(settings, SPEC, PLACE)
     assert options["attention_backend"] == "torch_native" and options["max_total_tokens"] == 99
     assert "enable_memory_saver" not in options  # there is nothing to give back
-    assert server_environment(args, SPEC)["SGLANG_USE_CPU_ENGINE"] == "1"
-    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(sglang_args(sglang={"device": "cuda"}), SPEC)
+    assert server_environment(settings, SPEC)["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert "SGLANG_USE_CPU_ENGINE" not in server_environment(sglang_settings(sglang={"device": "cuda"}), SPEC)
 
 
 def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:
@@ -84,7 +85,7 @@ def test_what_the_owner_does_not_take_is_said_as_it_was_typed() -> None:
 
 def test_the_router_is_asked_before_anything_starts() -> None:
     def problems(**router: str) -> list[str]:
-        return check_launch(engine_args(Path("/m"), router=router), [])
+        return check_launch(engine_settings(Path("/m")), RouterSettings(options=router), [])
 
     assert problems() == problems(policy="manual") == []
     (wrong,) = problems(policy="mannual")
@@ -98,9 +99,11 @@ def test_the_router_is_asked_before_anything_starts() -> None:
 def test_the_installed_sglang_is_asked_before_anything_starts() -> None:
     good = {"device": "cpu", "log_level": "warning", "mem_fraction_static": 0.5}
     groups = EngineSpec(0, "/m", options={"max_running_requests": 8})
-    assert check_launch(sglang_args(sglang=good), [groups]) == []
+    assert check_launch(sglang_settings(sglang=good), RouterSettings(), [groups]) == []
     bad = EngineSpec(1, "/m", options={"max_runing_requests": 8})
-    wrong, unknown = check_launch(sglang_args(sglang={**good, "attention_backend": "abacus"}), [groups, bad])
+    wrong, unknown = check_launch(
+        sglang_settings(sglang={**good, "attention_backend": "abacus"}), RouterSettings(), [groups, bad]
+    )
     assert wrong.startswith("--sglang-attention-backend: invalid choice: 'abacus'")
     assert unknown.endswith("did you mean --sglang-max-running-requests?")
 

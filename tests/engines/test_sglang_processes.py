@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_parts import engine_args
+from engine_parts import engine_settings
 
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
@@ -24,12 +24,12 @@ PARENT = """
 import sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
-from engine_parts import engine_args
+from engine_parts import engine_settings
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
 from slime.engines.sglang.sampler import warm_up
 model = Path({model!r})
-engine = start_engine(engine_args(model, **{flags!r}), EngineSpec(0, str(model)), log_path={log!r})
+engine = start_engine(engine_settings(model, **{flags!r}), EngineSpec(0, str(model)), log_path={log!r})
 engine.wait_ready(500)
 warm_up(engine.url, 60.0)
 print(engine.pid, flush=True)
@@ -75,7 +75,7 @@ def test_all_processes_of_a_server_die_with_a_killed_parent(tiny_llama: Path, tm
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
-    engine = start_engine(engine_args(missing, **FLAGS), EngineSpec(3, str(missing)), log_path=tmp_path / "log")
+    engine = start_engine(engine_settings(missing, **FLAGS), EngineSpec(3, str(missing)), log_path=tmp_path / "log")
     try:
         with pytest.raises(ServerFailed, match=r"(?s)SGLang engine 3 \(pid \d+\) ended with .*nothing"):
             engine.wait_ready(240)

@@ -80,6 +80,7 @@ async def test_a_deterministic_rollout_is_the_same_in_any_order(smollm2, engine,
 
 async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, tmp_path):
     from slime.engines.router import start_router
+    from slime.engines.settings import RouterSettings
 
     args = run_arguments(
         smollm2, engine.url, rollout_batch_size=1, over_sampling_batch_size=2, n_samples_per_prompt=2,
@@ -93,7 +94,7 @@ async def test_partial_rollout_over_the_real_engine_and_router(smollm2, engine, 
                 sample.prompt = [{"role": "user", "content": "Tell me a very long story about a river, in 500 words."}]
             return sample
 
-    router = start_router(args, [engine.url], "127.0.0.1", log_path=tmp_path / "router.log")
+    router = start_router(RouterSettings.from_args(args), [engine.url], "127.0.0.1", log_path=tmp_path / "router.log")
     try:
         args.sglang_router_ip, args.sglang_router_port = router.url.removeprefix("http://").split(":")
         assert await worker_urls(args) == [engine.url]

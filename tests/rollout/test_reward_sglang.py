@@ -16,11 +16,14 @@ class served:
         from slime.config.args import Args
         from slime.engines.launch import start_engine
         from slime.engines.plan import EngineSpec
+        from slime.engines.settings import EngineSettings
 
         args = Args(hf_checkpoint=str(model), rollout_backend="sglang", train_dtype="float32", rollout_dtype="float32")
         args.threads_per_process = 1
         args.sglang |= {"device": "cpu", "max_total_tokens": 4096, "dtype": "float32", **options}
-        self.engine = start_engine(args, EngineSpec(0, str(model)), log_path=folder / "engine.log")
+        self.engine = start_engine(
+            EngineSettings.from_args(args), EngineSpec(0, str(model)), log_path=folder / "engine.log"
+        )
 
     def __enter__(self):
         self.engine.wait_ready(300)

@@ -11,6 +11,7 @@ from make_args import make_args
 from slime.config.args import Args
 from slime.engines.handle import EngineHandle
 from slime.engines.process import EngineProcess, start_embedded_engine
+from slime.engines.settings import EngineSettings
 from slime.weights.settings import WeightSyncSettings
 
 VOCAB = 64
@@ -92,7 +93,9 @@ class Engines:
         )
         first = len(self.processes)
         for index in range(first, first + count):
-            self.processes.append(start_embedded_engine(args, index, log_path=self.logs / f"engine-{index}.log"))
+            self.processes.append(
+                start_embedded_engine(EngineSettings.from_args(args), index, log_path=self.logs / f"engine-{index}.log")
+            )
         for process in self.processes[first:]:
             process.wait_ready(120)
         return [EngineHandle(process.url) for process in self.processes[first:]]

@@ -21,6 +21,7 @@ from slime.engines.flat import by_element_size, flatten, layout
 from slime.engines.handle import EngineHandle
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
+from slime.engines.settings import EngineSettings
 from slime.engines.sglang_api import Broadcast, EngineError
 from slime.utils.async_utils import run
 from slime.weights import audit
@@ -54,7 +55,7 @@ def dtype(request: pytest.FixtureRequest) -> str:
 def engine(dtype: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineHandle]:
     """One server at a time: pytest runs all tests of one dtype, then those of the other."""
     log = tmp_path_factory.mktemp("logs") / f"{dtype}.log"
-    server = start_engine(sglang_args(model, dtype), EngineSpec(0, str(model)), log_path=log)
+    server = start_engine(EngineSettings.from_args(sglang_args(model, dtype)), EngineSpec(0, str(model)), log_path=log)
     try:
         server.wait_ready(START_SECONDS)
         yield EngineHandle(server.url)

@@ -23,6 +23,7 @@ from slime.engines.handle import EngineHandle
 from slime.engines.launch import start_engine
 from slime.engines.plan import EngineSpec
 from slime.engines.process import EngineProcess
+from slime.engines.settings import EngineSettings
 from slime.weights import audit, fused
 from slime.weights.audit import Probe, WeightAuditError
 from slime.weights.changes import AuditMemory
@@ -50,7 +51,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     log = tmp_path_factory.mktemp("logs") / "engine.log"
-    server = start_engine(sglang_args(model, DTYPE), EngineSpec(0, str(model), num_gpus=2), log_path=log)
+    server = start_engine(
+        EngineSettings.from_args(sglang_args(model, DTYPE)), EngineSpec(0, str(model), num_gpus=2), log_path=log
+    )
     try:
         server.wait_ready(START_SECONDS)
         yield server

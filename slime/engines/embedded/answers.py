@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import base64
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import TypedDict
 
 import numpy as np
 
-from slime.engines.embedded.sequence import Sequence, version_spans
+from slime.engines.embedded.sequence import FinishReason, Sequence, VersionSpan, version_spans
 from slime.engines.embedded.text import Detokenizer
+
+Scored = tuple[float | None, int, str | None]
+"""Log-prob, token id and, where it was asked for, the token's text."""
+
+
+class MetaInfo(TypedDict, total=False):
+    """``meta_info``. What the request did not ask for is absent."""
+
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    weight_version: str
+    num_retractions: int
+    input_token_logprobs: list[Scored]
+    input_top_logprobs: list[list[Scored] | None]
+    output_token_logprobs: list[Scored]
+    output_token_logprobs_length: int
+    output_top_logprobs: list[list[Scored]]
+    output_token_ids_logprobs: list[list[Scored]]
+    top_p_token_ids: str
+    top_p_token_offsets: str
+    reasoning_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    weight_versions: list[VersionSpan]
+    e2e_latency: float
+
+
+class Answer(TypedDict):
+    """What ``/generate`` answers to one prompt."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
 
 
 def build_answer(
@@ -17,10 +52,10 @@ def build_answer(
     detokenizer: Detokenizer,
     weight_version: str,
     count: int,
-    finish: dict[str, Any] | None,
+    finish: FinishReason | None,
     start: int = 0,
     text: str | None = None,
-) -> dict[str, Any]:
+) -> Answer:
     """The answer as of ``count`` output tokens; ``finish`` is None while the sequence still runs.
 
     Args:
@@ -29,7 +64,7 @@ def build_answer(
     """
     request = sequence.request
     spans = version_spans(sequence.version_events, weight_version, count)
-    meta: dict[str, Any] = {
+    meta: MetaInfo = {
         "id": request.rid,
         "finish_reason": finish,
         "prompt_tokens": sequence.prompt_len,
@@ -39,13 +74,11 @@ def build_answer(
     if request.return_logprob:
         meta.update(_logprobs(sequence, detokenizer, start, count))
     if request.return_top_p_token_ids:
-        meta.update(_nuclei(sequence.output_nuclei[start:count]))
-    meta.update(
-        reasoning_tokens=0,
-        completion_tokens=count,
-        cached_tokens=sequence.cached_tokens,
-        weight_versions=spans,
-    )
+        meta["top_p_token_ids"], meta["top_p_token_offsets"] = _nuclei(sequence.output_nuclei[start:count])
+    meta["reasoning_tokens"] = 0
+    meta["completion_tokens"] = count
+    meta["cached_tokens"] = sequence.cached_tokens
+    meta["weight_versions"] = spans
     if finish is not None:
         meta["e2e_latency"] = time.perf_counter() - sequence.created
     return {
@@ -55,20 +88,19 @@ def build_answer(
     }
 
 
-def _nuclei(nuclei: list[list[int]]) -> dict[str, str]:
-    """Ids of token ``t`` are ``ids[offsets[t]:offsets[t + 1]]``; both int32 in base64."""
-    offsets = np.cumsum([0, *map(len, nuclei)])
-    ids = [token for nucleus in nuclei for token in nucleus]
-    parts = {"top_p_token_ids": ids, "top_p_token_offsets": offsets}
-    return {name: base64.b64encode(np.asarray(part, np.int32).tobytes()).decode() for name, part in parts.items()}
+def _nuclei(nuclei: list[list[int]]) -> tuple[str, str]:
+    """Ids and offsets, both int32 in base64; token ``t`` was drawn from ``ids[offsets[t]:offsets[t + 1]]``."""
+    ids = np.array([token for nucleus in nuclei for token in nucleus], np.int32)
+    offsets = np.cumsum([0, *map(len, nuclei)]).astype(np.int32)
+    return base64.b64encode(ids.tobytes()).decode(), base64.b64encode(offsets.tobytes()).decode()
 
 
-def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: int) -> dict[str, Any]:
+def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: int) -> MetaInfo:
     """``[[log-prob, id, text or null], ...]``; the first prompt entry has no log-prob, since nothing predicts it."""
     request = sequence.request
     texts = detokenizer if request.return_text_in_logprobs else None
     output_ids = sequence.tokens[sequence.prompt_len + start : sequence.prompt_len + count]
-    fields: dict[str, Any] = {
+    fields: MetaInfo = {
         "input_token_logprobs": [],
         "output_token_logprobs": _triples(sequence.output_logprobs[start:count], output_ids, texts),
         "output_token_logprobs_length": count,
@@ -86,10 +118,10 @@ def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: i
     return fields
 
 
-def _triples(values: list[Any], ids: list[int], texts: Detokenizer | None) -> list[list[Any]]:
-    words: list[Any] = texts.token_texts(ids) if texts else [None] * len(ids)
-    return [list(entry) for entry in zip(values, ids, words, strict=False)]
+def _triples(values: Iterable[float | None], ids: list[int], texts: Detokenizer | None) -> list[Scored]:
+    words: Iterable[str | None] = texts.token_texts(ids) if texts else [None] * len(ids)
+    return list(zip(values, ids, words, strict=False))
 
 
-def _pairs(entry: list[tuple[float, int]], texts: Detokenizer | None) -> list[list[Any]]:
+def _pairs(entry: list[tuple[float, int]], texts: Detokenizer | None) -> list[Scored]:
     return _triples([value for value, _ in entry], [token for _, token in entry], texts)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from slime.engines.embedded import routes_control, routes_generate, routes_openai
+from slime.engines.embedded import routes_control, routes_generate, routes_openai, routes_weights
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.web import LOADED, errors_as_json
 from slime.engines.request_guard import request_guard
@@ -25,8 +25,8 @@ def make_app(loaded: Loaded, host: str = "127.0.0.1") -> web.Application:
     size = MAX_BODY_BYTES if loaded.images is None else MAX_BODY_BYTES_WITH_IMAGES
     app = web.Application(middlewares=[request_guard(host), errors_as_json], client_max_size=size)
     app[LOADED] = loaded
-    app[routes_control.GROUPS] = {}
-    for module in (routes_generate, routes_control, routes_openai):
+    app[routes_weights.GROUPS] = {}
+    for module in (routes_generate, routes_control, routes_weights, routes_openai):
         app.add_routes(module.routes())
 
     async def model_thread(app: web.Application) -> AsyncIterator[None]:

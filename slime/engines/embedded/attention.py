@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +52,7 @@ class StepContext:
     lengths: torch.Tensor | None = None  # [rows] int64; rows only
     groups: list[RowGroup] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    masks: dict[Any, torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[RowGroup | Segment, int | None], torch.Tensor] = field(default_factory=dict)
 
     def row_mask(self, group: RowGroup, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """``[rows, 1, 1, length]``: 0 where the row may look, -inf elsewhere."""
@@ -114,7 +113,7 @@ def slots_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """AttentionInterface entry.
 

@@ -8,20 +8,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
+
+import torch
 
 from slime.engines.embedded.memory import Memory
 from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
 from slime.engines.embedded.runner import Logits, Runner
 from slime.engines.embedded.sampling import draw, score_prompt
 from slime.engines.embedded.scheduler import Drawn, Plan, Scheduler
-from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.sequence import FinishReason, Sequence, aborted
 from slime.engines.embedded.weights import WeightError, Weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
-Listener = Callable[[Sequence, int, dict[str, Any] | None, str], None]
+Listener = Callable[[Sequence, int, FinishReason | None, str], None]
 """Called on the event loop with a sequence, its output tokens so far, why it ended (None: it runs on), and the
 weight version of the last token."""
 
@@ -85,7 +88,7 @@ class Engine:
         self._inbox.put(None)
         self._thread.join(timeout=30)
 
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def call(self, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
         """Run ``function`` on the model's thread between two steps and return its result.
 
         Raises:
@@ -100,16 +103,16 @@ class Engine:
                     raise RuntimeError(f"the model's thread has ended: {self.failure!r}")
                 result = function(*arguments)
             except BaseException as error:  # nothing that a command raises may end the model's thread
-                self._post(_settle, future, None, error)
+                self._post(_fail, future, error)
             else:
-                self._post(_settle, future, result, None)
+                self._post(_succeed, future, result)
 
         self._inbox.put(run)
         if self.failure is not None:  # nobody takes commands any more
             run()
         return await future
 
-    async def submit(self, request: GenerateRequest, listener: Listener, image_inputs: Any = None) -> Sequence:
+    async def submit(self, request: GenerateRequest, listener: Listener) -> Sequence:
         """Queue a request; ``listener`` hears of it on the event loop.
 
         Raises:
@@ -118,7 +121,7 @@ class Engine:
         """
         if len(self.scheduler.waiting) >= MAX_WAITING:
             raise TooManyRequests(f"{MAX_WAITING} requests are waiting already")
-        sequence = Sequence(request, 0, self._seed(request), image_inputs=image_inputs)
+        sequence = Sequence(request, 0, self._seed(request))
 
         def add() -> None:
             self.scheduler.add(sequence)
@@ -216,7 +219,7 @@ class Engine:
             self.failure = error
             self._take_commands(block=False)  # they fail, too, or whoever sent them would wait for ever
             for sequence in list(self._listeners):
-                sequence.finish_reason = {"type": "abort", "message": repr(error), "status_code": 500, "err_type": None}
+                sequence.finish_reason = aborted(repr(error), 500)
                 self._finish([sequence])
             raise
 
@@ -275,8 +278,7 @@ class Engine:
             self._blamed, self._suspects = False, involved
         elif alone.finish_reason is None:
             self._blamed = True
-            message = f"computing this request failed: {type(error).__name__}: {error}"
-            alone.finish_reason = {"type": "abort", "message": message, "status_code": 500, "err_type": None}
+            alone.finish_reason = aborted(f"computing this request failed: {type(error).__name__}: {error}", 500)
         done = [seq for seq in involved if seq.finish_reason is not None]  # the commit did not get to let them go
         for sequence in done:
             self.scheduler.leave(sequence)
@@ -310,7 +312,7 @@ class Engine:
                 self._unexplained += 1
 
     def _compute(self, plan: Plan) -> list[Drawn]:
-        rows: dict[int, Any] = {}  # by work
+        rows: dict[int, torch.Tensor] = {}  # by work
         for logits in self.runner.run(plan):
             self._score(plan, logits)
             for row, (owner, position) in enumerate(zip(logits.owners, logits.positions, strict=True)):
@@ -350,20 +352,24 @@ class Engine:
             version = self.scheduler.weight_version
             self._post(listener, sequence, sequence.num_output, sequence.finish_reason, version)
 
-    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _post(self, function: Callable[[*Arguments], object], *arguments: *Arguments) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():  # cancelled, or told twice that the thread has ended
+def _succeed(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():  # it may have been cancelled
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: BaseException) -> None:
+    if future.done():  # it was cancelled, or was told already that the thread has ended
         return
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
-    elif error is not None:  # SystemExit and its like would end the event loop
-        failed = RuntimeError(f"{type(error).__name__}: {error}")
-        failed.__cause__ = error
-        future.set_exception(failed)
-    else:
-        future.set_result(result)
+        return
+    # A future refuses StopIteration, and SystemExit or KeyboardInterrupt would end the event loop.
+    failed = RuntimeError(f"{type(error).__name__}: {error}")
+    failed.__cause__ = error
+    future.set_exception(failed)

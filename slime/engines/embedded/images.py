@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from slime.engines.embedded.fields import BadRequest
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MAX_BYTES = 32 * 2**20  # of one image as it was encoded
 MAX_PIXELS = 64 * 10**6
@@ -38,7 +41,7 @@ class ImageReader:
         self.token = str(getattr(self.processor, "image_token", None) or tokenizer.image_token)
         self.token_id = int(tokenizer.convert_tokens_to_ids(self.token))
 
-    def prepare(self, ids: list[int], text: str | None, images: list[Any]) -> tuple[list[int], dict[str, Any]]:
+    def prepare(self, ids: list[int], text: str | None, images: list[object]) -> tuple[list[int], dict[str, object]]:
         """Prompt ids with all image placeholders in place, and the tensors for the model.
 
         ``text`` holds one placeholder per image and goes through the processor. ``ids`` may hold one
@@ -63,7 +66,7 @@ class ImageReader:
                 inputs[key] = is_image.long()
         return ids, inputs
 
-    def _expand(self, ids: list[int], pictures: list[Any], expected: int) -> list[int]:
+    def _expand(self, ids: list[int], pictures: list[Image], expected: int) -> list[int]:
         present = ids.count(self.token_id)
         if present == expected:
             return ids
@@ -82,13 +85,13 @@ class ImageReader:
             expanded += list(made["input_ids"][0])
         return expanded
 
-    def _place(self, value: Any) -> Any:
+    def _place(self, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
 
 
-def load_image(item: Any, allow_urls: bool = False) -> Any:
+def load_image(item: object, allow_urls: bool = False) -> Image:
     """A PIL image in RGB from base64, a ``data:`` URL, or ``{"url": …}`` with one of these.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,9 @@ from slime.engines.embedded.sequence import Sequence
 from slime.engines.embedded.text import Detokenizer
 from slime.engines.embedded.weights import Weights
 from slime.models.loading import is_multimodal, load_hf_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +52,9 @@ class Loaded:
     """A model and what talks about it."""
 
     engine: Engine
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     detokenizer: Detokenizer
-    config: Any
+    config: PretrainedConfig
     images: ImageReader | None
     context_len: int
     vocab_size: int
@@ -110,7 +113,7 @@ def load_engine(options: EngineOptions) -> Loaded:
     return Loaded(engine, tokenizer, detokenizer, config, images, context_len, vocab_size, options)
 
 
-def _use_slots(model: Any) -> None:
+def _use_slots(model: PreTrainedModel) -> None:
     """Our attention for the language model; image encoders keep theirs."""
     text = model.config.get_text_config()
     key = next((name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name) is text), "")
@@ -122,7 +125,7 @@ _PROBE_LENGTH = 12
 
 
 @torch.inference_mode()
-def _plain_logits(model: Any, vocab_size: int) -> torch.Tensor:
+def _plain_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
     """What transformers itself computes for a short sequence, ``[length, vocab]``."""
     return model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False).logits[0].float()
 
@@ -167,7 +170,7 @@ def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) 
     return logits.float()
 
 
-def _end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Everything that ends a text: of generation config, config and tokenizer."""
     ends: set[int] = set()
     generation = getattr(model, "generation_config", None)

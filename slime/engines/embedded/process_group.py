@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
-def join_group(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta) -> Any:
+def join_group(
+    address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
+) -> ProcessGroup:
     """Rendezvous at ``tcp://address:port`` and return the group; all members must call this together.
 
     The store's keys are prefixed by ``name``, which is how SGLang's ``init_custom_process_group`` does it, so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from slime.engines.embedded import fields
 from slime.engines.embedded.fields import BadRequest, Check, refuse
 
 API_VERSION = "0.5.23"
-"""The generation of SGLang's native HTTP surface that this engine speaks."""
+"""The version of SGLang's native HTTP interface that this engine speaks."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
@@ -21,7 +22,7 @@ _GREEDY_BELOW = 1e-6
 _NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
 _INT32 = 2**31 - 1
 _penalty = fields.number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
-_SAMPLING: dict[str, Check] = {
+_SAMPLING: dict[str, Check[object]] = {
     "max_new_tokens": fields.whole(0, _INT32),
     "min_new_tokens": fields.whole(0, _INT32),
     "stop": fields.one_or_list(fields.text(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
@@ -96,7 +97,8 @@ class GenerateRequest:
     return_text_in_logprobs: bool = False
     return_top_p_token_ids: bool = False  # what each token was drawn from; its log-prob is then over these alone
     stream: bool = False
-    images: list[Any] = field(default_factory=list)
+    images: list[object] = field(default_factory=list)  # as they came, until they have been read
+    image_inputs: Mapping[str, object] | None = None  # what the processor made of the images
     version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version that makes it and those after it)
 
 
@@ -110,7 +112,7 @@ class GenerateBody:
     stream: bool
 
 
-def parse_sampling_params(raw: Any, vocab_size: int, where: str = "sampling_params.") -> SamplingParams:
+def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_params.") -> SamplingParams:
     """Check one ``sampling_params`` object.
 
     Args:
@@ -129,7 +131,7 @@ def parse_sampling_params(raw: Any, vocab_size: int, where: str = "sampling_para
     unknown = sorted(set(given) - set(_SAMPLING))
     if unknown:
         raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
-    values = {name: _SAMPLING[name](value, where + name) for name, value in given.items()}
+    values: dict[str, Any] = {name: _SAMPLING[name](value, where + name) for name, value in given.items()}
     values["stop"] = tuple(text for text in values.get("stop", ()) if text)
     values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
     values["logit_bias"] = _logit_bias(values.get("logit_bias", {}), vocab_size, where)
@@ -141,7 +143,7 @@ def parse_sampling_params(raw: Any, vocab_size: int, where: str = "sampling_para
     return params
 
 
-def _logit_bias(given: dict[str, Any], vocab_size: int, where: str) -> tuple[tuple[int, float], ...]:
+def _logit_bias(given: Mapping[str, object], vocab_size: int, where: str) -> tuple[tuple[int, float], ...]:
     finite = fields.number(lambda value: abs(value) <= 1e9, "must be a number in [-1e9, 1e9]")
     bias = []
     for key, value in given.items():
@@ -152,7 +154,7 @@ def _logit_bias(given: dict[str, Any], vocab_size: int, where: str) -> tuple[tup
     return tuple(sorted(bias))
 
 
-def parse_generate(body: dict[str, Any], vocab_size: int) -> GenerateBody:
+def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     """Cut a ``/generate`` body into single requests.
 
     ``text`` or ``input_ids`` may hold one prompt or a list of them; every other field holds one value for
@@ -167,8 +169,9 @@ def parse_generate(body: dict[str, Any], vocab_size: int) -> GenerateBody:
         raise BadRequest("input_embeds is not supported by the embedded engine")
     if text is not None and not isinstance(text, str | list):
         raise refuse("text", "must be a string or a list of strings", text)
-    is_single = isinstance(text, str) if text is not None else _is_flat(input_ids)
-    prompts: list[Any] = [text if text is not None else input_ids] if is_single else list(text or input_ids or ())
+    given = input_ids if text is None else text
+    is_single = isinstance(given, str) or (text is None and _is_flat(given))
+    prompts: list[object] = [given] if is_single or not isinstance(given, list) else given
     if not prompts:
         raise BadRequest("an empty batch of prompts")
     stream = fields.take(body, "stream", fields.truth, False)
@@ -180,13 +183,11 @@ def parse_generate(body: dict[str, Any], vocab_size: int) -> GenerateBody:
         params = parse_sampling_params(one["sampling_params"], vocab_size)
         if len(requests) + params.n > MAX_REQUESTS:
             raise BadRequest(f"one body may ask for at most {MAX_REQUESTS} sequences (prompts times sampling_params.n)")
-        if text is None:
-            _check_ids(prompt, vocab_size)
-        else:
-            _check_text(prompt)
+        ids = _checked_ids(prompt, vocab_size) if text is None else []
+        prompt_text = None if text is None else _checked_text(prompt)
         for sample in range(params.n):
-            requests.append(_one_request(one, prompt if text is None else [], params, sample, index, vocab_size))
-            texts.append(prompt if text is not None else None)
+            requests.append(_one_request(one, ids, params, sample, index, vocab_size))
+            texts.append(prompt_text)
     single = is_single and len(requests) == 1
     return GenerateBody(requests, texts, single, stream)
 
@@ -207,7 +208,7 @@ _PER_PROMPT = (
 
 
 def _one_request(
-    one: dict[str, Any], ids: list[int], params: SamplingParams, sample: int, index: int, vocab_size: int
+    one: Mapping[str, object], ids: list[int], params: SamplingParams, sample: int, index: int, vocab_size: int
 ) -> GenerateRequest:
     rid = fields.take(one, "rid", fields.text(1024), "") or uuid.uuid4().hex
     if one["rid"] and one["rid_is_shared"]:
@@ -238,27 +239,28 @@ def _wrapped(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _ids(vocab_size: int) -> Check:
+def _ids(vocab_size: int) -> Check[list[int]]:
     return fields.list_of(fields.whole(0, vocab_size - 1, f"must be a token id in [0, {vocab_size})"), 65536)
 
 
-def _version_plan(value: Any, name: str) -> tuple[tuple[int, str], ...]:
-    pairs = fields.list_of(fields.list_of(lambda item, _: item, 2), 65536)(value, name)
-    plan = []
-    for index, pair in enumerate(pairs):
-        if len(pair) != 2 or type(pair[0]) is not int or pair[0] < 0 or not isinstance(pair[1], str):
-            raise refuse(f"{name}[{index}]", "must be [output token, weight version]", pair)
-        plan.append((pair[0], pair[1]))
-    return tuple(plan)
+def _version_plan(value: object, name: str) -> tuple[tuple[int, str], ...]:
+    def step(pair: object, where: str) -> tuple[int, str]:
+        if isinstance(pair, list) and len(pair) == 2:
+            token, version = pair
+            if type(token) is int and token >= 0 and isinstance(version, str):
+                return token, version
+        raise refuse(where, "must be [output token, weight version]", pair)
+
+    return tuple(fields.list_of(step, 65536)(value, name))
 
 
-def _check_text(prompt: Any) -> None:
+def _checked_text(prompt: object) -> str:
     if not isinstance(prompt, str):
         raise BadRequest("text must be a string or a list of strings")
-    fields.text(MAX_TEXT)(prompt, "text")
+    return fields.text(MAX_TEXT)(prompt, "text")
 
 
-def _pick(body: dict[str, Any], key: str, index: int, count: int, is_single: bool) -> Any:
+def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_single: bool) -> object:
     """The value for prompt ``index`` of a field that holds one value or one per prompt."""
     value = body.get(key)
     if is_single or not isinstance(value, list):
@@ -270,15 +272,16 @@ def _pick(body: dict[str, Any], key: str, index: int, count: int, is_single: boo
     return value[index]
 
 
-def _is_flat(input_ids: Any) -> bool:
+def _is_flat(input_ids: object) -> bool:
     if not isinstance(input_ids, list) or not input_ids:
         raise BadRequest("input_ids cannot be empty; give a list of token ids, or a list of such lists")
     return not isinstance(input_ids[0], list)
 
 
-def _check_ids(ids: Any, vocab_size: int) -> None:
+def _checked_ids(ids: object, vocab_size: int) -> list[int]:
     if not isinstance(ids, list) or not ids:
         raise BadRequest("input_ids cannot be empty")
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadRequest(f"input_ids[{position}] is {token!r}; token ids are integers in [0, {vocab_size})")
+    return ids

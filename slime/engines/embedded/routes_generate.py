@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import orjson
 from aiohttp import web
 
 from slime.engines.embedded import attention, fields
-from slime.engines.embedded.answers import build_answer
-from slime.engines.embedded.engine import Engine, StepFailed, TooManyRequests
+from slime.engines.embedded.answers import Answer, build_answer
+from slime.engines.embedded.engine import Engine, Listener, StepFailed, TooManyRequests
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.protocol import (
     BadRequest,
@@ -23,7 +23,7 @@ from slime.engines.embedded.protocol import (
     SamplingParams,
     parse_generate,
 )
-from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.sequence import FinishReason, Sequence
 from slime.engines.embedded.text import StreamedText
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
@@ -32,7 +32,9 @@ CHARACTERS_PER_TOKEN = 16
 SHORT_TEXT = 4096  # characters that are tokenised on the event loop
 _readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
 T = TypeVar("T")
-Event = tuple[Sequence, int, dict[str, Any] | None, str]
+Arguments = TypeVarTuple("Arguments")
+Event = tuple[Sequence, int, FinishReason | None, str]
+"""What an engine's listener is called with."""
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -54,8 +56,9 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
         if single.images:
             if loaded.images is None:
                 raise BadRequest("image_data: this model takes no images")
-            arguments = (single.input_ids, text, single.images)
-            single.input_ids, single.images = await in_thread(_with_images, loaded, *arguments)
+            read = loaded.images.prepare
+            single.input_ids, single.image_inputs = await in_thread(read, single.input_ids, text, single.images)
+            single.images = []
         elif text is not None:
             single.input_ids = await encode(loaded, text)
             if not single.input_ids:
@@ -72,25 +75,21 @@ def check_length(loaded: Loaded, text: str) -> None:
         )
 
 
-async def encode(loaded: Loaded, text: str, **options: Any) -> list[int]:
+async def encode(loaded: Loaded, text: str, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a text."""
-    if len(text) <= SHORT_TEXT:
-        return list(loaded.tokenizer(text, **options)["input_ids"])
-    return await in_thread(lambda: list(loaded.tokenizer(text, **options)["input_ids"]))
+
+    def tokenize() -> list[int]:
+        return list(loaded.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    return tokenize() if len(text) <= SHORT_TEXT else await in_thread(tokenize)
 
 
-async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+async def in_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
     """Run in one of the threads that only read requests, so that nothing else waits for them."""
     return await asyncio.get_running_loop().run_in_executor(_readers, function, *arguments)
 
 
-def _with_images(loaded: Loaded, ids: list[int], text: str | None, images: list[Any]) -> tuple[list[int], list[Any]]:
-    assert loaded.images is not None
-    ids, inputs = loaded.images.prepare(ids, text, images)
-    return ids, [inputs]
-
-
-async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
+async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[Answer]:
     """Generate all to the end; when that fails, or is cancelled because the client is gone, they are aborted.
 
     Raises:
@@ -112,18 +111,17 @@ async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[dict[
 
 async def _watch(engine: Engine, single: GenerateRequest) -> asyncio.Queue[Event]:
     events: asyncio.Queue[Event] = asyncio.Queue()
-    image_inputs = single.images[0] if single.images else None
-    await engine.submit(single, lambda *event: events.put_nowait(event), image_inputs)
+    await engine.submit(single, lambda *event: events.put_nowait(event))
     return events
 
 
-def _answer(loaded: Loaded, event: Event) -> dict[str, Any]:
+def _answer(loaded: Loaded, event: Event) -> Answer:
     sequence, count, finish, version = event
     _check_step(finish)
     return build_answer(sequence, loaded.detokenizer, version, count, finish)
 
 
-def _check_step(finish: dict[str, Any] | None) -> None:
+def _check_step(finish: FinishReason | None) -> None:
     if finish is not None and finish.get("status_code"):
         raise StepFailed(finish["message"])
 
@@ -135,7 +133,7 @@ class _Pieces:
         self.detokenizer, self.told = loaded.detokenizer, 0
         self.text: StreamedText | None = None
 
-    def next(self, event: Event) -> dict[str, Any]:
+    def next(self, event: Event) -> Answer:
         sequence, count, finish, version = event
         _check_step(finish)
         self.text = self.text or StreamedText(self.detokenizer, sequence)
@@ -167,20 +165,18 @@ async def _stream(request: web.Request, loaded: Loaded, parsed: GenerateBody) ->
     return await send_events(request, answers, index=not parsed.is_single)
 
 
-async def answers_as_they_come(
-    loaded: Loaded, requests: list[GenerateRequest]
-) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+async def answers_as_they_come(loaded: Loaded, requests: list[GenerateRequest]) -> AsyncIterator[tuple[int, Answer]]:
     """(request number, what is new of its answer) after each step that adds to one."""
     merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
-    def listener(index: int) -> Any:
+    def listener(index: int) -> Listener:
         return lambda *event: merged.put_nowait((index, event))
 
     done, pieces = False, [_Pieces(loaded) for _ in requests]
     try:
         for index, single in enumerate(requests):
             single.stream = True
-            await loaded.engine.submit(single, listener(index), single.images[0] if single.images else None)
+            await loaded.engine.submit(single, listener(index))
         running = len(requests)
         while running:
             index, event = await merged.get()
@@ -193,7 +189,7 @@ async def answers_as_they_come(
 
 
 async def send_events(
-    request: web.Request, answers: AsyncIterator[tuple[int, dict[str, Any]]], index: bool
+    request: web.Request, answers: AsyncIterator[tuple[int, Mapping[str, object]]], index: bool
 ) -> web.StreamResponse:
     """``data: {…}`` lines and a final ``data: [DONE]``."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING, Literal
 
 from aiohttp import web
 
 from slime.engines.embedded import fields
+from slime.engines.embedded.answers import Answer, MetaInfo
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.protocol import BadRequest, GenerateBody, parse_generate, parse_sampling_params
 from slime.engines.embedded.routes_generate import (
@@ -23,6 +24,10 @@ from slime.engines.embedded.routes_generate import (
 )
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["chat.completion", "text_completion"]
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -45,13 +50,13 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     loaded, body = request.app[LOADED], await body_of(request)
-    fields.need(body, "messages", _messages)
+    messages = fields.need(body, "messages", _messages)
     tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096))
     variables = fields.take(body, "chat_template_kwargs", _template_variables, {})
     if loaded.tokenizer.chat_template is None:
         raise BadRequest("this model has no chat template; use /v1/completions")
     native = _native(body, loaded.vocab_size)  # before the work of rendering
-    prompt = await in_thread(_render, loaded.tokenizer, body["messages"], tools, variables)
+    prompt = await in_thread(_render, loaded.tokenizer, messages, tools, variables)
     check_length(loaded, prompt)
     ids = await encode(loaded, prompt, add_special_tokens=False)
     return await _complete(request, loaded, body, {**native, "input_ids": ids}, "chat.completion")
@@ -62,20 +67,21 @@ _NOT_FOR_TEMPLATES |= {"max_length", "return_tensors", "return_dict", "return_as
 _NOT_FOR_TEMPLATES |= {"tokenizer_kwargs"}
 
 
-def _messages(value: Any, name: str) -> list[dict[str, Any]]:
+def _messages(value: object, name: str) -> list[dict[str, object]]:
     if not isinstance(value, list) or not value:
         raise BadRequest("messages must be a list with at least one message")
-    for index, message in enumerate(fields.list_of(fields.json_object, 65536)(value, name)):
+    messages = fields.list_of(fields.json_object, 65536)(value, name)
+    for index, message in enumerate(messages):
         if message.get("role") is None:
             raise BadRequest(f"messages[{index}].role is missing")
         fields.text(64)(message["role"], f"messages[{index}].role")
         content = message.get("content")
         if content is not None and not isinstance(content, str | list):
             raise fields.refuse(f"messages[{index}].content", "must be a string or a list of parts", content)
-    return value
+    return messages
 
 
-def _template_variables(value: Any, name: str) -> dict[str, Any]:
+def _template_variables(value: object, name: str) -> dict[str, object]:
     """Variables for the model's own template, such as ``enable_thinking``. A request may not bring a template, which is
     a program, nor say how the result is tokenised."""
     variables = fields.json_object(value, name)
@@ -85,15 +91,21 @@ def _template_variables(value: Any, name: str) -> dict[str, Any]:
     return variables
 
 
-def _render(tokenizer: Any, messages: list[Any], tools: list[Any] | None, variables: dict[str, Any]) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, object]],
+    tools: list[dict[str, object]] | None,
+    variables: Mapping[str, object],
+) -> str:
     """The prompt's text.
 
     Raises:
         BadRequest: the template cannot render these messages.
     """
     options = {"add_generation_prompt": True, **variables}
+    render: Callable[..., object] = tokenizer.apply_chat_template  # a client's messages and variables are of any type
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+        return str(render(messages, tools=tools, tokenize=False, **options))
     except Exception as error:  # whatever a template does with what a client sent
         raise BadRequest(f"the model's chat template does not take these messages: {error}") from error
 
@@ -112,7 +124,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
 _COUNT = fields.whole(0, 2**31 - 1)
 
 
-def _native(body: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+def _native(body: Mapping[str, object], vocab_size: int) -> dict[str, object]:
     """A body of ``/generate``, without the prompt."""
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     parse_sampling_params(sampling, vocab_size, where="")  # errors with the names that the client used
@@ -133,7 +145,7 @@ def _native(body: dict[str, Any], vocab_size: int) -> dict[str, Any]:
 
 
 async def _complete(
-    request: web.Request, loaded: Loaded, body: dict[str, Any], native: dict[str, Any], kind: str
+    request: web.Request, loaded: Loaded, body: Mapping[str, object], native: Mapping[str, object], kind: Kind
 ) -> web.StreamResponse:
     model = fields.take(body, "model", fields.text(4096), "") or loaded.options.model_path
     parsed = parse_generate(native, loaded.vocab_size)
@@ -146,12 +158,14 @@ async def _complete(
     return json_answer({**head, "object": kind, "choices": choices, "usage": _usage(answers)})
 
 
-def _choice(index: int, answer: dict[str, Any], kind: str) -> dict[str, Any]:
+def _choice(index: int, answer: Answer, kind: Kind) -> dict[str, object]:
     meta = answer["meta_info"]
-    choice: dict[str, Any] = {
+    finish = meta["finish_reason"]
+    assert finish is not None  # the answer is complete
+    choice: dict[str, object] = {
         "index": index,
-        "finish_reason": _REASONS[meta["finish_reason"]["type"]],
-        "matched_stop": meta["finish_reason"].get("matched"),
+        "finish_reason": _REASONS[finish["type"]],
+        "matched_stop": finish.get("matched"),
         "logprobs": _logprobs(meta, kind),
     }
     if kind == "chat.completion":
@@ -159,7 +173,7 @@ def _choice(index: int, answer: dict[str, Any], kind: str) -> dict[str, Any]:
     return {**choice, "text": answer["text"]}
 
 
-def _logprobs(meta: dict[str, Any], kind: str) -> dict[str, Any] | None:
+def _logprobs(meta: MetaInfo, kind: Kind) -> dict[str, object] | None:
     if "output_token_logprobs" not in meta:
         return None
     entries = meta["output_token_logprobs"]
@@ -177,20 +191,20 @@ def _logprobs(meta: dict[str, Any], kind: str) -> dict[str, Any] | None:
     }
 
 
-def _usage(answers: list[dict[str, Any]]) -> dict[str, int]:
+def _usage(answers: list[Answer]) -> dict[str, int]:
     prompt = sum(answer["meta_info"]["prompt_tokens"] for answer in answers)
     output = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 async def _deltas(
-    loaded: Loaded, parsed: GenerateBody, head: dict[str, Any], kind: str
-) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+    loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind
+) -> AsyncIterator[tuple[int, dict[str, object]]]:
     """What is new of each answer, in OpenAI's form."""
     chat = kind == "chat.completion"
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
         new, finish = answer["text"], answer["meta_info"]["finish_reason"]
-        piece: dict[str, Any] = {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
+        piece: dict[str, object] = {"delta": {"role": "assistant", "content": new}} if chat else {"text": new}
         reason = None if finish is None else _REASONS[finish["type"]]
         choice = {"index": index, "finish_reason": reason, **piece}
         yield index, {**head, "object": f"{kind}.chunk" if chat else kind, "choices": [choice]}

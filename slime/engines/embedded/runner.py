@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from slime.engines.embedded.linear import PackedLinears
 from slime.engines.embedded.rows import Rows, blocks_of, row_context, rows_of, segment_context
 from slime.engines.embedded.scheduler import Plan, Work
 from slime.engines.embedded.slots import Copy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,9 @@ class Logits:
 class Runner:
     """Owns model, KV cache and packed weights; knows nothing of requests beyond their tokens."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, deterministic: bool = False
+    ) -> None:
         self.model = model
         self.device = device
         self.deterministic = deterministic
@@ -55,10 +60,10 @@ class Runner:
         self.cache.move(plan.moves)
         if self.packed is not None:
             self.packed.refresh()
-        if len(plan.works) == 1 and plan.works[0].sequence.image_inputs is not None and not plan.decode:
+        if len(plan.works) == 1 and plan.works[0].sequence.has_images and not plan.decode:
             yield self._image_prefill(plan.works[0])
             return
-        images = [work for work in plan.works if work.sequence.image_inputs is not None and not plan.decode]
+        images = [work for work in plan.works if work.sequence.has_images and not plan.decode]
         texts = [work for work in plan.works if work not in images]
         for work in images:
             done = self._image_prefill(work)
@@ -130,14 +135,13 @@ class Runner:
         inner = getattr(self.model, "model", self.model)
         if hasattr(inner, "rope_deltas"):
             inner.rope_deltas = None
-        inputs = {key: value for key, value in seq.image_inputs.items() if key != "input_ids"}
         attention.set_step(step)
         try:
             output = self.model(
                 input_ids=torch.tensor([seq.tokens[: work.end]], device=self.device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(rows.wanted, device=self.device),
-                **_extended(inputs, work.end),
+                **_extended(seq.request.image_inputs or {}, work.end),
             )
         finally:
             attention.set_step(None)
@@ -147,19 +151,19 @@ class Runner:
         return Logits(output.logits[0], rows.owners, [rows.positions[row] for row in rows.wanted])
 
 
-def _extended(inputs: dict[str, Any], length: int) -> dict[str, Any]:
+def _extended(inputs: Mapping[str, object], length: int) -> dict[str, object]:
     """Per-token inputs of the processor (``[1, prompt]``) with zeros for tokens generated before a retract."""
     out = {}
     for key, value in inputs.items():
-        if key == "attention_mask":
+        if key in ("input_ids", "attention_mask"):
             continue
-        if key.endswith("token_type_ids") and value.shape[-1] < length:
+        if isinstance(value, torch.Tensor) and key.endswith("token_type_ids") and value.shape[-1] < length:
             value = torch.nn.functional.pad(value, (0, length - value.shape[-1]))
         out[key] = value
     return out
 
 
-def _position_axes(config: Any) -> int:
+def _position_axes(config: PretrainedConfig) -> int:
     """Rotary position axes (time, height, width) of vision-language models that have them; 0 for plain positions."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or {}

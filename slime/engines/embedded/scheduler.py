@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from slime.engines.embedded.protocol import BadRequest
-from slime.engines.embedded.sequence import Sequence, VersionEvent
+from slime.engines.embedded.sequence import FinishReason, Sequence, VersionEvent, aborted
 from slime.engines.embedded.slots import Move, SlotTable
 
 MatchStop = Callable[[Sequence], str | None]
@@ -141,7 +140,7 @@ class Scheduler:
 
         doomed = [seq for seq in [*self.running, *self.waiting] if meant(seq.request.rid)]
         for sequence in doomed:
-            sequence.finish_reason = {"type": "abort", "message": message, "status_code": None, "err_type": None}
+            sequence.finish_reason = aborted(message)
             self.leave(sequence)
         return doomed
 
@@ -151,7 +150,7 @@ class Scheduler:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             return
-        shared = sequence.computed if self.share_prefixes and sequence.image_inputs is None else 0
+        shared = sequence.computed if self.share_prefixes and not sequence.has_images else 0
         last = self.running[-1]
         self.moves += self.table.free(sequence.slot, sequence.tokens, shared, last.computed)
         self.running[sequence.slot] = last
@@ -237,7 +236,7 @@ class Scheduler:
             self.table.make_room(reserve)
             tokens = np.asarray(sequence.tokens, dtype=np.int64)
             limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0
-            if sequence.image_inputs is not None:
+            if sequence.has_images:
                 tokens, limit = tokens[:0], 0
             sequence.slot, sequence.computed, moves = self.table.allocate(tokens, limit)
             self.moves += moves
@@ -251,7 +250,7 @@ class Scheduler:
         leaders: dict[tuple[int, ...], int] = {}
         for sequence in extending:
             key = tuple(sequence.tokens)
-            plain = self.share_prefixes and not sequence.wants_input_logprobs and sequence.image_inputs is None
+            plain = self.share_prefixes and not sequence.wants_input_logprobs and not sequence.has_images
             if plain and key in leaders:
                 index = leaders[key]
                 work = works[index]
@@ -260,7 +259,7 @@ class Scheduler:
             if budget <= 0:
                 continue
             chunk = min(budget, self.score_tokens if sequence.wants_input_logprobs else budget)
-            if sequence.image_inputs is not None:
+            if sequence.has_images:
                 chunk = len(sequence.tokens)  # the processor's placeholders cannot be cut
             end = min(sequence.computed + chunk, len(sequence.tokens))
             budget -= end - sequence.computed
@@ -305,7 +304,7 @@ class Scheduler:
         """A stop string beats a stop token, which beats the length: SGLang's order."""
         params = sequence.request.params
         token, count = sequence.tokens[-1], sequence.num_output
-        stops: dict[str, Any] | None = None
+        stops: FinishReason | None = None
         if count and params.stop and (matched := self.match_stop(sequence)) is not None:
             stops = {"type": "stop", "matched": matched}
         elif count and not params.ignore_eos and (token in self.eos_token_ids or token in params.stop_token_ids):

@@ -4,9 +4,33 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Required, TypedDict
 
 from slime.engines.embedded.protocol import GenerateRequest
+
+
+class FinishReason(TypedDict, total=False):
+    """Why a sequence ended, in SGLang's form."""
+
+    type: Required[str]  # "stop", "length" or "abort"
+    matched: int | str  # of stop: the token or the stop string
+    length: int
+    message: str  # of abort
+    status_code: int | None
+    err_type: str | None
+
+
+class VersionSpan(TypedDict):
+    """Output tokens ``start`` to ``end`` were made by the weights ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+def aborted(message: str, status_code: int | None = None) -> FinishReason:
+    """The finish reason of a sequence that did not come to its own end."""
+    return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}
 
 
 @dataclass
@@ -40,14 +64,17 @@ class Sequence:
     input_logprobs: list[float] = field(default_factory=list)  # of tokens[start + 1], ...
     input_top: list[list[tuple[float, int]]] = field(default_factory=list)
     version_events: list[VersionEvent] = field(default_factory=list)
-    finish_reason: dict[str, Any] | None = None
+    finish_reason: FinishReason | None = None
     retractions: int = 0
-    image_inputs: Any = None  # what the processor made of the images
     position_shift: int = 0  # multimodal rotary positions run ahead of or behind the token count
 
     def __post_init__(self) -> None:
         if not self.tokens:
             self.tokens = list(self.request.input_ids)
+
+    @property
+    def has_images(self) -> bool:
+        return self.request.image_inputs is not None
 
     @property
     def prompt_len(self) -> int:
@@ -82,9 +109,9 @@ class Sequence:
         return min(self.prompt_len + self.request.params.max_new_tokens, context_len)
 
 
-def version_spans(events: list[VersionEvent], current: str, num_output: int) -> list[dict[str, Any]]:
+def version_spans(events: list[VersionEvent], current: str, num_output: int) -> list[VersionSpan]:
     """Which weights made which output tokens: ``[{version, start, end}, ...]`` without gaps (SGLang 0.5.23)."""
-    spans: list[dict[str, Any]] = []
+    spans: list[VersionSpan] = []
     for version, count in [*((e.old_version, e.num_output_tokens) for e in events), (current, num_output)]:
         end = min(count, num_output)
         if spans and end <= spans[-1]["end"]:

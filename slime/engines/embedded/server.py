@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from slime.engines.embedded.lifetime import die_with_parent
+from slime.config.parent import end_with_parent
 from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     options = build_parser().parse_args(argv)
     if options.parent_pid:
-        die_with_parent(options.parent_pid)
+        end_with_parent(options.parent_pid)
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads stall each other on busy cores

@@ -12,8 +12,8 @@ import binascii
 import os
 import re
 import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,7 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def read_tensors(body: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
     """The tensors that a body made by :func:`slime.engines.tensor_payload.handles` names, as views of its buffer.
 
     Raises:
@@ -64,7 +64,7 @@ def _view(place: Entry, flat: torch.Tensor) -> torch.Tensor:
     return part.view(DTYPES[place.dtype]).reshape(place.shape)
 
 
-def _entry(value: Any, where: str, nbytes: int) -> Entry:
+def _entry(value: object, where: str, nbytes: int) -> Entry:
     """One tensor's description, checked against a buffer of ``nbytes`` bytes."""
     if not isinstance(value, dict):
         raise BadRequest(f"{where} must be an object")
@@ -88,7 +88,7 @@ def _entry(value: Any, where: str, nbytes: int) -> Entry:
     return entry
 
 
-def _open_shared_memory(buffer: dict[str, Any], nbytes: int) -> torch.Tensor:
+def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
     """A file of torch's that belongs to this user, mapped; it is counted down when the tensor goes."""
     manager, name = _text(buffer, "manager"), _text(buffer, "name")
     size, offset = _number(buffer, "storage_nbytes", "buffer"), _number(buffer, "offset", "buffer")
@@ -108,7 +108,7 @@ def _open_shared_memory(buffer: dict[str, Any], nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,))
 
 
-def _open_cuda(buffer: dict[str, Any], nbytes: int) -> torch.Tensor:
+def _open_cuda(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
     """Memory of another process on a GPU that both see; torch checks the handle."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -142,21 +142,21 @@ def _open_cuda(buffer: dict[str, Any], nbytes: int) -> torch.Tensor:
     return tensor
 
 
-def _number(fields: dict[str, Any], name: str, where: str) -> int:
+def _number(fields: Mapping[str, object], name: str, where: str) -> int:
     value = fields.get(name)
     if type(value) is not int or not 0 <= value <= _LARGEST:
         raise BadRequest(f"{where}.{name} must be a whole number of at least 0, got {value!r}")
     return value
 
 
-def _text(fields: dict[str, Any], name: str) -> str:
+def _text(fields: Mapping[str, object], name: str) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or not value.isascii() or "\0" in value:
         raise BadRequest(f"buffer.{name} must be a string of ASCII characters")
     return value
 
 
-def _bytes(fields: dict[str, Any], name: str) -> bytes:
+def _bytes(fields: Mapping[str, object], name: str) -> bytes:
     try:
         return base64.b64decode(_text(fields, name), validate=True)
     except binascii.Error as error:

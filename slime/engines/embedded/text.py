@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.engines.embedded.protocol import SamplingParams
-from slime.engines.embedded.sequence import Sequence
+from slime.engines.embedded.sequence import FinishReason, Sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "�"
 _MOST_BYTES = 4  # of one character
@@ -15,7 +18,7 @@ _MOST_UNREAD = 64  # tokens that all end within a character: they are no text
 class Detokenizer:
     """Wraps a Hugging Face tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
     def decode(self, ids: list[int], params: SamplingParams) -> str:
@@ -35,11 +38,11 @@ class Detokenizer:
         tail = self.decode(sequence.tokens[max(sequence.prompt_len, len(sequence.tokens) - window) :], params)
         return next((stop for stop in params.stop if stop in tail), None)
 
-    def output_text(self, sequence: Sequence, count: int, finish: dict[str, Any] | None) -> str:
+    def output_text(self, sequence: Sequence, count: int, finish: FinishReason | None) -> str:
         """Text of the first ``count`` output tokens, without what matched the stop (unless ``no_stop_trim``)."""
         params = sequence.request.params
         ids = sequence.tokens[sequence.prompt_len : sequence.prompt_len + count]
-        matched = (finish or {}).get("matched")
+        matched = None if finish is None else finish.get("matched")
         if isinstance(matched, int) and not params.no_stop_trim:
             ids = ids[:-1]
         text = self.decode(ids, params)
@@ -68,7 +71,7 @@ class StreamedText:
         self._held = ""
         self._parts: list[str] = []
 
-    def piece(self, count: int, finish: dict[str, Any] | None) -> str:
+    def piece(self, count: int, finish: FinishReason | None) -> str:
         """What the tokens up to ``count`` add; with ``finish`` all that is left."""
         if finish is not None:
             whole, sent = self.detokenizer.output_text(self.sequence, count, finish), "".join(self._parts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import orjson
 from aiohttp import web
@@ -20,16 +19,16 @@ LOADED: web.AppKey[Loaded] = web.AppKey("loaded", Loaded)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def json_answer(content: Any, status: int = 200) -> web.Response:
+def json_answer(content: object, status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(content), status=status, content_type="application/json")
 
 
-def outcome(success: bool, message: str, **more: Any) -> web.Response:
+def outcome(success: bool, message: str, **more: object) -> web.Response:
     """SGLang's answer to a control call."""
     return json_answer({"success": success, "message": message, **more}, 200 if success else 400)
 
 
-async def body_of(request: web.Request) -> dict[str, Any]:
+async def body_of(request: web.Request) -> dict[str, object]:
     """The JSON object of a request; an empty body is an empty object.
 
     Raises:

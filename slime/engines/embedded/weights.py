@@ -6,15 +6,17 @@ import difflib
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from slime.engines.flat import NamedTensor
 from slime.models.digest import tensor_digest
 from slime.models.shards import ModelError
 from slime.models.stored import StoredWeights
 
-NamedTensor = tuple[str, torch.Tensor]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class WeightError(ValueError):
@@ -28,7 +30,7 @@ class Weights:
     Each name maps to a view of the parameter, so an update writes just that part, in place.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.snapshot: dict[str, torch.Tensor] | None = None
         self.aliases: dict[str, str] = {}
@@ -117,7 +119,7 @@ class Weights:
                 raise WeightError(f"{name!r} in {where!r} is {stored.plain[name].dtype}, the model has floats")
         return names
 
-    def get(self, name: str, truncate: int) -> list[Any]:
+    def get(self, name: str, truncate: int) -> list[object]:
         view = self.resolve(name)
         view = view if view.dim() else view[None]
         return list(view[:truncate].float().tolist())
@@ -166,12 +168,12 @@ def _skipped(name: str, skip: Sequence[str]) -> bool:
     return any(part in name for part in skip)
 
 
-def _is_weight(model: Any, name: str) -> bool:
+def _is_weight(model: PreTrainedModel, name: str) -> bool:
     """Parameters must be in a checkpoint; buffers may be computed."""
     return name not in {key for key, _ in model.named_buffers()}
 
 
-def _on_disk_views(model: Any, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_disk_views(model: PreTrainedModel, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename and split parameters as ``save_pretrained`` would, but as views.
 
     Where transformers' own reverse conversion does more than rename, it runs on a tensor of element numbers; if

@@ -19,34 +19,33 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from slime.config.machine import installed
 
 if TYPE_CHECKING:
-    from slime.config.args import Args
     from slime.engines.plan import EngineSpec
+    from slime.engines.settings import EngineSettings, RouterSettings
 
 CHECK_SECONDS = 300.0
 _MARK = "@@slime "
 
 
-def check_launch(args: Args, specs: Sequence[EngineSpec]) -> list[str]:
+def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequence[EngineSpec]) -> list[str]:
     """What the SGLang and the router that are installed here do not take of the user's options, one line each.
 
     Nothing is asked where nothing was given, nor for engines that run elsewhere.
     """
-    from slime.engines.router import DEFAULTS, router_options
     from slime.engines.sglang.options import ServerPlace, runs_on_cpu, server_words
 
     lines: dict[str, list[str]] = {}
-    if args.rollout_backend == "sglang" and installed("sglang"):
+    if settings.backend == "sglang" and installed("sglang"):
         for spec in specs:
-            if args.sglang or spec.options:
-                words = server_words(args, spec, ServerPlace("127.0.0.1", 1))
+            if settings.sglang or spec.options:
+                words = server_words(settings, spec, ServerPlace("127.0.0.1", 1))
                 lines.setdefault(json.dumps(spec.options, sort_keys=True), words)
-    router = [router_options({**DEFAULTS, **args.router})] if args.router else []
-    if not lines and not router:
+    router_lines = [router.words] if router.options else []
+    if not lines and not router_lines:
         return []
-    cpu = bool(lines) and runs_on_cpu(args, specs[0])
+    cpu = bool(lines) and runs_on_cpu(settings, specs[0])
     env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"} if cpu else dict(os.environ)
     command = [sys.executable, "-m", "slime.engines.sglang.check"]
-    asked = json.dumps({"sglang": list(lines.values()), "router": router})
+    asked = json.dumps({"sglang": list(lines.values()), "router": router_lines})
     try:
         answer = subprocess.run(
             command, input=asked, capture_output=True, text=True, timeout=CHECK_SECONDS, env=env, check=False

@@ -44,7 +44,9 @@ class _StandIns:
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
         if package not in self.packages or (package == "sgl_kernel" and name != package):
             return None  # SGLang goes on without parts of sgl_kernel
@@ -64,7 +66,7 @@ class _KernelModule(ModuleType):
         if not name.endswith("_cpu"):
             raise AttributeError(name)
 
-        def missing(*_: Any, **__: Any) -> NoReturn:
+        def missing(*_: object, **__: object) -> NoReturn:
             raise NotImplementedError(f"sgl_kernel.{name}: this machine has no CPU build of sgl_kernel")
 
         return missing
@@ -74,14 +76,14 @@ def _mock_module(name: str) -> ModuleType:
     """A module of SGLang's own Triton stand-ins (it has them for Apple's GPUs), with what torch asks for besides."""
     stubs = _sglang_stubs()
     module: ModuleType = stubs._MockModule(name)
-    extra: dict[str, dict[str, Any]] = {
+    extra: dict[str, dict[str, object]] = {
         "triton": {
             "__version__": "3.0.0",
             "cdiv": stubs._cdiv,
             "next_power_of_2": stubs._next_power_of_2,
             "Config": stubs._Config,
         },
-        "triton.language": {"constexpr": type("constexpr", (), {"__init__": _keep_value})},
+        "triton.language": {"constexpr": _Constexpr},
         "triton.runtime.autotuner": {
             "OutOfResources": type("OutOfResources", (Exception,), {}),
             "PTXASError": type("PTXASError", (Exception,), {}),
@@ -94,8 +96,9 @@ def _mock_module(name: str) -> ModuleType:
     return module
 
 
-def _keep_value(self: Any, value: Any = None) -> None:
-    self.value = value
+class _Constexpr:
+    def __init__(self, value: object = None) -> None:
+        self.value = value
 
 
 def _sglang_stubs() -> Any:

@@ -6,7 +6,6 @@ killed by the pool, so nothing here needs a time limit.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import resource
@@ -17,14 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 from slime.config.hooks import load_function
+from slime.config.parent import kill_with_parent
 from slime.rollout.verifier.channel import ChannelClosed, receive, send
-
-_PR_SET_PDEATHSIG = 1
 
 
 def _die_with(parent_pid: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    kill_with_parent()
     if os.getppid() != parent_pid:  # it died before the line above
         os._exit(1)
 

@@ -1,0 +1,281 @@
+"""Weight updates over HTTP: brackets, tensors by handle, by broadcast or from disk, checksums and comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from aiohttp import web
+from torch.distributed import ProcessGroup
+
+from slime.config.hooks import load_function
+from slime.engines.embedded.fields import list_of, need, one_of, refuse, take, text, truth, whole
+from slime.engines.embedded.process_group import join_group
+from slime.engines.embedded.protocol import BadRequest
+from slime.engines.embedded.tensor_wire import DTYPES, read_tensors
+from slime.engines.embedded.web import LOADED, body_of, json_answer, outcome
+from slime.engines.embedded.weights import WeightError, overall_checksum
+from slime.engines.sglang_api import DELTA_LOADER
+
+GROUP_TIMEOUT = timedelta(seconds=120)
+ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
+MAX_GROUPS = 4
+FLAT = "flattened_bucket"
+MAX_TENSORS = 2**20
+_NAME = text(4096)  # of a tensor, a group, a version
+_joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
+"""Joining a group waits for all of its members, up to the deadline; nothing else waits in these threads."""
+
+GROUPS: web.AppKey[dict[str, ProcessGroup | None]] = web.AppKey("groups", dict)
+"""Process groups by name; None while the group is being joined."""
+
+
+async def begin_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    opened = await engine.call(engine.begin_update)
+    return outcome(opened, "Success" if opened else "a weight update is open already; call /end_weight_update first")
+
+
+async def end_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[LOADED].engine
+    closed = await engine.call(engine.end_update)
+    return outcome(closed, "Success" if closed else "no weight update is open; call /begin_weight_update first")
+
+
+def _require_open(request: web.Request) -> None:
+    if "update" not in request.app[LOADED].engine.halted:
+        raise WeightError(f"{request.path} must stand between /begin_weight_update and /end_weight_update")
+
+
+async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> None:
+    engine = request.app[LOADED].engine
+    if take(body, "abort_all_requests", truth, False):
+        await engine.call(engine.abort, None)
+
+
+async def update_weights_from_tensor(request: web.Request) -> web.Response:
+    """Handles to tensors (see :mod:`slime.engines.tensor_payload`), or a request to load a published delta."""
+    body = await body_of(request)
+    delta = need(body, "loader_request", text(65536)) if body.get("load_format") == DELTA_LOADER else None
+    version = take(body, "weight_version", _NAME)
+    _require_open(request)
+    await _abort_if_asked(request, body)
+    engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
+
+    def write() -> None:
+        if delta is not None:
+            status = load_function(DELTA_LOADER)(weights, [(delta, torch.empty(0, device=engine.runner.device))])
+            if status.outcome != "loaded":
+                raise WeightError(f"the published weights were not loaded ({status.outcome}): {status.message}")
+        else:
+            weights.load(read_tensors(body))
+
+    await engine.call(engine.change_weights, write, version)
+    return outcome(True, "Success")
+
+
+async def init_weights_update_group(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    name = _group_name(body)
+    groups = request.app[GROUPS]
+    if name in groups:
+        raise BadRequest(f"the group {name!r} exists already; destroy it first")
+    if len(groups) >= MAX_GROUPS:
+        raise BadRequest(f"there are {len(groups)} groups already; destroy one first")
+    world_size = need(body, "world_size", whole(1, 2**20))
+    arguments = (
+        need(body, "master_address", text(253)),
+        need(body, "master_port", whole(1, 65535)),
+        need(body, "rank_offset", whole(0, world_size - 1)),
+        world_size,
+        name,
+        take(body, "backend", one_of("nccl", "gloo"), "nccl"),
+        GROUP_TIMEOUT,
+    )
+    groups[name] = None  # being joined
+    try:
+        groups[name] = await asyncio.get_running_loop().run_in_executor(_joiners, lambda: join_group(*arguments))
+    except RuntimeError as error:
+        return outcome(False, f"could not join the group {name!r}: {error}")
+    finally:
+        if groups.get(name) is None:
+            groups.pop(name, None)
+    return outcome(True, f"joined the group {name!r}")
+
+
+def _group_name(body: Mapping[str, object]) -> str:
+    return take(body, "group_name", _NAME, "weight_update_group")
+
+
+async def update_weights_from_distributed(request: web.Request) -> web.Response:
+    """One broadcast from rank 0 per tensor, in the order of ``names``; with the ``load_format`` "flattened_bucket" one
+    of all tensors end to end."""
+    body = await body_of(request)
+    names = need(body, "names", list_of(_NAME, MAX_TENSORS))
+    dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
+    shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
+    receive = _receive_flat if take(body, "load_format", one_of(FLAT)) else _receive
+    if receive is _receive_flat:
+        _require_aligned(names, dtypes, shapes)
+    version = take(body, "weight_version", _NAME)
+    group = request.app[GROUPS].get(_group_name(body))
+    if group is None:
+        raise BadRequest(f"no group {_group_name(body)!r}; call /init_weights_update_group first")
+    _require_open(request)
+    await _abort_if_asked(request, body)
+    engine = request.app[LOADED].engine
+
+    def write() -> int:
+        return engine.weights.load(receive(names, dtypes, shapes, group, engine.runner.device))
+
+    try:
+        await engine.call(engine.change_weights, write, version)
+    except RuntimeError as error:
+        return outcome(False, f"Failed to receive weights: {error}")
+    return outcome(True, "Succeeded to update parameter online.")
+
+
+def _receive(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], group: ProcessGroup, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    tensors, waits = [], []
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        tensor = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+        waits.append(torch.distributed.broadcast(tensor, src=0, group=group, async_op=True))
+        tensors.append((name, tensor))
+    for wait in waits:
+        wait.wait()
+    return tensors
+
+
+def _require_aligned(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+    """Tensors that lie end to end without gaps must start at multiples of their element sizes."""
+    offset = 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        size = DTYPES[dtype].itemsize
+        if offset % size:
+            raise BadRequest(f"tensor {name!r} would start at byte {offset}, which is no multiple of {size}")
+        offset += size * math.prod(shape)
+
+
+def _receive_flat(
+    names: list[str], dtypes: list[str], shapes: list[list[int]], group: ProcessGroup, device: torch.device
+) -> list[tuple[str, torch.Tensor]]:
+    described = [(DTYPES[dtype], torch.Size(shape)) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    sizes = [dtype.itemsize * shape.numel() for dtype, shape in described]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    torch.distributed.broadcast(flat, src=0, group=group)
+    parts = zip(names, described, flat.split(sizes), strict=True)
+    return [(name, part.view(dtype).view(shape)) for name, (dtype, shape), part in parts]
+
+
+async def destroy_weights_update_group(request: web.Request) -> web.Response:
+    name = _group_name(await body_of(request))
+    groups = request.app[GROUPS]
+    if groups.get(name) is None:
+        return outcome(False, f"no group {name!r}")
+    group = groups.pop(name)
+    await asyncio.get_running_loop().run_in_executor(_joiners, torch.distributed.destroy_process_group, group)
+    return outcome(True, f"destroyed the group {name!r}")
+
+
+def _path(value: object, name: str) -> str:
+    path = text(4096)(value, name)
+    if "\0" in path:
+        raise refuse(name, "must be the path of a folder", path)
+    return os.path.expanduser(path)
+
+
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    folder = Path(need(body, "model_path", _path))
+    version = take(body, "weight_version", _NAME)
+    await _abort_if_asked(request, body)
+    engine = request.app[LOADED].engine
+
+    def write() -> int:
+        return engine.weights.load_folder(folder)
+
+    count = await engine.call(engine.change_weights, write, version)
+    running = len(engine.scheduler.running) + len(engine.scheduler.waiting)
+    return outcome(True, f"loaded {count} tensors from {folder}", num_paused_requests=running)
+
+
+async def update_weight_version(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    version = need(body, "new_version", _NAME)
+    engine = request.app[LOADED].engine
+    if take(body, "abort_all_requests", truth, True):
+        await engine.call(engine.abort, None)
+    await engine.call(engine.rename_version, version)
+    return outcome(True, f"Weight version updated to {version}", new_version=version)
+
+
+async def get_weight_version(request: web.Request) -> web.Response:
+    return json_answer({"weight_version": request.app[LOADED].engine.scheduler.weight_version})
+
+
+async def get_weights_by_name(request: web.Request) -> web.Response:
+    body = await body_of(request)
+    engine = request.app[LOADED].engine
+    name, most = need(body, "name", _NAME), take(body, "truncate_size", whole(0, 2**20), 100)
+    return json_answer(await engine.call(engine.weights.get, name, most))
+
+
+async def weights_checker(request: web.Request) -> web.Response:
+    """``checksum``; or ``snapshot``, ``reset_tensors`` and ``compare``: was every tensor written?"""
+    body = await body_of(request)
+    action = take(body, "action", one_of(*ACTIONS), "checksum")
+    skip = take(body, "skip_tensor_list", list_of(_NAME, MAX_TENSORS), [])
+    engine = request.app[LOADED].engine
+    weights = engine.weights
+    if action == "checksum":
+        checksums = await engine.call(weights.checksums, skip)
+        rank = {"checksums": checksums, "per_gpu_checksum": overall_checksum(checksums), "parallelism_info": [_ALONE]}
+        return outcome(True, "Success", ranks=[rank], per_engine_checksum=rank["per_gpu_checksum"])
+    if action == "snapshot":
+        await engine.call(weights.take_snapshot)
+    elif action in ("reset_tensors", "reset"):
+        await engine.call(engine.change_weights, lambda: weights.reset(skip), None)
+    else:
+        different = await engine.call(weights.compare, skip)
+        if different:
+            names = ", ".join(different[:5])
+            return outcome(False, f"{len(different)} tensors differ from the snapshot: {names}")
+    return outcome(True, "Success")
+
+
+_ALONE = {
+    "role": "target",
+    **{f"{axis}_rank": 0 for axis in ("tp", "dp", "pp")},
+    **{f"{axis}_size": 1 for axis in ("tp", "dp", "pp")},
+    "rank": 0,
+    "size": 1,
+}
+
+
+def routes() -> list[web.RouteDef]:
+    posts = {
+        "/begin_weight_update": begin_weight_update,
+        "/end_weight_update": end_weight_update,
+        "/update_weights_from_tensor": update_weights_from_tensor,
+        "/init_weights_update_group": init_weights_update_group,
+        "/update_weights_from_distributed": update_weights_from_distributed,
+        "/destroy_weights_update_group": destroy_weights_update_group,
+        "/update_weights_from_disk": update_weights_from_disk,
+        "/update_weight_version": update_weight_version,
+    }
+    both = {"/get_weights_by_name": get_weights_by_name, "/weights_checker": weights_checker}
+    return [
+        *(web.post(path, handler) for path, handler in {**posts, **both}.items()),
+        *(web.get(path, handler) for path, handler in both.items()),
+        web.get("/get_weight_version", get_weight_version),
+    ]

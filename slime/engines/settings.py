@@ -1,0 +1,113 @@
+"""What the servers and clients of this room need of the flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slime.config.engine import EngineConfig
+from slime.config.passthrough import ROUTER_DEFAULTS, command_line
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+RETRIES = 60  # some five minutes
+PATIENT_RETRIES = 360  # with --use-fault-tolerance: as long as an engine may take to come back
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine is started; None leaves a choice to the server.
+
+    Attributes:
+        model: ``--hf-checkpoint``, a folder or a hub id.
+        backend: ``embedded`` or ``sglang``.
+        dtype: of the weights, for example ``bfloat16``.
+        device, max_running_requests, max_total_tokens: of the embedded engine; SGLang has flags of its own for them.
+        threads: CPU threads of a server process.
+        seed: of the first engine; engine ``i`` samples with ``seed + i`` where a request brings no seed.
+        offload: the engine gives its GPU memory back while the trainer works.
+        return_routed_experts: answers name the experts that each token was routed to.
+        updates_by_delta: weight updates are published deltas, which SGLang needs a loader for.
+        sglang: the ``--sglang-…`` options as given, by attribute name.
+    """
+
+    model: str
+    backend: str = "embedded"
+    dtype: str | None = None
+    device: str | None = None
+    max_running_requests: int | None = None
+    max_total_tokens: int | None = None
+    deterministic: bool = False
+    threads: int | None = None
+    trust_remote_code: bool = False
+    seed: int = 0
+    offload: bool = False
+    return_routed_experts: bool = False
+    updates_by_delta: bool = False
+    sglang: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def from_args(cls, args: Args) -> EngineSettings:
+        return cls(
+            model=str(args.hf_checkpoint),
+            backend=args.rollout_backend,
+            dtype=args.rollout_dtype or args.train_dtype,
+            device=args.embedded_device,
+            max_running_requests=args.embedded_max_running_requests,
+            max_total_tokens=args.embedded_max_total_tokens,
+            deterministic=bool(args.deterministic),
+            threads=args.threads_per_process,
+            trust_remote_code=bool(args.trust_remote_code),
+            seed=int(args.rollout_seed),
+            offload=bool(args.offload_rollout),
+            return_routed_experts=bool(args.use_rollout_routing_replay),
+            updates_by_delta=args.update_weight_mode == "delta",
+            sglang=args.sglang,
+        )
+
+
+@dataclass(frozen=True)
+class RouterSettings:
+    """How a router is started, or where one runs already.
+
+    Attributes:
+        request_seconds: after which the router gives a request up.
+        options: the ``--router-…`` options as given, by attribute name.
+        address: host and port of the router that serves the first model; None: slime starts it.
+    """
+
+    request_seconds: int = EngineConfig.sglang_router_request_timeout_secs
+    options: Mapping[str, object] = field(default_factory=dict)
+    address: tuple[str, int] | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """The options as command-line words, slime's defaults included."""
+        return command_line("router", {**ROUTER_DEFAULTS, **self.options})
+
+    @classmethod
+    def from_args(cls, args: Args) -> RouterSettings:
+        address = None
+        if args.sglang_router_ip and args.sglang_router_port is not None:
+            address = args.sglang_router_ip, args.sglang_router_port
+        return cls(args.sglang_router_request_timeout_secs, args.router, address)
+
+
+@dataclass(frozen=True)
+class HttpSettings:
+    """How long and how often the HTTP client of a process tries.
+
+    Attributes:
+        request_seconds: for one request, all its tries together.
+        retries: tries after the first one.
+    """
+
+    request_seconds: float = float(EngineConfig.sglang_router_request_timeout_secs)
+    retries: int = RETRIES
+
+    @classmethod
+    def from_args(cls, args: Args) -> HttpSettings:
+        retries = PATIENT_RETRIES if args.use_fault_tolerance else RETRIES
+        return cls(float(args.sglang_router_request_timeout_secs), retries)
