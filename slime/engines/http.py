@@ -144,7 +144,8 @@ async def post(url: str, payload: object, max_retries: int | None = None, header
 
     Connection loss, 5xx, 408 and 429 are tried again up to ``max_retries`` times (default:
     :attr:`~slime.engines.settings.HttpSettings.retries`), after 0.1 s, 0.2 s, … 5 s (each with jitter, so that many
-    clients do not come back at once), or later where the server says so (``Retry-After``). Any other 4xx is the caller's mistake and raises at once.
+    clients do not come back at once), or later where the server says so (``Retry-After``). Any other 4xx is the
+    caller's mistake and raises at once.
 
     Raises:
         HttpError: with the server's words, or nothing in ``--sglang-router-request-timeout-secs``, all tries together.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
+from slime.engines.flat import NamedTensor
 from slime.weights.delta import Changes, HostBucket, HostCopy, digests, unpack
 from slime.weights.node_copy import Announcement, Node, open_buckets, shared_buckets, take_turns, touched_names
 from slime.weights.pinning import pin
@@ -27,18 +28,27 @@ logger = logging.getLogger(__name__)
 _READERS = 8
 _Touched = dict[int, set[str]]
 """Index of a bucket to the names of its tensors that change."""
-_held: WeakKeyDictionary[Any, HostCopy] = WeakKeyDictionary()
+
+
+class ReceivingModel(Protocol):
+    """A model of SGLang, or the weights of the embedded engine."""
+
+    def load_weights(self, weights: Iterable[NamedTensor], /) -> object:
+        """Copy tensors with checkpoint names into the model."""
+
+
+_held: WeakKeyDictionary[ReceivingModel, HostCopy] = WeakKeyDictionary()
+"""The host copy from which each model of this process was last loaded."""
 
 
 class DamagedFiles(ValueError):
     """The bytes that came out are not those that were sent."""
 
 
-def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Status:
+def load(model: ReceivingModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Status:
     """Bring ``model`` to a published version; returns what was reported. SGLang does not look at it.
 
     Args:
-        model: has ``load_weights(iterable of (name, tensor))`` under checkpoint names.
         named_tensors: one pair: a request (see :mod:`slime.weights.published`) and an empty tensor on the
             model's device.
     """
@@ -64,7 +74,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Statu
     return status
 
 
-def _load_shared(model: Any, request: Request, device: torch.device) -> Status | None:
+def _load_shared(model: ReceivingModel, request: Request, device: torch.device) -> Status | None:
     """With one host copy for all ranks of the node; None where each rank has to keep its own."""
     import torch
 
@@ -112,7 +122,7 @@ def _wrong_base(copy: HostCopy | None, manifest: Manifest) -> str:
     return f"holds {held or 'no version'}, the delta is against {manifest.base_version}"
 
 
-def _load(model: Any, folder: Path, device: torch.device) -> Status:
+def _load(model: ReceivingModel, folder: Path, device: torch.device) -> Status:
     manifest = Manifest.read(folder)
     copy = _held.get(model)
     if manifest.base_version is None:
@@ -181,7 +191,7 @@ def _verify(ours: HostBucket, sent: PublishedBucket, checksum: str) -> set[str]:
     return touched
 
 
-def _write(model: Any, copy: HostCopy, touched: _Touched, device: torch.device) -> int:
+def _write(model: ReceivingModel, copy: HostCopy, touched: _Touched, device: torch.device) -> int:
     count = 0
     for index, names in touched.items():
         bucket = copy.buckets[index]

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -83,7 +82,7 @@ def copy_companions(source: str | Path, path: Path) -> None:
             shutil.copy2(file, path / file.name)
 
 
-def without_mtp_layers(source: str | Path) -> tuple[dict[str, Any], str | None]:
+def without_mtp_layers(source: str | Path) -> tuple[dict[str, object], str | None]:
     """What config.json must say of a folder without layers for multi-token prediction, and a notice for the user.
 
     Returns:
@@ -98,14 +97,15 @@ def without_mtp_layers(source: str | Path) -> tuple[dict[str, Any], str | None]:
     )
 
 
-def zero_mtp_counts(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], int]:
     """Set the counts of layers for multi-token prediction to 0, also those in ``text_config``.
 
     Returns:
         The keys of ``config`` that change with their new values, and the sum of the counts.
     """
-    changes: dict[str, Any] = {name: 0 for name in MTP_COUNTS if config.get(name)}
-    count = sum(int(config[name]) for name in changes)
+    counts = {name: value for name in MTP_COUNTS if isinstance(value := config.get(name), int) and value}
+    changes: dict[str, object] = dict.fromkeys(counts, 0)
+    count = sum(counts.values())
     text = config.get("text_config")
     if isinstance(text, Mapping):
         in_text, more = zero_mtp_counts(text)
@@ -115,7 +115,7 @@ def zero_mtp_counts(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     return changes, count
 
 
-def copy_config(source: str | Path, path: Path, **changes: Any) -> None:
+def copy_config(source: str | Path, path: Path, **changes: object) -> None:
     """config.json and generation_config.json for plain weights: without ``quantization_config``, with ``changes``."""
     config = without_quantization(json.loads((Path(source) / "config.json").read_text()))
     (path / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from slime.weights.delta import HostBucket
 from slime.weights.published import PublishedBucket
@@ -23,6 +23,14 @@ from slime.weights.transports.shared_memory import SHARED_MEMORY, FileList, allo
 
 POLL_SECONDS = 0.005
 _files: list[FileList] = []
+
+
+class Handle(NamedTuple):
+    """By which a process opens shared memory that another one allocated: torch's service, the file and its bytes."""
+
+    manager: str
+    name: str
+    size: int
 
 
 @dataclass
@@ -39,7 +47,7 @@ class Announcement:
     outcome: str
     message: str = ""
     touched: dict[int, list[str]] = field(default_factory=dict)
-    buffers: list[list[Any]] | None = None
+    buffers: list[Handle] | None = None
 
 
 class Node:
@@ -85,6 +93,8 @@ class Node:
             time.sleep(POLL_SECONDS)
         said = json.loads(self.file.read_text())
         said["touched"] = {int(index): names for index, names in said["touched"].items()}
+        if said["buffers"] is not None:
+            said["buffers"] = [Handle(*handle) for handle in said["buffers"]]
         return Announcement(**said)
 
     def _first_is_gone(self) -> bool:
@@ -98,7 +108,7 @@ class Node:
         return False
 
 
-def shared_buckets(buckets: Sequence[PublishedBucket]) -> tuple[list[HostBucket], list[list[Any]]]:
+def shared_buckets(buckets: Sequence[PublishedBucket]) -> tuple[list[HostBucket], list[Handle]]:
     """New buckets in shared memory, and the handles by which the other ranks open them.
 
     Raises:
@@ -111,11 +121,11 @@ def shared_buckets(buckets: Sequence[PublishedBucket]) -> tuple[list[HostBucket]
         flat = allocate(max(bucket.size, 1), _files[0]).flat
         manager, name, size = flat.untyped_storage()._share_filename_cpu_()
         made.append(HostBucket(list(bucket.entries), flat[: bucket.size]))
-        handles.append([manager.decode(), name.decode(), size])
+        handles.append(Handle(manager.decode(), name.decode(), size))
     return made, handles
 
 
-def open_buckets(buckets: Sequence[PublishedBucket], handles: Sequence[Sequence[Any]]) -> list[HostBucket]:
+def open_buckets(buckets: Sequence[PublishedBucket], handles: Sequence[Handle]) -> list[HostBucket]:
     """The buckets that another rank of this node made.
 
     Raises:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -40,14 +41,14 @@ def pin(bucket: HostBucket, device: torch.device) -> bool:
     return True
 
 
-def _unpin(runtime: Any, storage: torch.UntypedStorage) -> None:
+def _unpin(runtime: ModuleType, storage: torch.UntypedStorage) -> None:
     _synchronize()  # a copy may be under way
     code = int(runtime.cudaHostUnregister(storage.data_ptr()))
     if code:
         logger.warning("cudaHostUnregister failed (error %d)", code)
 
 
-def _runtime() -> Any:
+def _runtime() -> ModuleType:
     import torch
 
     return torch.cuda.cudart()

@@ -40,12 +40,20 @@ from slime.weights import audit, fused
 from slime.weights.changes import AuditMemory, Held, fingerprints
 from slime.weights.handoff import Handoff
 from slime.weights.settings import WeightSyncSettings
-from slime.weights.transforms import cast_floating, frozen_by_flags, leave_out
 from slime.weights.transports import Transport
 from slime.weights.transports.ipc import IpcTransport
 from slime.weights.transports.peers import PeerLink
-from slime.weights.update import Transform, UpdateReport, WeightSyncError, WeightUpdate, iter_buckets
-from slime.weights.versions import parse_version
+from slime.weights.update import (
+    Transform,
+    UpdateReport,
+    WeightSyncError,
+    WeightUpdate,
+    cast_floating,
+    frozen_by_flags,
+    iter_buckets,
+    leave_out,
+    parse_version,
+)
 from slime.weights.window import TORN, UpdateWindow
 
 if TYPE_CHECKING:

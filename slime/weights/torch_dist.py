@@ -51,7 +51,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     return {"ckpt_format": TENSORS, **meta}
 
 
-def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: Any) -> dict[str, Any]:
+def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: object) -> dict[str, Any]:
     """The content of ``trainer.json``; everything that a conversion back needs."""
     return {
         "format": "megatron",

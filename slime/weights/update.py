@@ -1,4 +1,8 @@
-"""A weight update as a value: HF-named tensors, cut into buckets.
+"""A weight update as a value: its version, and tensors under checkpoint names, cast and cut into buckets.
+
+A version is ``attempt.step``. ``attempt`` counts the starts of a run (0, and one more for each resume), ``step`` the
+steps that had trained these weights: step ``i`` trains version ``i``. After a resume a version is therefore never met
+twice with other weights.
 
 Names are those of the checkpoint on disk (one tensor per expert, no in-memory names of FSDP or
 transformers). The same buckets go through every transport.
@@ -6,9 +10,10 @@ transformers). The same buckets go through every transport.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from slime.engines.flat import Bucket, NamedTensor
 
@@ -18,9 +23,32 @@ if TYPE_CHECKING:
     from slime.weights.transports.peers import PeerLink
 
 Transform = Callable[[str, "torch.Tensor"], Iterable[NamedTensor]]
-"""One step on the way out: cast, quantise or rename. May turn one tensor into several."""
+"""One step on the way out: cast, quantise, rename or leave out. It may turn one tensor into several."""
 
 DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
+_PATTERN = re.compile(r"(\d+)\.(\d+)")
+FULL_PRECISION = ("e_score_correction_bias", "expert_bias", "A_log")
+"""Endings of names that engines keep in their own, wider dtype; casting them would lose bits."""
+
+
+class Version(NamedTuple):
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.attempt}.{self.step}"
+
+
+def parse_version(text: str) -> Version:
+    """Read ``"attempt.step"``; versions compare in the order in which they were made.
+
+    Raises:
+        ValueError: ``text`` is something else, for example the version of an engine that was never updated.
+    """
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ValueError(f"weight version {text!r} is not of the form attempt.step, for example 0.12")
+    return Version(int(match[1]), int(match[2]))
 
 
 @dataclass
@@ -28,7 +56,7 @@ class WeightUpdate:
     """One version of the weights.
 
     Attributes:
-        version: ``attempt.step``, see :mod:`slime.weights.versions`.
+        version: ``attempt.step``, see :class:`Version`.
         buckets: always hold all tensors.
         allow_delta: a transport that can compare the buckets with the previous version may send only the changes.
         peers: where an engine spans the GPUs of several training ranks: this rank's link to the others, which offer
@@ -110,3 +138,41 @@ def _transformed(named_tensors: Iterable[NamedTensor], steps: list[Transform]) -
         for step in steps:
             stage = [out for pair in stage for out in step(*pair)]
         yield from stage
+
+
+# --- steps on the way out --------------------------------------------------------------------------
+
+
+def cast_floating(dtype: torch.dtype, keep: tuple[str, ...] = FULL_PRECISION) -> Transform:
+    """Cast floating tensors to ``dtype``; integer tensors and names that end in ``keep`` pass as they are."""
+
+    def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
+        casts = tensor.is_floating_point() and not name.endswith(keep)
+        return [(name, tensor.to(dtype) if casts else tensor)]
+
+    return step
+
+
+def leave_out(unwanted: Callable[[str], bool]) -> Transform:
+    """Drop tensors by name: frozen parameters that the engines have already."""
+
+    def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
+        return [] if unwanted(name) else [(name, tensor)]
+
+    return step
+
+
+def frozen_by_flags(only_train: Iterable[str] | None, freeze: Iterable[str] | None) -> Callable[[str], bool] | None:
+    """Whether a name is frozen by ``--only-train-params-name-list`` or ``--freeze-params-name-list``.
+
+    Both are lists of regular expressions that are searched in the name. None when neither is given.
+    """
+    train = [re.compile(pattern) for pattern in only_train or ()]
+    frozen = [re.compile(pattern) for pattern in freeze or ()]
+    if not train and not frozen:
+        return None
+
+    def is_frozen(name: str) -> bool:
+        return (bool(train) and not any(p.search(name) for p in train)) or any(p.search(name) for p in frozen)
+
+    return is_frozen

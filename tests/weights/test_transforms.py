@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.weights.transforms import cast_floating, frozen_by_flags, leave_out, rename
-from slime.weights.update import iter_buckets
-from slime.weights.versions import Version, parse_version
+from slime.weights.update import Version, cast_floating, frozen_by_flags, iter_buckets, leave_out, parse_version
 
 
 def test_cast_leaves_integers_and_wide_names_alone() -> None:
@@ -23,13 +21,6 @@ def test_cast_leaves_integers_and_wide_names_alone() -> None:
     assert out == [torch.bfloat16, torch.int64, torch.float32]
     same = torch.ones(2, dtype=torch.bfloat16)
     assert next(iter(step("w", same)))[1] is same  # nothing to do, nothing copied
-
-
-def test_rename_by_mapping_and_by_function() -> None:
-    tensor = torch.ones(1)
-    assert [name for name, _ in rename({"a": "b"})("a", tensor)] == ["b"]
-    assert [name for name, _ in rename({"a": "b"})("c", tensor)] == ["c"]
-    assert [name for name, _ in rename(str.upper)("c", tensor)] == ["C"]
 
 
 def test_frozen_names_follow_the_flags() -> None:

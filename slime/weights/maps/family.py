@@ -107,7 +107,7 @@ def dense_settings(config: HfConfig) -> Settings:
     }
 
 
-def rope_type(rope: Mapping[str, Any], built: tuple[str, ...]) -> str:
+def rope_type(rope: HfConfig, built: tuple[str, ...]) -> str:
     """The type of rotary positions that ``rope_parameters`` of config.json name.
 
     Raises:
@@ -122,7 +122,7 @@ def rope_type(rope: Mapping[str, Any], built: tuple[str, ...]) -> str:
     return kind
 
 
-def _rope_scaling(rope: Mapping[str, Any]) -> Settings:
+def _rope_scaling(rope: HfConfig) -> Settings:
     kind = rope_type(rope, ("default", "llama3", "yarn", "linear"))
     if kind == "llama3":
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.weights.maps.family import Family
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "deepseek_v3")
 """One module each; ``FAMILY`` in it."""
@@ -27,6 +30,6 @@ def get_family(model_type: str) -> Family:
     )
 
 
-def family_of(config: Any, model_name: str | None = None) -> Family:
+def family_of(config: PretrainedConfig, model_name: str | None = None) -> Family:
     """From transformers' config object; ``model_name`` (``--model-name``) overrides its type."""
     return get_family(model_name or config.model_type)

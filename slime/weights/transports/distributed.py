@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 from slime.engines.fan_out import Failures, on_each
 from slime.engines.flat import Bucket, NamedTensor, by_element_size
@@ -27,6 +27,7 @@ from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 NCCL_BUCKET_BYTES = 2 * DEFAULT_BUCKET_BYTES
 """On H200, 7.5 GiB to one engine: 0.107 s in buckets of 512 MiB, 0.082 s of 1 GiB, 0.062 s of 2 GiB. Sender and engines
 hold two or three buckets, so the default is not the fastest."""
+T = TypeVar("T")
 GLOO_STALL_SECONDS = 30.0
 GRACE_SECONDS = 10.0  # for engines to notice that the communicator is gone
 PROBE_SECONDS = 5.0
@@ -162,8 +163,8 @@ class DistributedTransport:
 
     async def _together(
         self,
-        ours: asyncio.Future[Any],
-        calls: Mapping[str, Coroutine[Any, Any, None]],
+        ours: asyncio.Future[T],
+        calls: Mapping[str, Coroutine[object, None, None]],
         engines: Sequence[EngineHandle],
         what: str,
         give_up: Callable[[], Awaitable[None]],
@@ -175,7 +176,7 @@ class DistributedTransport:
         also who had received a part of a tensor: gloo does not wake a receiver whose connection closes there.
         """
         theirs: dict[str, asyncio.Future[None]] = {url: asyncio.ensure_future(call) for url, call in calls.items()}
-        everything = [ours, *theirs.values()]
+        everything: list[asyncio.Future[T] | asyncio.Future[None]] = [ours, *theirs.values()]
         _, late = await asyncio.wait(everything, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
         if not late and not any(future.exception() for future in everything):
             return {}
@@ -205,13 +206,13 @@ def _describe(tensors: Sequence[NamedTensor], group: str, version: str, flat: bo
     return Broadcast(names, dtypes, shapes, group, version, flat)
 
 
-def _error(future: asyncio.Future[Any]) -> Exception | None:
+def _error(future: asyncio.Future[T]) -> Exception | None:
     """What a future ended with, as far as it has ended."""
     error = future.exception() if future.done() and not future.cancelled() else None
     return error if isinstance(error, Exception) else None
 
 
-def _ignore(future: asyncio.Future[Any]) -> None:
+def _ignore(future: asyncio.Future[T]) -> None:
     """Nobody waits for this any more: take note of its error, so that asyncio does not report it."""
     if not future.cancelled():
         future.exception()

@@ -15,12 +15,14 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime.engines.flat import flatten, layout
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL, Store
 
     from slime.engines.flat import NamedTensor
 
@@ -37,7 +39,7 @@ class Rendezvous:
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         self.address, self.port = address, listener.getsockname()[1]
         self.world_size = world_size
-        self.store: Any = TCPStore(
+        self.store: Store | None = TCPStore(
             address, self.port, world_size, True, timedelta(seconds=deadline),
             wait_for_workers=False, master_listen_fd=listener.detach(),
         )  # fmt: skip
@@ -59,11 +61,12 @@ class BroadcastGroup:
 
         self.name, self.backend = name, backend
         device = "cuda" if backend == "nccl" else "cpu"
-        store: Any = rendezvous.store
+        store = rendezvous.store
+        assert store is not None, "the rendezvous was released"
         for prefix in (name, f"{name}/", f"{device}/"):
             store = PrefixStore(prefix, store)
         make = _nccl if backend == "nccl" else _gloo
-        self._group: Any = make(store, rendezvous, stall)
+        self._group: Any = make(store, rendezvous, stall)  # torch's stubs of the backends lack their collectives
         self._stream: torch.cuda.Stream | None = None
 
     def broadcast(self, tensors: Sequence[NamedTensor], flat: bool = False) -> None:
@@ -108,7 +111,7 @@ class BroadcastGroup:
         self._group = None
 
 
-def _gloo(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
+def _gloo(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupGloo:
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -118,7 +121,7 @@ def _gloo(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
     return ProcessGroupGloo(store, 0, rendezvous.world_size, options)
 
 
-def _nccl(store: Any, rendezvous: Rendezvous, stall: float) -> Any:
+def _nccl(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupNCCL:
     from torch.distributed import ProcessGroupNCCL
 
     # As SGLang sets it: of two processes that differ one gets "invalid argument" at the first broadcast.
@@ -133,20 +136,20 @@ def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
+    def settle(outcome: Callable[[], None]) -> None:
         if not future.done():
-            setter(value)
+            outcome()
 
     def work() -> None:
         try:
             result = call()
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they would keep connections and buckets alive
-            outcome: tuple[Callable[[Any], None], Any] = (future.set_exception, error)
+            outcome = partial(future.set_exception, error)
         else:
-            outcome = (future.set_result, result)
+            outcome = partial(future.set_result, result)
         with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
-            loop.call_soon_threadsafe(settle, *outcome)
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=work, name=what, daemon=True).start()
     return future

@@ -68,7 +68,7 @@ class PeerLink:
         mine = [ranks for ranks in self.ranks.values() if ranks[0] == self.rank]
         return sorted({peer for ranks in mine for peer in ranks if peer != self.rank})
 
-    def open(self, settings: Mapping[str, Any]) -> None:
+    def open(self, settings: Mapping[str, object]) -> None:
         """Tell the peers how to make the buckets."""
         self._tell({"settings": dict(settings)})
 
@@ -97,7 +97,7 @@ class PeerLink:
             raise PeerError(f"training rank {peer} has other tensors in bucket {bucket.index} than rank {self.rank}")
         return str(said["entry"])
 
-    def _tell(self, message: Mapping[str, Any]) -> None:
+    def _tell(self, message: Mapping[str, object]) -> None:
         for peer in self.peers:
             self._post(f"{self.token}/orders/{peer}", message)
 
@@ -129,10 +129,10 @@ class PeerLink:
     def _place(self, rank: int, index: int, url: str) -> str:
         return f"{self.token}/bucket/{rank}/{index}/{url}"
 
-    def _post(self, key: str, value: Mapping[str, Any]) -> None:
+    def _post(self, key: str, value: Mapping[str, object]) -> None:
         self._put(f"{key}/{self._next(key)}", value)
 
-    def _put(self, key: str, value: Mapping[str, Any]) -> None:
+    def _put(self, key: str, value: Mapping[str, object]) -> None:
         self.store.set(key, json.dumps(value))
 
     def _take(self, key: str) -> dict[str, Any]:
