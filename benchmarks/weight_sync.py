@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py                                   # Qwen3-4B shape in bf16, SGLang, on GPUs
     python benchmarks/weight_sync.py --device cpu --tiny               # a trial of the script, with SGLang on the CPU
+    python benchmarks/weight_sync.py --engine embedded --device cpu --tiny --dtype float32    # the same, without SGLang
     python benchmarks/weight_sync.py --engine embedded --device cpu --model models/SmolLM2-135M-Instruct --dtype float32
 
 The whole of a sync is timed: gathering, copies, the engine's loading, control calls. ``pause`` is the part in which
@@ -287,7 +288,7 @@ def run_in_process(options: argparse.Namespace, name: str, url: str) -> dict[str
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Environment of all processes, and the model's folder without weights."""
+    """Set the environment of all processes, and write the model's folder."""
     paths = [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     if options.device == "cpu":
@@ -299,6 +300,9 @@ def prepare(options: argparse.Namespace) -> None:
     if not options.model:
         import random_model
 
+        if options.engine == "embedded":  # it has no load format "dummy"
+            random_model.write_model(options.shape, options.work / "model")
+            return
         (options.work / "model").mkdir()
         config = random_model.make_config(options.shape)
         config.save_pretrained(options.work / "model")

@@ -26,7 +26,7 @@ async def serving(model: Path) -> AsyncIterator[str]:
     loaded = load_engine(EngineOptions(model_path=str(model), dtype="float32", device="cpu", max_total_tokens=4096))
     app = web.Application(middlewares=[errors_as_json])
     app[LOADED] = loaded
-    app.add_routes(routes_generate.routes())
+    app.add_routes(routes_generate.routes)
     loaded.engine.start(asyncio.get_running_loop())
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

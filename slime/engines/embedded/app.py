@@ -27,7 +27,7 @@ def make_app(loaded: Loaded, host: str = "127.0.0.1") -> web.Application:
     app[LOADED] = loaded
     app[routes_weights.GROUPS] = {}
     for module in (routes_generate, routes_control, routes_weights, routes_openai):
-        app.add_routes(module.routes())
+        app.add_routes(module.routes)
 
     async def model_thread(app: web.Application) -> AsyncIterator[None]:
         loaded.engine.start(asyncio.get_running_loop())

@@ -13,11 +13,13 @@ from slime.engines.embedded.memory import TAGS
 from slime.engines.embedded.protocol import API_VERSION
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
+routes = web.RouteTableDef()
 FLUSHED = "Cache flushed.\n"
 NOT_FLUSHED = "Cache not flushed: requests are running or waiting.\n"
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 
+@routes.post("/pause_generation")
 async def pause_generation(request: web.Request) -> web.Response:
     """POST /pause_generation ``{"mode": "abort" | "retract" | "in_place"}``; returns when nothing runs."""
     mode = take(await body_of(request), "mode", one_of(*PAUSE_MODES), "abort")
@@ -26,12 +28,15 @@ async def pause_generation(request: web.Request) -> web.Response:
     return json_answer({"message": "Generation paused successfully.", "status": "ok"})
 
 
+@routes.post("/continue_generation")
 async def continue_generation(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     await engine.call(engine.scheduler.resume)
     return json_answer({"message": "Generation continued successfully.", "status": "ok"})
 
 
+@routes.post("/flush_cache")
+@routes.get("/flush_cache")
 async def flush_cache(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     flushed = await engine.call(engine.scheduler.flush)
@@ -45,12 +50,16 @@ async def _tags(request: web.Request) -> list[str]:
     return take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
 
 
+@routes.post("/release_memory_occupation")
+@routes.get("/release_memory_occupation")
 async def release_memory_occupation(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     await engine.call(engine.release, await _tags(request))
     return json_answer(None)
 
 
+@routes.post("/resume_memory_occupation")
+@routes.get("/resume_memory_occupation")
 async def resume_memory_occupation(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     await engine.call(engine.resume, await _tags(request))
@@ -60,6 +69,8 @@ async def resume_memory_occupation(request: web.Request) -> web.Response:
 # --- what it is and does -------------------------------------------------------------------------
 
 
+@routes.get("/model_info")
+@routes.get("/get_model_info")
 async def model_info(request: web.Request) -> web.Response:
     loaded = request.app[LOADED]
     return json_answer(
@@ -78,6 +89,8 @@ async def model_info(request: web.Request) -> web.Response:
     )
 
 
+@routes.get("/server_info")
+@routes.get("/get_server_info")
 async def server_info(request: web.Request) -> web.Response:
     """Options and state; ``engine`` tells clients that this is not SGLang, ``version`` which surface it speaks."""
     loaded = request.app[LOADED]
@@ -112,6 +125,7 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
+@routes.get("/v1/loads")
 async def loads(request: web.Request) -> web.Response:
     """GET /v1/loads: SGLang's core section."""
     scheduler = request.app[LOADED].engine.scheduler
@@ -130,23 +144,3 @@ async def loads(request: web.Request) -> web.Response:
         "token_usage": used / scheduler.max_total_tokens,
     }
     return json_answer({"timestamp": datetime.now(UTC).isoformat(), "version": API_VERSION, "loads": [core]})
-
-
-def routes() -> list[web.RouteDef]:
-    posts = {"/pause_generation": pause_generation, "/continue_generation": continue_generation}
-    both = {
-        "/flush_cache": flush_cache,
-        "/release_memory_occupation": release_memory_occupation,
-        "/resume_memory_occupation": resume_memory_occupation,
-    }
-    gets = {
-        "/model_info": model_info,
-        "/get_model_info": model_info,
-        "/server_info": server_info,
-        "/get_server_info": server_info,
-        "/v1/loads": loads,
-    }
-    return [
-        *(web.post(path, handler) for path, handler in {**posts, **both}.items()),
-        *(web.get(path, handler) for path, handler in {**gets, **both}.items()),
-    ]

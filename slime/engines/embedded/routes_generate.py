@@ -27,6 +27,7 @@ from slime.engines.embedded.sequence import FinishReason, Sequence
 from slime.engines.embedded.text import StreamedText
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
+routes = web.RouteTableDef()
 HEALTH_SECONDS = 20.0
 CHARACTERS_PER_TOKEN = 16
 SHORT_TEXT = 4096  # characters that are tokenised on the event loop
@@ -37,6 +38,8 @@ Event = tuple[Sequence, int, FinishReason | None, str]
 """What an engine's listener is called with."""
 
 
+@routes.post("/generate")
+@routes.put("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
     """POST /generate."""
     loaded = request.app[LOADED]
@@ -210,6 +213,7 @@ async def send_events(
     return response
 
 
+@routes.post("/abort_request")
 async def abort_request(request: web.Request) -> web.Response:
     """POST /abort_request: ``{"rid": …}`` or ``{"abort_all": true}``."""
     body = await body_of(request)
@@ -222,6 +226,7 @@ async def abort_request(request: web.Request) -> web.Response:
     return web.Response(status=200)
 
 
+@routes.get("/health")
 async def health(request: web.Request) -> web.Response:
     """GET /health: the model's thread lives and answers."""
     engine = request.app[LOADED].engine
@@ -230,7 +235,8 @@ async def health(request: web.Request) -> web.Response:
     return web.Response(status=200)
 
 
-async def health_generate(request: web.Request) -> web.Response:
+@routes.get("/health_generate")
+async def health_generate(request: web.Request) -> web.StreamResponse:
     """GET /health_generate: a token was made since the question came, or a forward that takes longer goes on.
 
     A busy engine makes one anyway; an idle one is asked for one. While generation is paused, or memory is
@@ -253,13 +259,3 @@ async def health_generate(request: web.Request) -> web.Response:
         if attention.progressed_at() < since:
             return json_answer({"error": {"message": f"no token within {HEALTH_SECONDS:.0f} s"}}, 503)
     return web.Response(status=200)
-
-
-def routes() -> list[web.RouteDef]:
-    return [
-        web.post("/generate", generate),
-        web.put("/generate", generate),
-        web.post("/abort_request", abort_request),
-        web.get("/health", health),
-        web.get("/health_generate", health_generate),
-    ]

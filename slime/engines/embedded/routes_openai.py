@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["chat.completion", "text_completion"]
+routes = web.RouteTableDef()
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -47,6 +48,7 @@ _SAMPLING = (
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
+@routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     loaded, body = request.app[LOADED], await body_of(request)
@@ -110,6 +112,7 @@ def _render(
         raise BadRequest(f"the model's chat template does not take these messages: {error}") from error
 
 
+@routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions; the prompt is text or token ids, one or several."""
     loaded, body = request.app[LOADED], await body_of(request)
@@ -210,16 +213,9 @@ async def _deltas(
         yield index, {**head, "object": f"{kind}.chunk" if chat else kind, "choices": [choice]}
 
 
+@routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     loaded = request.app[LOADED]
     card = {"id": loaded.options.model_path, "object": "model", "created": 0, "owned_by": "slime"}
     return json_answer({"object": "list", "data": [{**card, "max_model_len": loaded.context_len}]})
-
-
-def routes() -> list[web.RouteDef]:
-    return [
-        web.post("/v1/chat/completions", chat_completions),
-        web.post("/v1/completions", completions),
-        web.get("/v1/models", models),
-    ]

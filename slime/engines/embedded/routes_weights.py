@@ -23,6 +23,7 @@ from slime.engines.embedded.web import LOADED, body_of, json_answer, outcome
 from slime.engines.embedded.weights import WeightError, overall_checksum
 from slime.engines.sglang_api import DELTA_LOADER
 
+routes = web.RouteTableDef()
 GROUP_TIMEOUT = timedelta(seconds=120)
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
 MAX_GROUPS = 4
@@ -36,12 +37,14 @@ GROUPS: web.AppKey[dict[str, ProcessGroup | None]] = web.AppKey("groups", dict)
 """Process groups by name; None while the group is being joined."""
 
 
+@routes.post("/begin_weight_update")
 async def begin_weight_update(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     opened = await engine.call(engine.begin_update)
     return outcome(opened, "Success" if opened else "a weight update is open already; call /end_weight_update first")
 
 
+@routes.post("/end_weight_update")
 async def end_weight_update(request: web.Request) -> web.Response:
     engine = request.app[LOADED].engine
     closed = await engine.call(engine.end_update)
@@ -59,6 +62,7 @@ async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> N
         await engine.call(engine.abort, None)
 
 
+@routes.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
     """Handles to tensors (see :mod:`slime.engines.tensor_payload`), or a request to load a published delta."""
     body = await body_of(request)
@@ -80,6 +84,7 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     return outcome(True, "Success")
 
 
+@routes.post("/init_weights_update_group")
 async def init_weights_update_group(request: web.Request) -> web.Response:
     body = await body_of(request)
     name = _group_name(body)
@@ -113,6 +118,7 @@ def _group_name(body: Mapping[str, object]) -> str:
     return take(body, "group_name", _NAME, "weight_update_group")
 
 
+@routes.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
     """One broadcast from rank 0 per tensor, in the order of ``names``; with the ``load_format`` "flattened_bucket" one
     of all tensors end to end."""
@@ -177,6 +183,7 @@ def _receive_flat(
     return [(name, part.view(dtype).view(shape)) for name, (dtype, shape), part in parts]
 
 
+@routes.post("/destroy_weights_update_group")
 async def destroy_weights_update_group(request: web.Request) -> web.Response:
     name = _group_name(await body_of(request))
     groups = request.app[GROUPS]
@@ -194,6 +201,7 @@ def _path(value: object, name: str) -> str:
     return os.path.expanduser(path)
 
 
+@routes.post("/update_weights_from_disk")
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     body = await body_of(request)
     folder = Path(need(body, "model_path", _path))
@@ -209,6 +217,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     return outcome(True, f"loaded {count} tensors from {folder}", num_paused_requests=running)
 
 
+@routes.post("/update_weight_version")
 async def update_weight_version(request: web.Request) -> web.Response:
     body = await body_of(request)
     version = need(body, "new_version", _NAME)
@@ -219,10 +228,13 @@ async def update_weight_version(request: web.Request) -> web.Response:
     return outcome(True, f"Weight version updated to {version}", new_version=version)
 
 
+@routes.get("/get_weight_version")
 async def get_weight_version(request: web.Request) -> web.Response:
     return json_answer({"weight_version": request.app[LOADED].engine.scheduler.weight_version})
 
 
+@routes.post("/get_weights_by_name")
+@routes.get("/get_weights_by_name")
 async def get_weights_by_name(request: web.Request) -> web.Response:
     body = await body_of(request)
     engine = request.app[LOADED].engine
@@ -230,6 +242,8 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
     return json_answer(await engine.call(engine.weights.get, name, most))
 
 
+@routes.post("/weights_checker")
+@routes.get("/weights_checker")
 async def weights_checker(request: web.Request) -> web.Response:
     """``checksum``; or ``snapshot``, ``reset_tensors`` and ``compare``: was every tensor written?"""
     body = await body_of(request)
@@ -260,22 +274,3 @@ _ALONE = {
     "rank": 0,
     "size": 1,
 }
-
-
-def routes() -> list[web.RouteDef]:
-    posts = {
-        "/begin_weight_update": begin_weight_update,
-        "/end_weight_update": end_weight_update,
-        "/update_weights_from_tensor": update_weights_from_tensor,
-        "/init_weights_update_group": init_weights_update_group,
-        "/update_weights_from_distributed": update_weights_from_distributed,
-        "/destroy_weights_update_group": destroy_weights_update_group,
-        "/update_weights_from_disk": update_weights_from_disk,
-        "/update_weight_version": update_weight_version,
-    }
-    both = {"/get_weights_by_name": get_weights_by_name, "/weights_checker": weights_checker}
-    return [
-        *(web.post(path, handler) for path, handler in {**posts, **both}.items()),
-        *(web.get(path, handler) for path, handler in both.items()),
-        web.get("/get_weight_version", get_weight_version),
-    ]

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 
 from slime.config.parent import end_with_parent
 from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches
@@ -67,21 +68,9 @@ def _serve(options: argparse.Namespace, started: float) -> None:
         torch.set_num_threads(options.threads)
     torch.multiprocessing.set_sharing_strategy("file_system")
     sys.setswitchinterval(0.001)  # the model's thread takes the interpreter back after each operator
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_engine(
-        EngineOptions(
-            model_path=options.model_path,
-            dtype=options.dtype or ("float32" if device == "cpu" else "bfloat16"),
-            device=device,
-            max_running_requests=options.max_running_requests,
-            max_total_tokens=options.max_total_tokens,
-            deterministic=options.deterministic,
-            trust_remote_code=options.trust_remote_code,
-            weight_version=options.weight_version,
-            random_seed=options.random_seed,
-            allow_image_urls=options.allow_image_urls,
-        )
-    )
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    loaded = load_engine(EngineOptions(**{field.name: getattr(options, field.name) for field in fields(EngineOptions)}))
     app = make_app(loaded, options.host)
 
     async def announce(app: web.Application) -> None:
