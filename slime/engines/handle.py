@@ -214,6 +214,3 @@ class EngineHandle:
 
     async def resume(self, tags: Sequence[MemoryTag] = ()) -> None:
         await self._post("/resume_memory_occupation", {"tags": list(tags) or None})
-
-    async def close(self) -> None:
-        """Nothing to do: the connections belong to the pool of the event loop."""

@@ -54,22 +54,17 @@ class Handoff:
             self._changed.notify_all()
 
     def __iter__(self) -> Iterator[Bucket]:
-        while (bucket := self._take()) is not None:
+        while True:
+            with self._changed:
+                done = lambda: self._item is not None or self._closed or self._abandoned  # noqa: E731
+                self._wait(done, "the trainer to gather the next bucket")
+                if self._item is None:
+                    if self._error is not None:
+                        raise self._error
+                    return
+                bucket, self._item = self._item, None
+                self._changed.notify_all()
             yield bucket
-
-    def _take(self) -> Bucket | None:
-        with self._changed:
-            self._wait(
-                lambda: self._item is not None or self._closed or self._abandoned,
-                "the trainer to gather the next bucket",
-            )
-            if self._item is None:
-                if self._error is not None:
-                    raise self._error
-                return None
-            bucket, self._item = self._item, None
-            self._changed.notify_all()
-            return bucket
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         if not self._changed.wait_for(done, self._deadline):

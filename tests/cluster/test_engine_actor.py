@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import slime.cluster.engine_actor as module
+from slime.config.args import Args
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
 
@@ -33,8 +34,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def actor(tmp_path: Path, warms: bool) -> module.EngineActor:
-    args: Any = SimpleNamespace(start_timeout=50.0)
-    return module.EngineActor(args, EngineSpec(0, "/m"), str(tmp_path), warms_up_sampler=warms)
+    return module.EngineActor(
+        Args(hf_checkpoint="/m", start_timeout=50.0), EngineSpec(0, "/m"), str(tmp_path), warms_up_sampler=warms
+    )
 
 
 @pytest.mark.parametrize("warms", [False, True])
@@ -52,7 +54,7 @@ def test_a_failure_comes_with_the_servers_last_words(server: SimpleNamespace, tm
 
 def args(**changes: Any) -> Any:
     settings = {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_backend": "sglang"}
-    return SimpleNamespace(**{**settings, **changes})
+    return Args(hf_checkpoint="/m", **{**settings, **changes})
 
 
 @pytest.mark.parametrize(

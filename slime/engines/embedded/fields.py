@@ -118,12 +118,15 @@ def take(body: Mapping[str, object], name: str, check: Check[T], default: D | No
     return default if value is None else check(value, name)
 
 
-def need(body: Mapping[str, object], name: str, check: Check[T]) -> T:
+def need(body: Mapping[str, object], name: str, check: Check[T], where: str = "") -> T:
     """As :func:`take`, for a field that has no default.
+
+    Args:
+        where: stands before the field's name in error messages, for example ``buffer.``.
 
     Raises:
         BadRequest: it is missing, or not what ``check`` wants.
     """
     if body.get(name) is None:
-        raise BadRequest(f"the field {name!r} is missing")
-    return check(body[name], name)
+        raise BadRequest(f"the field {where + name!r} is missing")
+    return check(body[name], where + name)

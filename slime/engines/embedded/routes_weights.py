@@ -18,7 +18,7 @@ from slime.config.hooks import load_function
 from slime.engines.embedded.fields import list_of, need, one_of, refuse, take, text, truth, whole
 from slime.engines.embedded.process_group import join_group
 from slime.engines.embedded.protocol import BadRequest
-from slime.engines.embedded.tensor_wire import DTYPES, read_tensors
+from slime.engines.embedded.tensor_wire import DTYPES, MAX_TENSORS, read_tensors
 from slime.engines.embedded.web import LOADED, body_of, json_answer, outcome
 from slime.engines.embedded.weights import WeightError, overall_checksum
 from slime.engines.sglang_api import DELTA_LOADER
@@ -28,7 +28,6 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
 MAX_GROUPS = 4
 FLAT = "flattened_bucket"
-MAX_TENSORS = 2**20
 _NAME = text(4096)  # of a tensor, a group, a version
 _joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
 """Joining a group waits for all of its members, up to the deadline; nothing else waits in these threads."""
