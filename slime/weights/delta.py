@@ -105,6 +105,7 @@ class HostCopy:
         new = flatten(bucket.tensors, entries, size)
         known = bucket.index < len(self.buckets) and self.buckets[bucket.index].entries == entries
         if not known:
+            # Another layout from here on: later buckets would hold other tensors, too, and are dropped.
             self.buckets[bucket.index :] = [HostBucket(entries, _host_buffer(size, device))]
             changes = None
         else:
@@ -138,6 +139,7 @@ def compare(old: torch.Tensor, new: torch.Tensor, encoding: Encoding) -> Changes
     """What changed between two flat uint8 buffers of one size and device."""
     import torch
 
+    # Counted first: positions are int64, eight times the bytes of what changed, so they are made only where they pay.
     changed = sum(int(torch.count_nonzero(a ^ b)) for a, b in zip(old.split(_CHUNK), new.split(_CHUNK), strict=True))
     if changed >= _DENSE * new.numel() and changed:
         return Changes(None, old ^ new if encoding == "xor" else new, changed)
@@ -161,6 +163,8 @@ def _gap_stream(positions: torch.Tensor, last: int) -> torch.Tensor:
     """Gaps before sorted ``positions``, of which the one before them was ``last``; see the module."""
     import torch
 
+    # A gap of g becomes g // 255 bytes of 255 and one byte g % 255. ``ends`` counts the 255s up to each gap, so gap i
+    # ends at index ends[i] + i of the stream; every other place keeps the 255 that it was filled with.
     gaps = torch.diff(positions, prepend=positions.new_tensor([last])) - 1
     skips = gaps // _SKIP
     ends = skips.cumsum(0)
@@ -172,6 +176,8 @@ def _gap_stream(positions: torch.Tensor, last: int) -> torch.Tensor:
 def _positions(gaps: torch.Tensor) -> torch.Tensor:
     import torch
 
+    # Each byte moves on by its value, and a byte that ends a gap by one more: the changed byte itself. The running sum
+    # at the ends of gaps is therefore the position plus one.
     stops = gaps != _SKIP
     return (gaps.to(torch.int64) + stops).cumsum(0)[stops] - 1
 

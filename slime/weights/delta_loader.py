@@ -86,7 +86,7 @@ def _load_shared(model: ReceivingModel, request: Request, device: torch.device) 
         return None
 
     def take_in() -> Announcement:
-        copy.version = None
+        copy.version = None  # until all is verified: after a failure the copy is of no version
         if manifest.base_version is not None:
             changed = _take_delta(copy, manifest, request.folder, torch.device("cpu"))
             return Announcement("ready", touched=touched_names(changed))
@@ -131,7 +131,7 @@ def _load(model: ReceivingModel, folder: Path, device: torch.device) -> Status:
     else:
         if copy is None or copy.version != manifest.base_version:
             return Status("wrong_base", _wrong_base(copy, manifest))
-        copy.version = None
+        copy.version = None  # a delta that breaks off leaves a mix: only a full version helps then
         touched = _take_delta(copy, manifest, folder, device)
     tensors = _write(model, copy, touched, device)
     copy.version = manifest.version
@@ -171,6 +171,8 @@ def _take_delta(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.
         assert bucket.file is not None
         return unpack((folder / bucket.file).read_bytes(), bucket.changed, bucket.dense, bucket.size)
 
+    # Reading and unpacking (zstd), patching (on the device) and hashing overlap: the threads read ahead of the patch,
+    # and hash behind it.
     with ThreadPoolExecutor(_READERS) as pool:
         reading = [pool.submit(read, bucket) for _, bucket in changed]
         checking = {}

@@ -74,6 +74,7 @@ class Node:
         return True
 
     def announce(self, announcement: Announcement) -> None:
+        # Renamed into place, so that no rank reads half of it.
         aside = self.file.with_suffix(".tmp")
         aside.write_text(json.dumps(asdict(announcement)))
         os.replace(aside, self.file)

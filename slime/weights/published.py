@@ -117,6 +117,8 @@ async def publishing(folder: Path, name: str) -> AsyncIterator[Path]:
 
 
 def _publish(aside: Path, final: Path) -> None:
+    # Files and their folder are on the disk before the new name is, so that after a crash of the machine a reader finds
+    # either no such version or all of it.
     for path in [*aside.iterdir(), aside]:
         _fsync(path)
     if final.exists():  # the same version again, after a sync that failed

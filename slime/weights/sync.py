@@ -156,9 +156,12 @@ class _Sender:
         source = iter(named_weights)
         sending: Future[None] | None = None
         try:
+            # Connecting comes before the first tensor is gathered: which dtype is sent, and which digests are computed,
+            # depends on what the engines are.
             plan = run(self._connect())
             handoff = Handoff(self.settings.phase_seconds)
             sending = asyncio.run_coroutine_threadsafe(self._send(plan, handoff), background_loop())
+            # However the sending ends, the gathering thread must not wait for it to take another bucket.
             sending.add_done_callback(lambda _: handoff.abandon())
             self._gather(source, plan, handoff)
             sending.result()

@@ -45,6 +45,7 @@ class UpdateWindow:
 
     async def open(self, engines: Sequence[EngineHandle]) -> list[EngineHandle]:
         """Pause, flush and begin on all engines; returns those that are ready."""
+        # The flush comes after the pause: KV that is computed later would be of the old weights.
         self.opened = time.perf_counter()
         ready = await self._each(engines, self.pause_and_flush, "pause and flush")
         if self.check_equal:
@@ -59,6 +60,7 @@ class UpdateWindow:
         self.failed.update(result.failed)
         torn = [engine for engine in self.entered if engine.url in result.torn]
         whole = [engine for engine in self.entered if engine not in torn and engine.url not in self.failed]
+        # Torn engines first: whatever fails below, no engine may continue under a version that it does not hold.
         await self.mark_torn(torn)
         if self.bracketed:
             whole = await self._each(whole, lambda engine: engine.end_update(self.version), "end the update")

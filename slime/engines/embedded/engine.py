@@ -108,7 +108,9 @@ class Engine:
                 self._post(_succeed, future, result)
 
         self._inbox.put(run)
-        if self.failure is not None:  # nobody takes commands any more
+        # The thread sets ``failure`` before it empties the inbox for the last time. Whoever sees it here cannot know
+        # whether that came before the put, so the command also runs here; the future takes the first answer only.
+        if self.failure is not None:
             run()
         return await future
 
@@ -154,6 +156,7 @@ class Engine:
         update has written all of them. Cached KV is not shared in any case.
         """
         named = None
+        # The version gets its new name only after all has been written: a token sampled before carries the old name.
         try:
             result = write()
             named = version if version != self.scheduler.weight_version else None
@@ -279,7 +282,8 @@ class Engine:
         elif alone.finish_reason is None:
             self._blamed = True
             alone.finish_reason = aborted(f"computing this request failed: {type(error).__name__}: {error}", 500)
-        done = [seq for seq in involved if seq.finish_reason is not None]  # the commit did not get to let them go
+        # The commit may have failed half-way: these had ended, but still hold their slots.
+        done = [seq for seq in involved if seq.finish_reason is not None]
         for sequence in done:
             self.scheduler.leave(sequence)
         self._finish(done)

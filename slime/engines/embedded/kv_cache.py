@@ -54,6 +54,7 @@ class KVCache:
         if layer not in self.keys:
             self.keys[layer] = self._zeros(key.shape[1], key.shape[2])
             self.values[layer] = self._zeros(value.shape[1], value.shape[2])
+        # One scatter per layer for all rows of the step, whatever slots they belong to.
         self.keys[layer].flatten(0, 1).index_copy_(0, index, key.to(self.dtype))
         self.values[layer].flatten(0, 1).index_copy_(0, index, value.to(self.dtype))
 
@@ -75,6 +76,7 @@ class KVCache:
 
 
 def _swap(tensor: torch.Tensor, move: Swap) -> None:
+    # Only the tokens that count are moved, which is far less than two whole slots.
     kept = tensor[move.a, : move.length_a].clone()
     tensor[move.a, : move.length_b].copy_(tensor[move.b, : move.length_b])
     tensor[move.b, : move.length_a].copy_(kept)

@@ -137,6 +137,7 @@ def _near_group_end(rows: Rows, start: int, device: str) -> int:
     """Neighbours of similar length: padding them all to the longest costs less than another call."""
     end, last = start + 1, _neighbours(rows, start)
     longest = rows.positions[start] + 1
+    # One call over n rows reads n times the longest length; a call of its own for the next row costs CALL_COST more.
     while end < last:
         length = rows.positions[end] + 1
         count, together = end - start, (end - start + 1) * max(longest, length)

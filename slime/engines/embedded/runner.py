@@ -84,6 +84,7 @@ class Runner:
         else:
             blocks = [rows]
             outputs = [self.forward(rows, segment_context(self.cache, works, rows), rows.wanted)]
+        # Followers get their copy before the logits go out: what the next plan moves may overwrite the leader's slot.
         self.cache.move(copies)
         for block, values in zip(blocks, outputs, strict=True):
             if values is not None:

@@ -146,13 +146,15 @@ class Scheduler:
 
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the queue or out of its slot."""
-        if sequence.slot < 0:
+        if sequence.slot < 0:  # it has not been admitted
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             return
+        # The tokens of an image's placeholders do not say which image they stand for, so such KV is never shared.
         shared = sequence.computed if self.share_prefixes and not sequence.has_images else 0
         last = self.running[-1]
         self.moves += self.table.free(sequence.slot, sequence.tokens, shared, last.computed)
+        # As in the table: the last running sequence takes the place that becomes free.
         self.running[sequence.slot] = last
         self.running.pop()
         last.slot, sequence.slot = sequence.slot, -1
@@ -164,11 +166,13 @@ class Scheduler:
         if mode == "abort":
             return self.abort(None)
         if mode == "retract":
+            # From the last slot on, so that no other sequence has to be moved.
             for sequence in reversed(self.running.copy()):
                 self.leave(sequence)
                 sequence.retractions += 1
                 sequence.computed = 0
                 self.waiting.append(sequence)
+            # Retracted sequences came before those that were waiting already, and go first again.
             self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.order))
         return []
 
@@ -185,6 +189,7 @@ class Scheduler:
 
     def name_version(self, version: str) -> None:
         """Tokens from here on carry ``version``."""
+        # Only a change between two tokens of a response divides it: without output there is nothing to divide yet.
         for sequence in [*self.running, *self.waiting]:
             if sequence.num_output:
                 sequence.version_events.append(VersionEvent(self.weight_version, sequence.num_output))
@@ -210,16 +215,21 @@ class Scheduler:
             return None
         self._admit()
         running = [seq for seq in self.running if not self._held(seq)]
+        # A sequence decodes when all its tokens but the newest have their KV. One that was retracted has output tokens
+        # whose KV is missing, so it extends again although it has been running before.
         decodable = [seq for seq in running if seq.computed == len(seq.tokens) - 1 >= seq.prompt_len]
         extending = [seq for seq in running if seq not in decodable] if len(decodable) < len(running) else []
         if not running:
             return None
+        # New prompts go first, so that they join the batch of the next decode step. Prompts that take several steps
+        # alternate with decode steps; otherwise a stream of long prompts would stop all running responses.
         decode = not extending or (self.extended_last and bool(decodable) and self._long(extending))
         self.extended_last = not decode
         if decode:
             works = [Work(seq, seq.computed, len(seq.tokens), True) for seq in decodable]
         else:
             works = self._extend(extending)
+        # Moves pile up between steps; the cache is only touched here, on the way to the next forward.
         moves, self.moves = self.moves, []
         return Plan(moves, works, decode, self.table.capacity, len(self.table.slots))
 
@@ -229,12 +239,16 @@ class Scheduler:
 
     def _admit(self) -> None:
         while (sequence := next((seq for seq in self.waiting if not self._held(seq)), None)) is not None:
+            # Reserved for the longest response that the request allows. To admit more, and to retract when memory runs
+            # out, would compute prompts and responses twice.
             reserve = min(sequence.reserve(self.context_len), self.max_total_tokens)
             if not self.table.fits(reserve):
-                return
+                return  # and nobody overtakes it: a long request would otherwise wait for ever
             self.waiting.remove(sequence)
             self.table.make_room(reserve)
             tokens = np.asarray(sequence.tokens, dtype=np.int64)
+            # A shared prefix ends before the last token, whose logits give the next one, and before the first position
+            # whose logits are wanted for prompt log-probs: logits are computed, never cached.
             limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0
             if sequence.has_images:
                 tokens, limit = tokens[:0], 0
@@ -251,13 +265,15 @@ class Scheduler:
         for sequence in extending:
             key = tuple(sequence.tokens)
             plain = self.share_prefixes and not sequence.wants_input_logprobs and not sequence.has_images
+            # The samples of a group have one prompt. It is computed once; the others copy its KV and sample from the
+            # same logits, each with its own seed.
             if plain and key in leaders:
                 index = leaders[key]
                 work = works[index]
                 works[index] = Work(work.sequence, work.start, work.end, True, (*work.followers, sequence))
                 continue
             if budget <= 0:
-                continue
+                continue  # not break: a later sequence may still follow one of this step for free
             chunk = min(budget, self.score_tokens if sequence.wants_input_logprobs else budget)
             if sequence.has_images:
                 chunk = len(sequence.tokens)  # the processor's placeholders cannot be cut

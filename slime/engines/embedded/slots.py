@@ -75,13 +75,15 @@ class SlotTable:
         need = self._capacity_for(reserve)
         wanted = max(need, self.capacity)
         if need > self.capacity:
+            # All slots grow, which copies the whole cache. Doubling keeps that rare, unless it would leave too few
+            # slots for the sequences that run now.
             doubled = max(need, 2 * self.capacity)
             wanted = doubled if self.active < self._count_for(doubled) else need
         if self.active == 0 and self._count_for(wanted) < self.max_slots:
             wanted = need  # nobody needs the long slots any more: have more of them again
         if wanted != self.capacity or not self.slots:
             if wanted < self.capacity:
-                self.slots = []
+                self.slots = []  # what they hold may be longer than the new capacity
             self.capacity = wanted
             count = self._count_for(wanted)
             self.slots = self.slots[:count] + [Slot() for _ in range(count - len(self.slots))]
@@ -90,6 +92,7 @@ class SlotTable:
         """(slot, length) of the longest prefix of ``tokens[:limit]`` whose KV is here; length 0 when none."""
         best, best_length = -1, 0
         for index, slot in enumerate(self.slots):
+            # Comparing the token at the best length so far first skips most slots without comparing whole arrays.
             room = min(slot.valid, limit)
             if slot.stale or room <= best_length or slot.tokens[best_length] != tokens[best_length]:
                 continue
@@ -110,6 +113,8 @@ class SlotTable:
         self.clock += 1
         if source >= 0:
             self.slots[source].used = self.clock
+        # Moves are carried out in order, so what the target holds is saved before the copy overwrites it. When the
+        # target itself is the source, the prefix is there already.
         if source != target and self.slots[target].valid:
             self._keep_elsewhere(target, source, moves)
         if source >= 0 and source != target:
@@ -122,6 +127,7 @@ class SlotTable:
         """Save what the target slot holds in the least recently used free slot, if that one is older."""
         free = range(target + 1, len(self.slots))
         victim = min(free, key=lambda i: self.slots[i].used, default=-1)
+        # The source is about to be copied from, and what was used later is more likely to be shared again.
         if victim < 0 or victim == source or self.slots[victim].used > self.slots[target].used:
             return
         moves.append(Copy(target, victim, self.slots[target].valid))
@@ -136,7 +142,7 @@ class SlotTable:
         """
         self.clock += 1
         kept = self.slots[slot]
-        computed = 0 if kept.stale else computed
+        computed = 0 if kept.stale else computed  # KV of older weights must not reach a new sequence
         kept.tokens, kept.valid = np.asarray(tokens[:computed], dtype=np.int64), computed
         kept.stale = False
         kept.used = self.clock
@@ -152,6 +158,7 @@ class SlotTable:
         """Drop every shareable prefix."""
         for slot in self.slots[self.active :]:
             slot.valid = 0
+        # Running sequences may go on with the KV that they have (pause mode in_place), but nobody may share it.
         for slot in self.slots[: self.active]:
             slot.stale = True
 

@@ -68,6 +68,7 @@ class Weights:
     def load(self, tensors: Iterable[NamedTensor]) -> int:
         """Copy tensors in; returns how many. Nothing is written when a name or shape is wrong."""
         pairs = [(name, self.resolve(name), tensor) for name, tensor in tensors]
+        # All shapes are checked before the first copy, so a wrong request leaves the weights of one version.
         for name, view, tensor in pairs:
             if view.shape != tensor.shape:
                 raise WeightError(f"{name!r} has shape {tuple(tensor.shape)}, the model has {tuple(view.shape)}")

@@ -69,6 +69,9 @@ class DeltaTransport:
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
         result = SendResult()
+        # All files are written while the engines still generate; the window opens after that. Engines that hold the
+        # base version load the delta, the others the full version. An engine that refuses the delta (its copy is of
+        # another version, or files were damaged) gets the full version within the same window.
         base = self.copy.version if update.allow_delta else None
         current = {e.url for e in engines if base is not None and self._infos[e.url].weight_version == base}
         old, self._published = self._published, []
@@ -108,7 +111,7 @@ class DeltaTransport:
         manifest = Manifest(update.version, base, self.encoding, self.checksum)
         path = self.folder / f"delta_v{update.version}"
         comparable = base is not None
-        self.copy.version = None
+        self.copy.version = None  # until all buckets are in: a gathering that fails leaves a mix
         with ThreadPoolExecutor(_PACKERS, thread_name_prefix="weights-pack") as pool:
             async with publishing(self.folder, path.name) as aside:
                 packing: list[Future[tuple[PublishedBucket, int]]] = []

@@ -76,6 +76,8 @@ class DistributedTransport:
         sending: asyncio.Task[Failures] | None = None
         ready = list(engines)
         try:
+            # One broadcast at a time: engines serve one weight request after the other. The next bucket is gathered
+            # meanwhile, on the trainer's thread.
             async for bucket in stream(update.buckets):
                 if sending is None and open_window is not None:
                     ready = await self._regrouped(await open_window(), result)
@@ -177,9 +179,11 @@ class DistributedTransport:
         """
         theirs: dict[str, asyncio.Future[None]] = {url: asyncio.ensure_future(call) for url, call in calls.items()}
         everything: list[asyncio.Future[T] | asyncio.Future[None]] = [ours, *theirs.values()]
+        # FIRST_EXCEPTION: when one side fails, the other would wait for it up to the deadline.
         _, late = await asyncio.wait(everything, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
         if not late and not any(future.exception() for future in everything):
             return {}
+        # Noted before giving up, which makes engines fail that were well until then.
         refused = {url: error for url, future in theirs.items() if (error := _error(future))}
         await give_up()
         _, stuck = await asyncio.wait(theirs.values(), timeout=self.grace)

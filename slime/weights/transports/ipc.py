@@ -76,6 +76,9 @@ class IpcTransport:
         alive = list(engines)
         loading: asyncio.Task[Failures] | None = None
         try:
+            # Three things overlap: the trainer's thread gathers bucket n + 2, this loop stages bucket n + 1, and the
+            # engines load bucket n. The window opens only when the first bucket is staged, so that engines do not stand
+            # still while the trainer gathers.
             async for bucket in stream(update.buckets):
                 staged = await asyncio.to_thread(stage, bucket, self._spare, self._files)
                 if loading is None and open_window is not None:
@@ -122,6 +125,7 @@ class IpcTransport:
                 left = [engine.url for engine in engines if engine.url not in failed]
                 await asyncio.to_thread(peers.loaded, bucket.index, left, bool(failed))
         finally:
+            # Also where this task is cancelled: then nobody knows which engines have the buffer open.
             self._take_back(staged, bool(failed))
         return failed
 
@@ -162,7 +166,7 @@ def stage(bucket: Bucket, spare: list[Buffer], files: FileList) -> Staged:
     device = bucket.tensors[0][1].device
     buffer = _buffer(max(size, 1), device, spare, files)
     flat = flatten(bucket.tensors, entries, max(size, 1), buffer.flat)
-    if device.type == "cuda":
+    if device.type == "cuda":  # the engine reads from another process, which no stream of ours orders
         torch.cuda.current_stream(device).synchronize()
     return Staged(Bucket(bucket.index, [(e.name, e.view(flat)) for e in entries], bucket.last, flat), buffer)
 
