@@ -54,8 +54,8 @@ class Probe:
 
 def probe_tokens(vocab_size: int, seed: int = 0, length: int = PROBE_LENGTH) -> list[int]:
     """The fixed sequence: random ids, the same for the whole run and on every machine."""
-    draw = random.Random(derive_seed(seed, "weight-probe"))
-    return [draw.randrange(vocab_size) for _ in range(length)]
+    generator = random.Random(derive_seed(seed, "weight-probe"))
+    return [generator.randrange(vocab_size) for _ in range(length)]
 
 
 @dataclass
@@ -151,7 +151,7 @@ async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
     """The engine's log-prob of each token but the first, through ``/generate``."""
     request = {
         "input_ids": list(tokens),
-        # Not greedy: among requests that are not, SGLang would draw all with top-k, whose kernel it compiles first.
+        # Not greedy: among requests that are not, SGLang would sample all with top-k, whose kernel it compiles first.
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,

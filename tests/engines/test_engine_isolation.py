@@ -14,10 +14,10 @@ import pytest
 from served_engine import Served, served
 
 from slime.engines.embedded import engine as engine_module
-from slime.engines.embedded.sampling import draw
+from slime.engines.embedded.sampling import sample_tokens
 
 Fault = Callable[[list[Any]], bool]
-"""Whether the draw for these sequences raises."""
+"""Whether sampling for these sequences raises."""
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     def faulty(logits: Any, sequences: list[Any], eos: Any) -> Any:
         if fault(list(sequences)):
             raise ZeroDivisionError("injected")
-        return draw(logits, sequences, eos)
+        return sample_tokens(logits, sequences, eos)
 
-    monkeypatch.setattr(engine_module, "draw", faulty)
+    monkeypatch.setattr(engine_module, "sample_tokens", faulty)
 
 
 def body(number: int, rid: str = "", **more: Any) -> dict[str, Any]:

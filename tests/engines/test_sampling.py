@@ -9,7 +9,7 @@ from engine_drivers import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.engines.embedded.sampling import draw, inverse_cdf, token_logprobs, uniforms
+from slime.engines.embedded.sampling import inverse_cdf, sample_tokens, token_logprobs, uniforms
 
 
 def test_uniforms_depend_on_seed_and_step_only() -> None:
@@ -48,7 +48,7 @@ def test_inverse_cdf_at_the_edges() -> None:
 
 def frequencies(count: int, logits: torch.Tensor, **params: object) -> np.ndarray:
     sequences = [make([1], seed=seed, **params) for seed in range(count)]  # type: ignore[arg-type]
-    drawn = draw(logits.repeat(count, 1), sequences, frozenset())
+    drawn = sample_tokens(logits.repeat(count, 1), sequences, frozenset())
     return np.bincount([one.token for one in drawn], minlength=logits.shape[0]) / count
 
 
@@ -85,7 +85,7 @@ def test_top_p_beyond_the_candidates_sorts_everything() -> None:
 def test_logprobs_are_of_the_whole_distribution_at_the_temperature() -> None:
     sequences = [make([1], temperature=0.7, top_k=2), make([1], temperature=0.0), make([1])]
     logits = torch.randn(3, 50)
-    drawn = draw(logits.clone(), sequences, frozenset())
+    drawn = sample_tokens(logits.clone(), sequences, frozenset())
     for one, row, temperature in zip(drawn, logits, (0.7, 1.0, 1.0), strict=True):
         expected = torch.log_softmax(row / temperature, -1)[one.token]
         assert one.logprob == pytest.approx(float(expected), abs=1e-6)
@@ -109,7 +109,7 @@ def test_penalties_and_bias() -> None:
         expected[token] = expected[token] / 2 if expected[token] > 0 else expected[token] * 2
     expected[5] -= 0.5 * 2 + 0.25
     expected[4] += 1.5
-    (one,) = draw(logits[None].clone(), [sequence], frozenset())
+    (one,) = sample_tokens(logits[None].clone(), [sequence], frozenset())
     assert one.logprob == pytest.approx(float(torch.log_softmax(expected, -1)[one.token]), abs=1e-6)
 
 
@@ -117,15 +117,15 @@ def test_no_end_before_min_new_tokens() -> None:
     logits = torch.zeros(1, 6)
     logits[0, 2] = logits[0, 3] = 50.0
     sequence = make([1], min_new_tokens=1, stop_token_ids=frozenset({3}))
-    assert draw(logits.clone(), [sequence], frozenset({2}))[0].token not in (2, 3)
+    assert sample_tokens(logits.clone(), [sequence], frozenset({2}))[0].token not in (2, 3)
     sequence.tokens.append(0)
-    assert draw(logits.clone(), [sequence], frozenset({2}))[0].token in (2, 3)
+    assert sample_tokens(logits.clone(), [sequence], frozenset({2}))[0].token in (2, 3)
 
 
 def test_top_logprobs_and_asked_ids() -> None:
     sequence = make([1], top=2)
     sequence.request.token_ids_logprob = [4, 0]
-    (one,) = draw(LOGITS[None].clone(), [sequence], frozenset())
+    (one,) = sample_tokens(LOGITS[None].clone(), [sequence], frozenset())
     expected = torch.log_softmax(LOGITS, -1)
     assert [token for _, token in one.top] == [0, 4]
     assert one.chosen == [(pytest.approx(float(expected[4])), 4), (pytest.approx(float(expected[0])), 0)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.engines.embedded.protocol import BadRequest, GenerateRequest, SamplingParams
-from slime.engines.embedded.scheduler import Drawn, Plan, Scheduler
+from slime.engines.embedded.scheduler import Plan, SampledToken, Scheduler
 from slime.engines.embedded.sequence import Sequence, VersionEvent, version_spans
 from slime.engines.embedded.slots import Copy
 
@@ -56,7 +56,7 @@ def step(scheduler: Scheduler, cache: PretendedCache, check_epoch: bool = True) 
     assert plan.works
     assert [seq.slot for seq in scheduler.running] == list(range(len(scheduler.running)))
     cache.carry_out(plan, check_epoch)
-    drawn = [Drawn((sum(seq.tokens) * 7 + len(seq.tokens)) % 5, -0.5) for seq in plan.sampled]
+    drawn = [SampledToken((sum(seq.tokens) * 7 + len(seq.tokens)) % 5, -0.5) for seq in plan.sampled]
     return scheduler.commit(plan, drawn)
 
 
@@ -78,7 +78,7 @@ def test_identical_prompts_are_computed_once() -> None:
     assert plan is not None and not plan.decode
     assert [(work.start, work.end, len(work.followers)) for work in plan.works] == [(0, 5, 7)]
     assert len(plan.sampled) == 8
-    scheduler.commit(plan, [Drawn(i, 0.0) for i in range(8)])
+    scheduler.commit(plan, [SampledToken(i, 0.0) for i in range(8)])
     assert [seq.cached_tokens for seq in scheduler.running] == [0] + [5] * 7
 
 
@@ -115,7 +115,7 @@ def test_long_prompts_come_in_chunks_and_decoding_takes_turns_with_them() -> Non
         assert plan is not None
         kinds.append(plan.decode)
         cache.carry_out(plan, True)
-        scheduler.commit(plan, [Drawn(1, 0.0) for _ in plan.sampled])
+        scheduler.commit(plan, [SampledToken(1, 0.0) for _ in plan.sampled])
     assert kinds == [True, False, True, False, True, False]
 
 
@@ -153,7 +153,7 @@ def test_stop_string_beats_stop_token_beats_length() -> None:
         scheduler.add(seq)
     plan = scheduler.plan()
     assert plan is not None
-    scheduler.commit(plan, [Drawn(3, 0.0)] * 3)
+    scheduler.commit(plan, [SampledToken(3, 0.0)] * 3)
     assert string.finish_reason == {"type": "stop", "matched": "x"}
     assert token.finish_reason == {"type": "stop", "matched": 3}
     assert length.finish_reason == {"type": "length", "length": 1}

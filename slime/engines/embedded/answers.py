@@ -89,7 +89,7 @@ def build_answer(
 
 
 def _nuclei(nuclei: list[list[int]]) -> tuple[str, str]:
-    """Ids and offsets, both int32 in base64; token ``t`` was drawn from ``ids[offsets[t]:offsets[t + 1]]``."""
+    """Ids and offsets, both int32 in base64; token ``t`` was sampled from ``ids[offsets[t]:offsets[t + 1]]``."""
     ids = np.array([token for nucleus in nuclei for token in nucleus], np.int32)
     offsets = np.cumsum([0, *map(len, nuclei)]).astype(np.int32)
     return base64.b64encode(ids.tobytes()).decode(), base64.b64encode(offsets.tobytes()).decode()

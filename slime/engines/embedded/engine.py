@@ -15,8 +15,8 @@ import torch
 from slime.engines.embedded.memory import Memory
 from slime.engines.embedded.protocol import GenerateRequest, SamplingParams
 from slime.engines.embedded.runner import Logits, Runner
-from slime.engines.embedded.sampling import draw, score_prompt
-from slime.engines.embedded.scheduler import Drawn, Plan, Scheduler
+from slime.engines.embedded.sampling import sample_tokens, score_prompt
+from slime.engines.embedded.scheduler import Plan, SampledToken, Scheduler
 from slime.engines.embedded.sequence import FinishReason, Sequence, aborted
 from slime.engines.embedded.weights import WeightError, Weights
 
@@ -245,13 +245,13 @@ class Engine:
         if plan is None:
             return False
         try:
-            drawn = self._compute(plan)
-            finished = self.scheduler.commit(plan, drawn)
+            sampled = self._compute(plan)
+            finished = self.scheduler.commit(plan, sampled)
         except Exception as error:
             self._isolate(plan, error)
             return True
         self.steps += 1
-        self.generated_tokens += len(drawn)
+        self.generated_tokens += len(sampled)
         self.last_step = time.monotonic()
         for sequence in plan.sampled:
             if sequence.request.stream and sequence.finish_reason is None:
@@ -266,7 +266,8 @@ class Engine:
         """A step failed. Find the sequence that is to blame, and end that one only.
 
         Everything is taken out of the KV cache and computed again: first a sequence that is known to be good, then
-        those of the plan, each alone. Samples stay the same, because draws depend on seed and position only.
+        those of the plan, each alone. The same tokens are sampled again, because sampling depends on seed and position
+        only.
 
         Raises:
             Exception: the failure is the engine's own: the good sequence fails as well, or it happened
@@ -296,7 +297,7 @@ class Engine:
         self.scheduler.alone = None
 
     def _next_suspect(self) -> None:
-        """Choose whom the next steps compute alone; nobody once all suspects have drawn a token."""
+        """Choose the sequence that the next steps compute alone; none once a token was sampled for each suspect."""
         scheduler = self.scheduler
         while True:
             alone = scheduler.alone
@@ -307,7 +308,7 @@ class Engine:
                 return
 
     def _clear(self, sampled: list[Sequence]) -> None:
-        """A step succeeded: who drew a token in it is no suspect any more."""
+        """A step succeeded: a sequence that got a token in it is no suspect any more."""
         if self.scheduler.alone is None:
             self._unexplained = 0
         elif self.scheduler.alone in sampled:
@@ -315,7 +316,7 @@ class Engine:
             if not self._suspects and not self._blamed:
                 self._unexplained += 1
 
-    def _compute(self, plan: Plan) -> list[Drawn]:
+    def _compute(self, plan: Plan) -> list[SampledToken]:
         rows: dict[int, torch.Tensor] = {}  # by work
         for logits in self.runner.run(plan):
             self._score(plan, logits)
@@ -323,11 +324,11 @@ class Engine:
                 if plan.works[owner].sample and position == plan.works[owner].end - 1:
                     rows[owner] = logits.values[row]
             if len(logits.owners) == len(plan.works) == len(plan.sampled) and len(rows) == len(plan.works):
-                return draw(logits.values, plan.sampled, self.scheduler.eos_token_ids)  # all rows, in order
+                return sample_tokens(logits.values, plan.sampled, self.scheduler.eos_token_ids)  # all rows, in order
         picked = [rows[i] for i, work in enumerate(plan.works) if work.sample for _ in (0, *work.followers)]
         if not picked:
             return []
-        return draw(self.runner.stack(picked), plan.sampled, self.scheduler.eos_token_ids)
+        return sample_tokens(self.runner.stack(picked), plan.sampled, self.scheduler.eos_token_ids)
 
     def _score(self, plan: Plan, logits: Logits) -> None:
         """Prompt log-probs of the sequences that want them."""

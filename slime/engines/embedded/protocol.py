@@ -95,7 +95,7 @@ class GenerateRequest:
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] = field(default_factory=list)
     return_text_in_logprobs: bool = False
-    return_top_p_token_ids: bool = False  # what each token was drawn from; its log-prob is then over these alone
+    return_top_p_token_ids: bool = False  # what each token was sampled from; its log-prob is then over these alone
     stream: bool = False
     images: list[object] = field(default_factory=list)  # as they came, until they have been read
     image_inputs: Mapping[str, object] | None = None  # what the processor made of the images
@@ -159,7 +159,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
 
     ``text`` or ``input_ids`` may hold one prompt or a list of them; every other field holds one value for
     all or a list with one per prompt. ``n > 1`` repeats each prompt, answers in prompt-major order; sample
-    ``i`` of a seeded request draws with ``sampling_seed + i``.
+    ``i`` of a seeded request is sampled with ``sampling_seed + i``.
     """
     body = fields.json_object(body, "the body")
     text, input_ids = body.get("text"), body.get("input_ids")

@@ -1,7 +1,7 @@
-"""Drawing tokens from logits, and the log-probs of what was drawn.
+"""Sampling tokens from logits, and the log-probs of the sampled tokens.
 
-The draw for output token ``t`` of a request is one uniform number that depends on its seed and ``t`` only,
-taken through the inverse of the cumulative distribution: no sort is needed unless the request filters.
+Output token ``t`` of a request is sampled with one uniform number that depends on its seed and ``t`` only, taken
+through the inverse of the cumulative distribution: no sort is needed unless the request filters.
 Log-probs are those of the whole distribution at the request's temperature, as SGLang returns them; with
 ``return_top_p_token_ids`` those of what the filters left, which the trainer then scores again.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import torch
 
-from slime.engines.embedded.scheduler import Drawn
+from slime.engines.embedded.scheduler import SampledToken
 from slime.engines.embedded.sequence import Sequence
 
 _BLOCK = 128  # the cumulative sum is taken over blocks first
@@ -39,8 +39,8 @@ def _mix(state: np.ndarray) -> np.ndarray:
 
 
 @torch.inference_mode()
-def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -> list[Drawn]:
-    """Draw one token per sequence.
+def sample_tokens(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -> list[SampledToken]:
+    """Sample one token per sequence.
 
     Args:
         logits: ``[rows ≥ len(sequences), vocab]``; rows beyond the sequences are padding. Overwritten.
@@ -57,8 +57,8 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -
     best = scores.argmax(dim=-1)
     tokens, nuclei = _choose(probs, best, sequences)
     logprobs = token_logprobs(scores, probs, best, torch.tensor(tokens, device=probs.device)).tolist()
-    drawn = [Drawn(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
-    for row, (seq, one) in enumerate(zip(sequences, drawn, strict=True)):
+    sampled = [SampledToken(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    for row, (seq, one) in enumerate(zip(sequences, sampled, strict=True)):
         request = seq.request
         if request.return_top_p_token_ids:
             one.nucleus = nuclei[row].tolist()
@@ -66,7 +66,7 @@ def draw(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -
         if request.top_logprobs_num or request.token_ids_logprob:
             row_logprobs = torch.log_softmax(scores[row], dim=-1)
             one.top, one.chosen = top_and_chosen(row_logprobs, request.top_logprobs_num, request.token_ids_logprob)
-    return drawn
+    return sampled
 
 
 def token_logprobs(scores: torch.Tensor, probs: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _penalise(row: torch.Tensor, seq: Sequence) -> None:
 def _choose(
     probs: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]
 ) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """A token per sequence, and by row the ids that a filtered one was drawn from."""
+    """A token per sequence, and by row the ids that a filtered one was sampled from."""
     count = len(sequences)
     tokens = [0] * count
     nuclei: dict[int, torch.Tensor] = {}
@@ -151,7 +151,7 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """``[rows]`` int64: the token at which the cumulative sum of ``probs`` (``[rows, vocab]``) passes ``uniform``.
 
     Sums of blocks first, in float64, then the one block that the number falls into: two small passes instead
-    of a cumulative sum over the vocabulary. A token of probability zero is never drawn.
+    of a cumulative sum over the vocabulary. A token of probability zero is never sampled.
     """
     rows, vocab = probs.shape
     blocks = -(-vocab // _BLOCK)

@@ -25,7 +25,7 @@ MatchStop = Callable[[Sequence], str | None]
 class Work:
     """Compute ``tokens[start:end]`` of a sequence; ``sample`` when that reaches its last token.
 
-    ``followers`` have the same tokens: they get a copy of the KV, and draw from the same logits.
+    ``followers`` have the same tokens: they get a copy of the KV, and sample from the same logits.
     """
 
     sequence: Sequence
@@ -47,13 +47,13 @@ class Plan:
 
     @property
     def sampled(self) -> list[Sequence]:
-        """Who draws a token, in the order of the sampler's rows."""
+        """The sequences for which a token is sampled, in the order of the sampler's rows."""
         return [seq for work in self.works if work.sample for seq in (work.sequence, *work.followers)]
 
 
 @dataclass
-class Drawn:
-    """What one sequence drew in a step."""
+class SampledToken:
+    """The token that one sequence got in a step."""
 
     token: int
     logprob: float
@@ -285,8 +285,8 @@ class Scheduler:
                 leaders[key] = len(works) - 1
         return works
 
-    def commit(self, plan: Plan, drawn: list[Drawn]) -> list[Sequence]:
-        """Take the drawn tokens in; returns the sequences that finished, now without a slot."""
+    def commit(self, plan: Plan, tokens: list[SampledToken]) -> list[Sequence]:
+        """Append the sampled tokens; returns the sequences that finished, now without a slot."""
         for work in plan.works:
             work.sequence.computed = work.end
             for follower in work.followers:
@@ -296,9 +296,9 @@ class Scheduler:
                 if not plan.decode:
                     self.table.note_computed(sequence.slot, sequence.computed)
         finished = []
-        for sequence, draw in zip(plan.sampled, drawn, strict=True):
+        for sequence, sampled in zip(plan.sampled, tokens, strict=True):
             if sequence.request.params.max_new_tokens > 0:
-                self._append(sequence, draw)
+                self._append(sequence, sampled)
             self._check_finish(sequence)
             if sequence.finish_reason is not None:
                 finished.append(sequence)
@@ -306,15 +306,15 @@ class Scheduler:
             self.leave(sequence)
         return finished
 
-    def _append(self, sequence: Sequence, draw: Drawn) -> None:
-        sequence.tokens.append(draw.token)
-        sequence.output_logprobs.append(draw.logprob)
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
+        sequence.tokens.append(sampled.token)
+        sequence.output_logprobs.append(sampled.logprob)
         if sequence.request.top_logprobs_num:
-            sequence.output_top.append(draw.top)
+            sequence.output_top.append(sampled.top)
         if sequence.request.token_ids_logprob:
-            sequence.output_chosen.append(draw.chosen)
+            sequence.output_chosen.append(sampled.chosen)
         if sequence.request.return_top_p_token_ids:
-            sequence.output_nuclei.append(draw.nucleus)
+            sequence.output_nuclei.append(sampled.nucleus)
 
     def _check_finish(self, sequence: Sequence) -> None:
         """A stop string beats a stop token, which beats the length: SGLang's order."""
