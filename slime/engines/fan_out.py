@@ -15,10 +15,7 @@ Failures = dict[str, Exception]
 
 
 async def on_each(
-    engines: Sequence[EngineHandle],
-    call: Callable[[EngineHandle], Awaitable[T]],
-    what: str,
-    deadline: float,
+    engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[T]], what: str, deadline: float
 ) -> tuple[dict[str, T], Failures]:
     """``call`` on all engines at the same time; returns results and failures by URL.
 

@@ -47,11 +47,7 @@ class HttpError(RuntimeError):
     """
 
     def __init__(
-        self,
-        message: str,
-        status: int | None = None,
-        retry_after: float | None = None,
-        disconnected: bool = False,
+        self, message: str, status: int | None = None, retry_after: float | None = None, disconnected: bool = False
     ) -> None:
         super().__init__(message)
         self.status, self.retry_after, self.disconnected = status, retry_after, disconnected

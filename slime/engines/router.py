@@ -16,14 +16,7 @@ from urllib.parse import urlsplit
 
 from slime.config.engine import DEFAULT_MODEL, WorkerType
 from slime.engines.http import request_blocking
-from slime.engines.process import (
-    POLL_SECONDS,
-    ServerFailed,
-    ServerProcess,
-    address_towards,
-    free_port,
-    without_proxy,
-)
+from slime.engines.process import POLL_SECONDS, ServerFailed, ServerProcess, address_towards, free_port, without_proxy
 from slime.engines.settings import RouterSettings
 
 WORKER_SECONDS = 60.0

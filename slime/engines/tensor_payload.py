@@ -111,12 +111,7 @@ def entry(bucket: Bucket) -> str:
         # SGLang reads these fields of any object, and admits this type in pickles.
         metadata.append(
             SimpleNamespace(
-                name=name,
-                shape=tensor.shape,
-                dtype=tensor.dtype,
-                start_idx=start,
-                end_idx=start + size,
-                numel=size,
+                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + size, numel=size
             )
         )
     return pickled({"flattened_tensor": buffer, "metadata": metadata})

@@ -192,10 +192,7 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
 
 
 async def probe_engines(
-    settings: WeightSyncSettings,
-    engines: Sequence[EngineHandle],
-    probe: Probe,
-    calibration: Calibration | None = None,
+    settings: WeightSyncSettings, engines: Sequence[EngineHandle], probe: Probe, calibration: Calibration | None = None
 ) -> float:
     """(a) and (b), for engines that could not generate during the sync; returns the largest difference of (a).
 

@@ -109,9 +109,7 @@ class WeightSyncError(RuntimeError):
 
 
 def iter_buckets(
-    named_tensors: Iterable[NamedTensor],
-    max_bytes: int = DEFAULT_BUCKET_BYTES,
-    transforms: Iterable[Transform] = (),
+    named_tensors: Iterable[NamedTensor], max_bytes: int = DEFAULT_BUCKET_BYTES, transforms: Iterable[Transform] = ()
 ) -> Iterator[Bucket]:
     """Cut a stream of tensors into buckets of at most ``max_bytes`` (a larger tensor goes alone).
 

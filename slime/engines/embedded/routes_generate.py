@@ -16,13 +16,7 @@ from slime.engines.embedded import attention, fields
 from slime.engines.embedded.answers import Answer, build_answer
 from slime.engines.embedded.engine import Engine, Listener, StepFailed, TooManyRequests
 from slime.engines.embedded.loading import Loaded
-from slime.engines.embedded.protocol import (
-    BadRequest,
-    GenerateBody,
-    GenerateRequest,
-    SamplingParams,
-    parse_generate,
-)
+from slime.engines.embedded.protocol import BadRequest, GenerateBody, GenerateRequest, SamplingParams, parse_generate
 from slime.engines.embedded.sequence import FinishReason, Sequence
 from slime.engines.embedded.text import StreamedText
 from slime.engines.embedded.web import LOADED, body_of, json_answer

@@ -7,15 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slime.weights.maps.layouts import (
-    COLUMNS,
-    REPLICATED,
-    ROWS,
-    Layout,
-    QueryKeyValue,
-    Stacked,
-    Vocabulary,
-)
+from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, Layout, QueryKeyValue, Stacked, Vocabulary
 
 Settings = dict[str, Any]
 """Megatron's names of flags (their ``dest``) → values, as a model script would set them."""
