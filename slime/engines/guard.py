@@ -91,12 +91,11 @@ def _living(pids: list[int]) -> list[int]:
 def _end(child: subprocess.Popen[bytes]) -> int:
     """SIGTERM, then SIGKILL after a grace."""
     child.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
-    while child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if child.poll() is None:
+    try:
+        child.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
         child.kill()
-    child.wait()
+        child.wait()
     return 0
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-from slime.engines.settings import HttpSettings
+from slime.config.engine import EngineConfig
 
 if TYPE_CHECKING:
     import aiohttp
@@ -30,7 +30,10 @@ LONGEST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
 ASKS_FOR_RETRY = (408, 429)  # a router whose queue is full answers with these
 LONGEST_RETRY_AFTER_SECONDS = 60.0
-_settings = HttpSettings()
+RETRIES = 60  # some five minutes
+PATIENT_RETRIES = 360  # with --use-fault-tolerance: as long as an engine may take to come back
+_request_seconds = float(EngineConfig.sglang_router_request_timeout_secs)
+_retries = RETRIES
 _on_fault: Callable[[], None] | None = None
 _retried = 0  # requests that were sent again, since take_retries()
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
@@ -78,13 +81,14 @@ def init_http_client(args: Args) -> None:
 
     Called once, before the first request.
     """
-    global _settings
-    _settings = HttpSettings.from_args(args)
+    global _request_seconds, _retries
+    _retries = PATIENT_RETRIES if args.use_fault_tolerance else RETRIES
+    _request_seconds = float(args.sglang_router_request_timeout_secs)
 
 
 def request_seconds() -> float:
     """What a request of this process may take, ``--sglang-router-request-timeout-secs``."""
-    return _settings.request_seconds
+    return _request_seconds
 
 
 def session() -> aiohttp.ClientSession:
@@ -139,7 +143,7 @@ async def post(url: str, payload: object, max_retries: int | None = None, header
     """POST JSON and return the decoded answer (JSON, else text).
 
     Connection loss, 5xx, 408 and 429 are tried again up to ``max_retries`` times (default:
-    :attr:`~slime.engines.settings.HttpSettings.retries`), after 0.1 s, 0.2 s, … 5 s (each with jitter, so that many
+    :data:`RETRIES`), after 0.1 s, 0.2 s, … 5 s (each with jitter, so that many
     clients do not come back at once), or later where the server says so (``Retry-After``). Any other 4xx is the
     caller's mistake and raises at once.
 
@@ -174,7 +178,7 @@ async def retrying(
         give_up: asked before each wait; when true, the error propagates.
     """
     global _retried
-    limit = _settings.retries if max_retries is None else max_retries
+    limit = _retries if max_retries is None else max_retries
     for attempt in range(limit + 1):
         try:
             return await call()

@@ -152,13 +152,10 @@ class ServerProcess:
 
 
 class EngineProcess(ServerProcess):
-    """An inference server.
-
-    Attributes:
-        bootstrap_port: where a prefill server hands over its KV; None for other servers.
-    """
+    """An inference server."""
 
     bootstrap_port: int | None = None
+    """Where a prefill server hands over its KV; None for other servers."""
 
 
 def start_embedded_engine(

@@ -154,7 +154,7 @@ def start_router(
         "sglang-router", command, f"http://{host}:{port}", log_path, without_proxy(), [(host, metrics_port)]
     )
     try:
-        router._wait(lambda: _up(router.url), lambda: "come up", READY_SECONDS)
+        router._wait(lambda: router.answers(PING_SECONDS), lambda: "come up", READY_SECONDS)
         router.add_workers([Worker(worker) if isinstance(worker, str) else worker for worker in workers])
     except BaseException:
         router.stop()
@@ -258,14 +258,6 @@ def engine_url(worker_url: str) -> str:
     """The engine's own address. With ``--router-dp-aware`` the router lists each data-parallel rank of an engine as a
     worker of its own, ``http://host:port@rank``."""
     return re.sub(r"@\d+$", "", worker_url)
-
-
-def _up(url: str) -> bool:
-    try:
-        _call("GET", f"{url}/workers")
-    except (OSError, ServerFailed):
-        return False
-    return True
 
 
 def _call(method: str, url: str, body: object = None, timeout: float = 10.0) -> Any:

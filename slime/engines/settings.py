@@ -12,9 +12,6 @@ from slime.config.passthrough import ROUTER_DEFAULTS, command_line
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-RETRIES = 60  # some five minutes
-PATIENT_RETRIES = 360  # with --use-fault-tolerance: as long as an engine may take to come back
-
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -93,21 +90,3 @@ class RouterSettings:
         if args.sglang_router_ip and args.sglang_router_port is not None:
             address = args.sglang_router_ip, args.sglang_router_port
         return cls(args.sglang_router_request_timeout_secs, args.router, address)
-
-
-@dataclass(frozen=True)
-class HttpSettings:
-    """How long and how often the HTTP client of a process tries.
-
-    Attributes:
-        request_seconds: for one request, all its tries together.
-        retries: tries after the first one.
-    """
-
-    request_seconds: float = float(EngineConfig.sglang_router_request_timeout_secs)
-    retries: int = RETRIES
-
-    @classmethod
-    def from_args(cls, args: Args) -> HttpSettings:
-        retries = PATIENT_RETRIES if args.use_fault_tolerance else RETRIES
-        return cls(float(args.sglang_router_request_timeout_secs), retries)

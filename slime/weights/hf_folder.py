@@ -15,16 +15,6 @@ from slime.models.quantized import without_quantization
 from slime.models.shards import INDEX
 from slime.models.stored import COPIED_FILES, StoredWeights, resolve_folder
 
-__all__ = [
-    "HfFolder",
-    "copy_companions",
-    "copy_config",
-    "resolve_folder",
-    "without_mtp_layers",
-    "write_tensors",
-    "zero_mtp_counts",
-]
-
 SHARD_BYTES = 4 * 1024**3
 
 

@@ -78,7 +78,9 @@ class UpdateWindow:
 
     async def pause_and_flush(self, engine: EngineHandle) -> None:
         """Pause as little as the engine's load allows, and flush its KV cache, which belongs to the old weights."""
-        mode = await self._mode_for_load(engine)
+        load = await engine.load()
+        # Where nothing runs, no mode has anything to do, and ``in_place`` is the quickest.
+        mode = self._busy_mode(engine) if load["running"] or load["waiting"] else None
         await engine.pause(mode or "in_place")
         if mode is None:
             try:
@@ -89,11 +91,6 @@ class UpdateWindow:
                 await engine.pause(mode)
         if mode != "in_place":  # requests that continue in place keep their KV cache
             await engine.flush_cache()
-
-    async def _mode_for_load(self, engine: EngineHandle) -> PauseMode | None:
-        """None when nothing runs: then no mode has anything to do, and ``in_place`` is the quickest."""
-        load = await engine.load()
-        return self._busy_mode(engine) if load["running"] or load["waiting"] else None
 
     def _busy_mode(self, engine: EngineHandle) -> PauseMode:
         """The mode that the flag asks for. By default requests keep their tokens and their KV cache is computed again,

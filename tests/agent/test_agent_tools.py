@@ -18,7 +18,6 @@ from slime.agent.tool_formats import Hermes
 from slime.agent.tool_parsers import Shown, tool_parser
 from slime.config.hooks import HookError
 from slime.data.sample import Sample
-from slime.engines.settings import HttpSettings
 from slime.rollout.state import GenerateState
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -162,7 +161,7 @@ async def test_stop_strings_end_a_turn_and_are_not_shown(endpoint: AgentServer, 
 async def test_what_an_engine_refuses_reaches_the_program_and_what_breaks_stops_the_run(
     endpoint: AgentServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slime.engines.http._settings", HttpSettings(retries=0))
+    monkeypatch.setattr("slime.engines.http._retries", 0)
     async with ScriptedEngine(make_tokenizer(), [("longer than the context length", 400), ("broken", 500)]) as engine:
         talk = Scripted(endpoint, checkpoint, engine)
         with pytest.raises(openai.BadRequestError) as refused:

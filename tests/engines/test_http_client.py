@@ -14,7 +14,6 @@ from aiohttp.test_utils import TestServer
 
 from slime.engines import http
 from slime.engines.handle import EngineHandle
-from slime.engines.settings import HttpSettings
 from slime.engines.sglang_api import EngineError, choose_api_version
 from slime.utils import async_utils, http_utils
 
@@ -193,7 +192,7 @@ def test_the_api_version_is_chosen_by_what_the_server_says() -> None:
 
 
 async def test_all_tries_of_a_users_request_have_one_limit(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_settings", HttpSettings(request_seconds=0.3))
+    monkeypatch.setattr(http, "_request_seconds", 0.3)
     flaky.script = [500] * 10_000
     with pytest.raises(http.HttpError, match=r"no answer in 0.3 s \(--sglang-router-request-timeout-secs\)"):
         await http_utils.post(flaky.url, 1, max_retries=10_000)

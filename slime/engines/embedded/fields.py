@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar, overload
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -108,11 +108,7 @@ def json_object(value: object, name: str) -> dict[str, object]:
     return value
 
 
-@overload
-def take(body: Mapping[str, object], name: str, check: Check[T]) -> T | None: ...
-@overload
-def take(body: Mapping[str, object], name: str, check: Check[T], default: D) -> T | D: ...
-def take(body: Mapping[str, object], name: str, check: Check[T], default: D | None = None) -> T | D | None:
+def take(body: Mapping[str, object], name: str, check: Check[T], default: D) -> T | D:
     """A field's checked value; ``default`` where it is missing or null."""
     value = body.get(name)
     return default if value is None else check(value, name)

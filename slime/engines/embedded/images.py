@@ -122,15 +122,12 @@ def load_image(item: object, allow_urls: bool = False) -> Image:
 def _image_bytes(item: str, allow_urls: bool) -> bytes:
     if item.startswith("data:"):
         return _decoded(item.partition(",")[2])
-    if allow_urls and (item.startswith(("http://", "https://", "file:")) or _is_file(item)):
+    is_file = len(item) < 4096 and allow_urls and Path(item).expanduser().is_file()
+    if allow_urls and (item.startswith(("http://", "https://", "file:")) or is_file):
         return _fetched(item)
     if ":" in item[:8] or "." in item[:4096] or "~" in item[:4096]:  # in no base64; files are not even looked for
         raise BadRequest("image_data takes base64 or data: URLs; URLs and paths need the server's --allow-image-urls")
     return _decoded(item)
-
-
-def _is_file(item: str) -> bool:
-    return len(item) < 4096 and Path(item).expanduser().is_file()
 
 
 def _decoded(text: str) -> bytes:

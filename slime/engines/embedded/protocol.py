@@ -22,7 +22,7 @@ _GREEDY_BELOW = 1e-6
 _NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
 _INT32 = 2**31 - 1
 _penalty = fields.number(lambda value: -2 <= value <= 2, "must be in [-2, 2]")
-_SAMPLING: dict[str, Check[object]] = {
+SAMPLING_CHECKS: dict[str, Check[object]] = {
     "max_new_tokens": fields.whole(0, _INT32),
     "min_new_tokens": fields.whole(0, _INT32),
     "stop": fields.one_or_list(fields.text(MAX_STOP_CHARACTERS), MAX_STOP_STRINGS),
@@ -128,10 +128,10 @@ def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_p
             raise BadRequest(f"{where}{name} is not supported by the embedded engine")
     for name in ("custom_params", "stream_interval"):
         given.pop(name, None)
-    unknown = sorted(set(given) - set(_SAMPLING))
+    unknown = sorted(set(given) - set(SAMPLING_CHECKS))
     if unknown:
         raise BadRequest(f"unknown {where.rstrip('.')}: {', '.join(unknown)[:200]}")
-    values: dict[str, Any] = {name: _SAMPLING[name](value, where + name) for name, value in given.items()}
+    values: dict[str, Any] = {name: SAMPLING_CHECKS[name](value, where + name) for name, value in given.items()}
     values["stop"] = tuple(text for text in values.get("stop", ()) if text)
     values["stop_token_ids"] = frozenset(values.get("stop_token_ids", ()))
     values["logit_bias"] = _logit_bias(values.get("logit_bias", {}), vocab_size, where)

@@ -195,13 +195,11 @@ async def send_events(
         async for number, answer in answers:
             content = {"index": number, **answer} if index else answer
             await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
-    except BadRequest as error:
-        content = {"error": {"message": str(error), "type": "invalid_request_error", "code": 400}}
-        await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
-    except (StepFailed, TooManyRequests) as error:
-        code = 500 if isinstance(error, StepFailed) else 503
-        content = {"error": {"message": str(error), "type": "server_error", "code": code}}
-        await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
+    except (BadRequest, StepFailed, TooManyRequests) as error:  # the status has been sent as 200
+        code = 503 if isinstance(error, TooManyRequests) else 500 if isinstance(error, StepFailed) else 400
+        kind = "invalid_request_error" if code == 400 else "server_error"
+        failure = {"error": {"message": str(error), "type": kind, "code": code}}
+        await response.write(b"data: " + orjson.dumps(failure) + b"\n\n")
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

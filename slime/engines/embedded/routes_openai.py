@@ -12,7 +12,13 @@ from aiohttp import web
 from slime.engines.embedded import fields
 from slime.engines.embedded.answers import Answer, MetaInfo
 from slime.engines.embedded.loading import Loaded
-from slime.engines.embedded.protocol import BadRequest, GenerateBody, parse_generate, parse_sampling_params
+from slime.engines.embedded.protocol import (
+    SAMPLING_CHECKS,
+    BadRequest,
+    GenerateBody,
+    parse_generate,
+    parse_sampling_params,
+)
 from slime.engines.embedded.routes_generate import (
     answers_as_they_come,
     check_length,
@@ -29,22 +35,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["chat.completion", "text_completion"]
 routes = web.RouteTableDef()
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
-    "stop_token_ids",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "ignore_eos",
-    "skip_special_tokens",
-    "no_stop_trim",
-    "n",
-)
+_NOT_IN_OPENAI = {"max_new_tokens", "min_new_tokens", "sampling_seed", "spaces_between_special_tokens"}
+_SAMPLING = SAMPLING_CHECKS.keys() - _NOT_IN_OPENAI
 _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -53,7 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
     loaded, body = request.app[LOADED], await body_of(request)
     messages = fields.need(body, "messages", _messages)
-    tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096))
+    tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096), None)
     variables = fields.take(body, "chat_template_kwargs", _template_variables, {})
     if loaded.tokenizer.chat_template is None:
         raise BadRequest("this model has no chat template; use /v1/completions")
@@ -133,7 +125,7 @@ def _native(body: Mapping[str, object], vocab_size: int) -> dict[str, object]:
     parse_sampling_params(sampling, vocab_size, where="")  # errors with the names that the client used
     limits = [fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")]
     sampling["max_new_tokens"] = next((limit for limit in limits if limit), 128)
-    sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1))
+    sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1), None)
     wanted, most = body.get("logprobs"), fields.whole(0, vocab_size)
     if wanted is not None and type(wanted) is not bool:
         most(wanted, "logprobs")

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from aiohttp import web
 from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from slime.config.hooks import load_function
 from slime.engines.embedded.fields import list_of, need, one_of, refuse, take, text, truth, whole
-from slime.engines.embedded.process_group import join_group
 from slime.engines.embedded.protocol import BadRequest
 from slime.engines.embedded.tensor_wire import DTYPES, MAX_TENSORS, read_tensors
 from slime.engines.embedded.web import LOADED, body_of, json_answer, outcome
@@ -66,7 +68,7 @@ async def update_weights_from_tensor(request: web.Request) -> web.Response:
     """Handles to tensors (see :mod:`slime.engines.tensor_payload`), or a request to load a published delta."""
     body = await body_of(request)
     delta = need(body, "loader_request", text(65536)) if body.get("load_format") == DELTA_LOADER else None
-    version = take(body, "weight_version", _NAME)
+    version = take(body, "weight_version", _NAME, None)
     _require_open(request)
     await _abort_if_asked(request, body)
     engine, weights = request.app[LOADED].engine, request.app[LOADED].engine.weights
@@ -113,6 +115,31 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     return outcome(True, f"joined the group {name!r}")
 
 
+def join_group(
+    address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
+) -> ProcessGroup:
+    """Rendezvous at ``tcp://address:port`` and return the group; all members must call this together.
+
+    The store's keys are prefixed by ``name``, which is how SGLang's ``init_custom_process_group`` does it, so
+    members of either kind meet.
+    """
+    url = f"tcp://{address}:{port}"
+    store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=cast(Any, name),  # the alias of its type differs between torch versions
+        backend_options=None,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    return group
+
+
 def _group_name(body: Mapping[str, object]) -> str:
     return take(body, "group_name", _NAME, "weight_update_group")
 
@@ -127,10 +154,10 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
     if not len(names) == len(dtypes) == len(shapes):
         raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
-    receive = _receive_flat if take(body, "load_format", one_of(FLAT)) else _receive
+    receive = _receive_flat if take(body, "load_format", one_of(FLAT), None) else _receive
     if receive is _receive_flat:
         _require_aligned(names, dtypes, shapes)
-    version = take(body, "weight_version", _NAME)
+    version = take(body, "weight_version", _NAME, None)
     group = request.app[GROUPS].get(_group_name(body))
     if group is None:
         raise BadRequest(f"no group {_group_name(body)!r}; call /init_weights_update_group first")
@@ -204,7 +231,7 @@ def _path(value: object, name: str) -> str:
 async def update_weights_from_disk(request: web.Request) -> web.Response:
     body = await body_of(request)
     folder = Path(need(body, "model_path", _path))
-    version = take(body, "weight_version", _NAME)
+    version = take(body, "weight_version", _NAME, None)
     await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
 

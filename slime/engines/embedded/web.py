@@ -51,15 +51,12 @@ async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamRe
     """400 with a sentence for what the client can mend, 500 with a sentence for the rest."""
     try:
         return await handler(request)
-    except (BadRequest, WeightError) as error:
-        return json_answer({"error": {"message": str(error)}, "success": False, "message": str(error)}, 400)
+    except (BadRequest, WeightError, TooManyRequests, StepFailed) as error:  # the engine has logged a failed step
+        status = 503 if isinstance(error, TooManyRequests) else 500 if isinstance(error, StepFailed) else 400
+        message = str(error)
     except web.HTTPException as error:
         return json_answer({"error": {"message": f"{request.method} {request.path}: {error.reason}"}}, error.status)
-    except TooManyRequests as error:
-        return json_answer({"error": {"message": str(error)}, "success": False, "message": str(error)}, 503)
-    except StepFailed as error:  # the engine has written the traceback
-        return json_answer({"error": {"message": str(error)}, "success": False, "message": str(error)}, 500)
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
-        message = f"{type(error).__name__}: {error}"
-        return json_answer({"error": {"message": message}, "success": False, "message": message}, 500)
+        status, message = 500, f"{type(error).__name__}: {error}"
+    return json_answer({"error": {"message": message}, "success": False, "message": message}, status)

@@ -99,7 +99,8 @@ class PeerLink:
 
     def _tell(self, message: Mapping[str, object]) -> None:
         for peer in self.peers:
-            self._post(f"{self.token}/orders/{peer}", message)
+            key = f"{self.token}/orders/{peer}"
+            self._put(f"{key}/{self._next(key)}", message)
 
     # --- a peer ------------------------------------------------------------------------------
 
@@ -128,9 +129,6 @@ class PeerLink:
 
     def _place(self, rank: int, index: int, url: str) -> str:
         return f"{self.token}/bucket/{rank}/{index}/{url}"
-
-    def _post(self, key: str, value: Mapping[str, object]) -> None:
-        self._put(f"{key}/{self._next(key)}", value)
 
     def _put(self, key: str, value: Mapping[str, object]) -> None:
         self.store.set(key, json.dumps(value))
