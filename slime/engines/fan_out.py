@@ -1,4 +1,4 @@
-"""The same call on several engines at once, and who failed it."""
+"""The same call on several engines at once, and the engines that failed it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.engines.sglang_api import EngineError
 
 T = TypeVar("T")
 Failures = dict[str, Exception]
-"""Engine URL to what went wrong there."""
+"""Engine URL to the error of that engine."""
 
 
 async def on_each(

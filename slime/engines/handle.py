@@ -51,7 +51,7 @@ class EngineHandle:
         return (self._api or EMBEDDED).capabilities
 
     async def connect(self) -> ApiVersion:
-        """Ask the engine what it is, once."""
+        """Ask the engine which API version it speaks. It is asked once; later calls return the same answer."""
         if self._api is None:
             said = await self._get("/server_info")
             self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
@@ -110,7 +110,7 @@ class EngineHandle:
         return {name: sum(int(rank.get(field) or 0) for rank in ranks) for name, field in fields.items()}
 
     async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all when ``request_id`` is None; they answer with what they have."""
+        """End one request, or all when ``request_id`` is None; their answers hold the tokens so far."""
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def pause(self, mode: PauseMode) -> None:

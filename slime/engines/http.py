@@ -270,7 +270,7 @@ def _decode(raw: bytes) -> Any:
 
 
 def _error_text(raw: bytes) -> str:
-    """The sentence inside an error body, in any of the forms that SGLang, the router and we use."""
+    """The message of an error body, in any of the forms that SGLang, its router and slime use."""
     content = _decode(raw)
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and content.get(key):

@@ -31,7 +31,7 @@ SECONDS_PER_WORKER = 0.5  # more for each worker that is registered together wit
 
 @dataclass(frozen=True)
 class Worker:
-    """An engine as a router sees it.
+    """An engine behind a router.
 
     Attributes:
         model: the served model, and so the router that it stands behind.
@@ -45,13 +45,13 @@ class Worker:
 
 
 class Router:
-    """A router that runs somewhere; workers come and go through its own HTTP interface."""
+    """A running router; workers are added and removed through its HTTP interface."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def workers(self) -> list[dict[str, Any]]:
-        """What the router knows: ``id``, ``url``, ``is_healthy``, … per worker."""
+        """What the router reports of each worker: ``id``, ``url``, ``is_healthy``, …"""
         return list(_call("GET", f"{self.url}/workers")["workers"])
 
     def add_workers(self, workers: Sequence[Worker], deadline: float = WORKER_SECONDS) -> None:
@@ -108,7 +108,7 @@ class Router:
 
 
 class RouterProcess(ServerProcess, Router):
-    """A router of ours."""
+    """A router that slime started."""
 
     def _lives(self) -> bool:
         return self.alive()
@@ -197,7 +197,7 @@ class Routers:
 
     @property
     def url(self) -> str:
-        """Of the first model's router."""
+        """The URL of the first model's router."""
         return next(iter(self.by_model.values())).url
 
     def add_worker(self, worker: Worker) -> None:
@@ -211,7 +211,7 @@ class Routers:
             router.remove_worker(url)
 
     def dead(self) -> list[tuple[str, str]]:
-        """Model and last words of our routers that ended, or that live and have not answered the last
+        """The model and the last log lines of each router of ours that has ended, or has not answered the last
         :data:`MOST_MISSED_PINGS` calls."""
         found = []
         for model, router in self.by_model.items():

@@ -1,4 +1,4 @@
-"""What the servers and clients of this room need of the flags."""
+"""The flags that engines and routers need, as values."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Handle(NamedTuple):
 
 @dataclass
 class Announcement:
-    """What the first rank made of a version.
+    """The outcome of a version on the first rank of a node.
 
     Attributes:
         outcome: ``ready`` or ``failed``; ``alone`` where shared memory is too small for a copy, so that
@@ -80,7 +80,7 @@ class Node:
         os.replace(aside, self.file)
 
     def wait(self) -> Announcement:
-        """What the first rank announced.
+        """Wait for the announcement of the first rank and return it.
 
         Raises:
             RuntimeError: it died before it announced anything, or the deadline has passed.

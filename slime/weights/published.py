@@ -77,7 +77,7 @@ class Manifest:
 
 @dataclass
 class Status:
-    """What one rank of an engine made of a version.
+    """The outcome of loading a version on one rank of an engine.
 
     ``wrong_base``: it holds another version than the delta was made against, and changed nothing.
     ``failed``: the files were damaged or did not fit; it changed nothing, unless the engine itself failed to load.
@@ -97,7 +97,7 @@ class Status:
 
     @classmethod
     def read(cls, prefix: str) -> list[Status]:
-        """Of all ranks that reported under ``prefix``."""
+        """The reports of all ranks under ``prefix``."""
         place = Path(prefix)
         return [cls(**json.loads(path.read_text())) for path in sorted(place.parent.glob(f"{place.name}.*.json"))]
 
@@ -158,7 +158,7 @@ class Request:
 
 
 def request(folder: Path, reports: str, number: int, ranks: int = 1, seconds: float = 600.0) -> str:
-    """What an engine is told: the folder to load, and under which name beside it to report.
+    """The request to an engine: the folder to load, and the name beside it under which to report.
 
     Args:
         reports: a name from :func:`reports_folder`; the sender makes the folder in ``folder.parent``.

@@ -1,4 +1,4 @@
-"""What a weight sync needs of the flags."""
+"""The flags that a weight sync needs, as one value."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Plan:
-    """What the engines said before anything was sent."""
+    """What is known of the engines before anything is sent."""
 
     reached: list[EngineHandle]
     infos: dict[str, EngineInfo]
@@ -207,7 +207,7 @@ class _Sender:
         return all(version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held)
 
     def _digest(self, tensors: list[NamedTensor], plan: _Plan) -> None:
-        """Note what the engines will have to show, for those that can."""
+        """Note the digests that engines will have to show, for those that can show any."""
         if not self.settings.audit:
             return
         if any(engine.capabilities.named_checksums for engine in plan.reached):
@@ -314,5 +314,5 @@ def _finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
 
 
 def _has_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether the engine keeps these very bytes (a tensor that is sent in another dtype is cast there)."""
+    """Whether the engine keeps exactly these bytes (it casts a tensor that is sent in another dtype)."""
     return dtype is None or tensor.dtype == dtype or not tensor.is_floating_point()

@@ -71,7 +71,7 @@ class WeightUpdate:
 
 @dataclass
 class UpdateReport:
-    """What one sync cost. Seconds are wall time on the sending rank."""
+    """The figures of one sync. Seconds are wall time on the sending rank."""
 
     version: str
     transport: str

@@ -1,4 +1,4 @@
-"""The time in which the engines are paused for a weight update, and what became of each of them."""
+"""The time in which the engines are paused for a weight update, and the outcome on each of them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _PARALLEL_GRAIN = 32768  # elements from which torch splits an elementwise loop 
 
 @dataclass(frozen=True)
 class _Trial:
-    """Random rows, and where in the cache they stand."""
+    """Random rows and their places in the cache."""
 
     tokens: list[int]
     slots: list[int]
@@ -71,7 +71,7 @@ def _no_tails(runner: Runner, count: int) -> bool:
 
 
 def _agreeing(runner: Runner, counts: list[int], vocab: int, generator: torch.Generator) -> tuple[int, ...]:
-    """Those of ``counts`` that give the bits of the largest; empty when the largest depends on the place."""
+    """The counts that give the same bits as the largest one; empty when the largest depends on a row's place."""
     largest = counts[-1]
     accepted = set(counts[:-1])
     for trial in _trials(largest, vocab, generator):

@@ -36,7 +36,7 @@ MAX_UNEXPLAINED = 3  # failed steps that no sequence fails again alone, before t
 
 
 class TooManyRequests(RuntimeError):
-    """The queue is full; another try, later or elsewhere, may succeed."""
+    """The queue is full. A retry, later or on another engine, may succeed."""
 
 
 class StepFailed(RuntimeError):
@@ -92,7 +92,7 @@ class Engine:
         """Run ``function`` on the model's thread between two steps and return its result.
 
         Raises:
-            RuntimeError: the thread has ended.
+            RuntimeError: the thread of the model has ended.
         """
         assert self._loop is not None
         future: asyncio.Future[T] = self._loop.create_future()
@@ -115,7 +115,7 @@ class Engine:
         return await future
 
     async def submit(self, request: GenerateRequest, listener: Listener) -> Sequence:
-        """Queue a request; ``listener`` hears of it on the event loop.
+        """Queue a request; ``listener`` is called on the event loop as it proceeds.
 
         Raises:
             BadRequest: it can never fit.
@@ -168,10 +168,10 @@ class Engine:
         return result
 
     def rename_version(self, version: str) -> None:
-        """The weights are now called ``version``, without having changed.
+        """Give the weights another version without changing them.
 
         Raises:
-            WeightError: they are of no version, since an update broke off.
+            WeightError: an update broke off, so they are of no version.
         """
         if self.weights.stale:
             raise WeightError(f"{len(self.weights.stale)} tensors were not written by the last update: repeat it first")
@@ -227,7 +227,7 @@ class Engine:
             raise
 
     def _take_commands(self, block: bool) -> bool:
-        """Run what is in the inbox; with ``block`` wait for something. False at the end."""
+        """Run the commands in the inbox; with ``block``, wait for one. Returns False when the thread has to end."""
         while True:
             try:
                 command = self._inbox.get(block, IDLE_SECONDS if block else None)
@@ -263,7 +263,7 @@ class Engine:
     # --- when a step fails ---------------------------------------------------------------------
 
     def _isolate(self, plan: Plan, error: Exception) -> None:
-        """A step failed. Find the sequence that is to blame, and end that one only.
+        """Handle a step that failed: find the sequence that caused it, and end only that one.
 
         Everything is taken out of the KV cache and computed again: first a sequence that is known to be good, then
         those of the plan, each alone. The same tokens are sampled again, because sampling depends on seed and position
@@ -331,7 +331,7 @@ class Engine:
         return sample_tokens(self.runner.stack(picked), plan.sampled, self.scheduler.eos_token_ids)
 
     def _score(self, plan: Plan, logits: Logits) -> None:
-        """Prompt log-probs of the sequences that want them."""
+        """Compute the prompt log-probs of the sequences whose requests ask for them."""
         for owner, work in enumerate(plan.works):
             sequence = work.sequence
             if not sequence.wants_input_logprobs:

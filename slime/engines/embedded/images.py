@@ -42,7 +42,7 @@ class ImageReader:
         self.token_id = int(tokenizer.convert_tokens_to_ids(self.token))
 
     def prepare(self, ids: list[int], text: str | None, images: list[object]) -> tuple[list[int], dict[str, object]]:
-        """Prompt ids with all image placeholders in place, and the tensors for the model.
+        """Returns the prompt's ids with all image placeholders in place, and the tensors for the model.
 
         ``text`` holds one placeholder per image and goes through the processor. ``ids`` may hold one
         placeholder per image, or already as many as the processor would make of it; no other id is touched.

@@ -1,4 +1,4 @@
-"""From the command line's words to a running :class:`Engine`."""
+"""Builds a running :class:`Engine` from the options of the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # of what is free after loading, for 
 
 @dataclass
 class EngineOptions:
-    """What the command line says of the model side. ``max_total_tokens`` None: by free memory."""
+    """The options of the command line that concern the model. Without ``max_total_tokens``, free memory decides."""
 
     model_path: str
     dtype: str = "float32"
@@ -49,7 +49,7 @@ class EngineOptions:
 
 @dataclass
 class Loaded:
-    """A model and what talks about it."""
+    """An engine with its tokenizer, configuration and image reader."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ class Loaded:
 
 
 class UnsupportedModel(RuntimeError):
-    """The engine would compute something else than the model does."""
+    """The logits of the engine differ from those of the model."""
 
 
 def load_engine(options: EngineOptions) -> Loaded:
@@ -126,7 +126,7 @@ _PROBE_LENGTH = 12
 
 @torch.inference_mode()
 def _plain_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
-    """What transformers itself computes for a short sequence, ``[length, vocab]``."""
+    """The logits that transformers itself computes for a short sequence, ``[length, vocab]``."""
     return model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False).logits[0].float()
 
 
@@ -171,7 +171,7 @@ def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) 
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Everything that ends a text: of generation config, config and tokenizer."""
+    """The end-of-text tokens of the generation config, the config and the tokenizer."""
     ends: set[int] = set()
     generation = getattr(model, "generation_config", None)
     for source in (generation, model.config, tokenizer):
@@ -181,7 +181,7 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 
 
 def _tokens_that_fit(runner: Runner, context_len: int) -> int:
-    """KV tokens for a share of the free memory, and never less than one full context."""
+    """The number of KV tokens that fit into a share of the free memory; at least one full context."""
     runner.cache.resize(1, 64)
     _probe_step(runner, GenerateRequest("size", [0, 0], SamplingParams()), 0, 2)
     per_token = runner.cache.nbytes / (2 * 64)

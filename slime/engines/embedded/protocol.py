@@ -47,7 +47,7 @@ SAMPLING_CHECKS: dict[str, Check[object]] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one sequence may look like and when it ends. Names and defaults are SGLang's."""
+    """How the tokens of one sequence are sampled and when it ends. Names and defaults are SGLang's."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0

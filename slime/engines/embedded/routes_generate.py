@@ -87,7 +87,7 @@ async def in_thread(function: Callable[[*Arguments], T], *arguments: *Arguments)
 
 
 async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[Answer]:
-    """Generate all to the end; when that fails, or is cancelled because the client is gone, they are aborted.
+    """Generate all requests to the end. When that fails, or is cancelled because the client has gone, they are aborted.
 
     Raises:
         StepFailed: the engine could not compute one of them.
@@ -124,7 +124,7 @@ def _check_step(finish: FinishReason | None) -> None:
 
 
 class _Pieces:
-    """The answer to one request as it comes: each event tells what is new, as SGLang's incremental streams do."""
+    """Turns the events of one request into partial answers that hold what is new, as SGLang's incremental streams do."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.detokenizer, self.told = loaded.detokenizer, 0
@@ -143,7 +143,7 @@ _background: set[asyncio.Task[None]] = set()
 
 
 def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
-    """Abort without waiting: whoever waited is gone."""
+    """Abort requests without waiting for it, because the client has gone."""
     if engine.failure is not None:
         return
 
@@ -163,7 +163,7 @@ async def _stream(request: web.Request, loaded: Loaded, parsed: GenerateBody) ->
 
 
 async def answers_as_they_come(loaded: Loaded, requests: list[GenerateRequest]) -> AsyncIterator[tuple[int, Answer]]:
-    """(request number, what is new of its answer) after each step that adds to one."""
+    """Yield the index of a request and what is new in its answer, after each step that adds to it."""
     merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     def listener(index: int) -> Listener:

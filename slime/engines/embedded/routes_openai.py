@@ -195,7 +195,7 @@ def _usage(answers: list[Answer]) -> dict[str, int]:
 async def _deltas(
     loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind
 ) -> AsyncIterator[tuple[int, dict[str, object]]]:
-    """What is new of each answer, in OpenAI's form."""
+    """Yield the index of a request and what is new in its answer, in OpenAI's form."""
     chat = kind == "chat.completion"
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
         new, finish = answer["text"], answer["meta_info"]["finish_reason"]

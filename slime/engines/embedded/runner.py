@@ -92,7 +92,7 @@ class Runner:
                 yield Logits(values, owners, [block.positions[row] for row in block.wanted])
 
     def _fixed_block(self, block: Rows) -> torch.Tensor | None:
-        """A forward whose shapes are among ``row_counts``, whatever else runs."""
+        """Run one forward with a row count of ``row_counts``, whatever else is running."""
         wanted = list(block.wanted)
         block.pad(self.fixed_count(len(block)), self.cache.bin_slot)
         wanted += [len(block) - 1] * (self.fixed_count(len(wanted)) - len(wanted))
@@ -128,7 +128,7 @@ class Runner:
         return torch.tensor([[shifted]], device=self.device).expand(self.position_axes, 1, -1)
 
     def _image_prefill(self, work: Work) -> Logits:
-        """A whole prompt with images, alone, through the model's own merging of image features."""
+        """Compute one whole prompt with images, through the model's own merging of image features."""
         seq = work.sequence
         part = Work(seq, 0, work.end, work.sample)
         rows = rows_of([part])

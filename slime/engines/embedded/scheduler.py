@@ -116,24 +116,24 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute: no sequence, or only such that wait for other weights."""
+        """Whether there is nothing to compute: no sequence, or only sequences that wait for other weights."""
         return all(self._held(sequence) for sequence in [*self.running, *self.waiting])
 
     def _held(self, sequence: Sequence) -> bool:
         return self.waits(sequence) or (self.alone is not None and sequence is not self.alone)
 
     def waits(self, sequence: Sequence) -> bool:
-        """Whether its next token must come from other weights."""
+        """Whether the next token of a sequence must come from weights that are not loaded yet."""
         planned = sequence.planned_version if sequence.request.version_plan else None
         return planned is not None and planned != self.weight_version
 
     @property
     def held(self) -> int:
-        """Sequences that have tokens, and wait for other weights to go on."""
+        """The number of sequences that have output tokens and wait for other weights to continue."""
         return sum(sequence.num_output > 0 and self.waits(sequence) for sequence in [*self.running, *self.waiting])
 
     def abort(self, rid: str | None, exact: bool = False, message: str = "Aborted") -> list[Sequence]:
-        """End what is called ``rid`` (as in SGLang: all whose id starts so, unless ``exact``), or everything."""
+        """End the requests whose id starts with ``rid``, as SGLang does (with ``exact``: is ``rid``); None ends all."""
 
         def meant(name: str) -> bool:
             return rid is None or (name == rid if exact else name.startswith(rid))
@@ -182,7 +182,7 @@ class Scheduler:
     # --- weights -----------------------------------------------------------------------------
 
     def weights_changed(self, version: str | None) -> None:
-        """KV computed so far is of older weights; tokens from here on are of ``version``."""
+        """Note that the KV so far was computed with older weights, and that later tokens are of ``version``."""
         self.table.forget_free()
         if version is not None:
             self.name_version(version)
@@ -203,14 +203,14 @@ class Scheduler:
         return True
 
     def drop_slots(self) -> None:
-        """The KV cache is gone; nothing may be running."""
+        """Forget every slot, because the KV cache was freed. No sequence may be running."""
         self.moves.clear()
         self.table = SlotTable(self.max_running, self.max_total_tokens)
 
     # --- one step ----------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """What to compute next; None when paused or nothing is to do."""
+        """What to compute next; None when generation is paused or there is nothing to compute."""
         if self.paused:
             return None
         self._admit()
@@ -234,7 +234,7 @@ class Scheduler:
         return Plan(moves, works, decode, self.table.capacity, len(self.table.slots))
 
     def _long(self, extending: list[Sequence]) -> bool:
-        """Whether the prompts take several steps: then decoding takes turns with them."""
+        """Whether the prompts take several steps; decode steps then alternate with them."""
         return sum(len(seq.tokens) - seq.computed for seq in extending) > self.prefill_tokens
 
     def _admit(self) -> None:
@@ -258,7 +258,7 @@ class Scheduler:
             self.running.append(sequence)
 
     def _extend(self, extending: list[Sequence]) -> list[Work]:
-        """Prompts up to the budget; sequences with the same tokens follow the first of them."""
+        """Take prompts up to the budget; sequences with the same tokens follow the first of them."""
         works: list[Work] = []
         budget = self.prefill_tokens
         leaders: dict[tuple[int, ...], int] = {}

@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def planned_version(self) -> str | None:
-        """The weights that its next token must come from (a replay); None: whichever."""
+        """The weights that must make the next token, in a replay; None when any weights may."""
         return next((v for start, v in reversed(self.request.version_plan) if start <= self.num_output), None)
 
     @property
@@ -99,13 +99,13 @@ class Sequence:
 
     @property
     def score_from(self) -> int:
-        """First position whose logits are wanted for input log-probs and not yet there; ``prompt_len`` when none."""
+        """The first position whose logits are still needed for prompt log-probs; ``prompt_len`` when there is none."""
         if not self.wants_input_logprobs:
             return self.prompt_len
         return self.request.logprob_start_len + len(self.input_logprobs)
 
     def reserve(self, context_len: int) -> int:
-        """Tokens that the slot must hold at most."""
+        """The largest number of tokens that the slot may have to hold."""
         return min(self.prompt_len + self.request.params.max_new_tokens, context_len)
 
 

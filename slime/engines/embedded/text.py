@@ -39,7 +39,7 @@ class Detokenizer:
         return next((stop for stop in params.stop if stop in tail), None)
 
     def output_text(self, sequence: Sequence, count: int, finish: FinishReason | None) -> str:
-        """Text of the first ``count`` output tokens, without what matched the stop (unless ``no_stop_trim``)."""
+        """The text of the first ``count`` output tokens, without the stop string or token (unless ``no_stop_trim``)."""
         params = sequence.request.params
         ids = sequence.tokens[sequence.prompt_len : sequence.prompt_len + count]
         matched = None if finish is None else finish.get("matched")

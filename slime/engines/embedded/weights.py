@@ -105,7 +105,7 @@ class Weights:
         return len(names)
 
     def _require_all(self, stored: StoredWeights) -> dict[str, str]:
-        """The stored names that the model has, each with the name of the view that it fills."""
+        """Check that a folder holds all weights of the model; returns each stored name with the view that it fills."""
         shapes, where = stored.shapes(), str(stored.folder)
         names = {name: self.aliases.get(name, name) for name in shapes}
         names = {name: view for name, view in names.items() if view in self.views}

@@ -1,4 +1,4 @@
-"""What the ways to an engine have in common."""
+"""What all transports have in common."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OpenWindow = Callable[[], Awaitable[Sequence[EngineHandle]]]
 
 @dataclass
 class SendResult:
-    """What was sent, and to whom it did not get. Bytes and tensors count once, not per engine."""
+    """What was sent, and which engines it did not reach. Bytes and tensors count once, not per engine."""
 
     nbytes: int = 0
     density: float = 1.0  # changed bytes over all bytes

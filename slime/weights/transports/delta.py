@@ -170,7 +170,7 @@ class DeltaTransport:
     # --- on the engines' side ------------------------------------------------------------------
 
     async def _load(self, folder: Path, engines: Sequence[EngineHandle]) -> Failures:
-        """Let engines load a published version; returns those that did not, with their own words."""
+        """Let engines load a published version; returns those that failed, with their own error messages."""
         name = reports_folder()
         reports = folder.parent / name
         await asyncio.to_thread(reports.mkdir)

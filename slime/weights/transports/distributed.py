@@ -141,7 +141,7 @@ class DistributedTransport:
         return {}
 
     async def _broadcast(self, bucket: Bucket, engines: Sequence[EngineHandle], version: str) -> Failures:
-        """One bucket to all engines; returns who is to blame when it did not get through."""
+        """Send one bucket to all engines; returns the engines that caused a failure."""
         group = self._group
         assert group is not None, "send() without connect()"
         flat = all(engine.capabilities.flat_broadcast for engine in engines)
@@ -200,7 +200,7 @@ class DistributedTransport:
         return {url: refused.get(url, error) for url, error in failed.items()}
 
     async def _leave(self, engines: Sequence[EngineHandle], name: str) -> None:
-        """As far as they know the group; engines that do not are fine as well."""
+        """Let engines leave the group. It is no error when they do not know it."""
         await on_each(engines, lambda engine: engine.destroy_group(name), "leave the group", self.probe)
 
 
@@ -211,7 +211,7 @@ def _describe(tensors: Sequence[NamedTensor], group: str, version: str, flat: bo
 
 
 def _error(future: asyncio.Future[T]) -> Exception | None:
-    """What a future ended with, as far as it has ended."""
+    """The error of a future that has ended with one."""
     error = future.exception() if future.done() and not future.cancelled() else None
     return error if isinstance(error, Exception) else None
 
