@@ -92,7 +92,7 @@ async def model_info(request: web.Request) -> web.Response:
 @routes.get("/server_info")
 @routes.get("/get_server_info")
 async def server_info(request: web.Request) -> web.Response:
-    """Options and state. ``engine`` says that this is not SGLang, ``version`` which version of its interface it speaks."""
+    """Options and state. ``engine`` says that this is not SGLang, ``version`` which release's interface it speaks."""
     loaded = request.app[LOADED]
     engine, options = loaded.engine, loaded.options
     state = {

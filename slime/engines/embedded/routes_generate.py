@@ -124,7 +124,7 @@ def _check_step(finish: FinishReason | None) -> None:
 
 
 class _Pieces:
-    """Turns the events of one request into partial answers that hold what is new, as SGLang's incremental streams do."""
+    """Turns the events of one request into partial answers, each with what is new, as SGLang streams them."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.detokenizer, self.told = loaded.detokenizer, 0
