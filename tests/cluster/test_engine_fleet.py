@@ -608,16 +608,16 @@ def real_fleet(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Engin
     processes: list[EngineProcess] = []
 
     def start(count: int, behind_proxy: bool = False, interval: float = 0.5) -> tuple[EngineFleet, HealthMonitor]:
-        args = fleet_args(
-            hf_checkpoint=str(tiny), rollout_dtype=None, train_dtype="float32", embedded_device="cpu",
-            embedded_max_running_requests=16, embedded_max_total_tokens=16384, deterministic=True,
-            threads_per_process=1, sglang_router_request_timeout_secs=120,
+        settings = EngineSettings(
+            str(tiny), dtype="float32", device="cpu", max_running_requests=16, max_total_tokens=16384,
+            deterministic=True, threads=1,
         )  # fmt: skip
+        args = fleet_args(sglang_router_request_timeout_secs=120)
         args.router = {"policy": "round_robin"}
 
         def launch(index: int) -> LocalHost:
             log = tmp_path / f"engine-{len(processes)}.log"
-            processes.append(start_embedded_engine(EngineSettings.from_args(args), index, log_path=log))
+            processes.append(start_embedded_engine(settings, index, log_path=log))
             port = int(processes[-1].url.rsplit(":", 1)[1])
             return LocalHost(processes[-1], Proxy(port) if behind_proxy else None)
 
