@@ -245,7 +245,5 @@ def _reap_others(driver: int) -> None:
             os.waitpid(found.si_pid, os.WNOHANG)
 
 
-
-
 if __name__ == "__main__":
     sys.exit(Supervisor(sys.argv[2:]).run())
