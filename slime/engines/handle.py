@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from slime.engines.http import HttpError, request, request_seconds
 from slime.engines.sglang_api import (
-    EMBEDDED, ApiVersion, Broadcast, Capabilities, EngineError, EngineInfo, MemoryTag, PauseMode,
+    EMBEDDED,
+    ApiVersion,
+    Broadcast,
+    Capabilities,
+    EngineError,
+    EngineInfo,
+    MemoryTag,
+    PauseMode,
     choose_api_version,
 )  # fmt: skip
 

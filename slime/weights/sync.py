@@ -44,7 +44,14 @@ from slime.weights.transports import Transport
 from slime.weights.transports.ipc import IpcTransport
 from slime.weights.transports.peers import PeerLink
 from slime.weights.update import (
-    Transform, UpdateReport, WeightSyncError, WeightUpdate, cast_floating, frozen_by_flags, iter_buckets, leave_out,
+    Transform,
+    UpdateReport,
+    WeightSyncError,
+    WeightUpdate,
+    cast_floating,
+    frozen_by_flags,
+    iter_buckets,
+    leave_out,
     parse_version,
 )  # fmt: skip
 from slime.weights.window import TORN, UpdateWindow

@@ -40,7 +40,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     parsed = parse_generate(await body_of(request), loaded.vocab_size)
     await prepare(loaded, parsed)
     if parsed.stream:
-        return await _stream(request, loaded, parsed)
+        # Each event holds what is new, as SGLang sends them with --incremental-streaming-output.
+        return await send_events(request, answers_as_they_come(loaded, parsed.requests), index=not parsed.is_single)
     answers = await run_all(loaded, parsed.requests)
     return json_answer(answers[0] if parsed.is_single else answers)
 
@@ -99,7 +100,9 @@ async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[Answe
             event = await events.get()
             while event[2] is None:
                 event = await events.get()
-            answers.append(_answer(loaded, event))
+            sequence, count, finish, version = event
+            _check_step(finish)
+            answers.append(build_answer(sequence, loaded.detokenizer, version, count, finish))
         return answers
     except BaseException:
         _abandon(loaded.engine, requests)
@@ -110,12 +113,6 @@ async def _watch(engine: Engine, single: GenerateRequest) -> asyncio.Queue[Event
     events: asyncio.Queue[Event] = asyncio.Queue()
     await engine.submit(single, lambda *event: events.put_nowait(event))
     return events
-
-
-def _answer(loaded: Loaded, event: Event) -> Answer:
-    sequence, count, finish, version = event
-    _check_step(finish)
-    return build_answer(sequence, loaded.detokenizer, version, count, finish)
 
 
 def _check_step(finish: FinishReason | None) -> None:
@@ -154,12 +151,6 @@ def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
     task = asyncio.ensure_future(engine.call(abort_all))
     _background.add(task)
     task.add_done_callback(_background.discard)
-
-
-async def _stream(request: web.Request, loaded: Loaded, parsed: GenerateBody) -> web.StreamResponse:
-    """Server-sent events; each holds what is new, as SGLang sends them with ``--incremental-streaming-output``."""
-    answers = answers_as_they_come(loaded, parsed.requests)
-    return await send_events(request, answers, index=not parsed.is_single)
 
 
 async def answers_as_they_come(loaded: Loaded, requests: list[GenerateRequest]) -> AsyncIterator[tuple[int, Answer]]:

@@ -13,10 +13,20 @@ from slime.engines.embedded import fields
 from slime.engines.embedded.answers import Answer, MetaInfo
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.protocol import (
-    SAMPLING_CHECKS, BadRequest, GenerateBody, parse_generate, parse_sampling_params,
+    SAMPLING_CHECKS,
+    BadRequest,
+    GenerateBody,
+    parse_generate,
+    parse_sampling_params,
 )  # fmt: skip
 from slime.engines.embedded.routes_generate import (
-    answers_as_they_come, check_length, encode, in_thread, prepare, run_all, send_events,
+    answers_as_they_come,
+    check_length,
+    encode,
+    in_thread,
+    prepare,
+    run_all,
+    send_events,
 )  # fmt: skip
 from slime.engines.embedded.web import LOADED, body_of, json_answer
 
