@@ -5,38 +5,15 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Iterable
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
-from slime.engines.embedded.sequence import FinishReason, Sequence, VersionSpan, version_spans
+from slime.engines.embedded.sequence import FinishReason, Sequence, version_spans
 from slime.engines.embedded.text import Detokenizer
 
 Scored = tuple[float | None, int, str | None]
 """Log-prob, token id and, where it was asked for, the token's text."""
-
-
-class MetaInfo(TypedDict, total=False):
-    """``meta_info``. What the request did not ask for is absent."""
-
-    id: str
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    weight_version: str
-    num_retractions: int
-    input_token_logprobs: list[Scored]
-    input_top_logprobs: list[list[Scored] | None]
-    output_token_logprobs: list[Scored]
-    output_token_logprobs_length: int
-    output_top_logprobs: list[list[Scored]]
-    output_token_ids_logprobs: list[list[Scored]]
-    top_p_token_ids: str
-    top_p_token_offsets: str
-    reasoning_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    weight_versions: list[VersionSpan]
-    e2e_latency: float
 
 
 class Answer(TypedDict):
@@ -44,7 +21,7 @@ class Answer(TypedDict):
 
     text: str
     output_ids: list[int]
-    meta_info: MetaInfo
+    meta_info: dict[str, Any]  # SGLang's fields; those that the request did not ask for are absent
 
 
 def build_answer(
@@ -64,7 +41,7 @@ def build_answer(
     """
     request = sequence.request
     spans = version_spans(sequence.version_events, weight_version, count)
-    meta: MetaInfo = {
+    meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": finish,
         "prompt_tokens": sequence.prompt_len,
@@ -95,12 +72,12 @@ def _nuclei(nuclei: list[list[int]]) -> tuple[str, str]:
     return base64.b64encode(ids.tobytes()).decode(), base64.b64encode(offsets.tobytes()).decode()
 
 
-def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: int) -> MetaInfo:
+def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: int) -> dict[str, Any]:
     """``[[log-prob, id, text or null], ...]``; the first prompt entry has no log-prob, since nothing predicts it."""
     request = sequence.request
     texts = detokenizer if request.return_text_in_logprobs else None
     output_ids = sequence.tokens[sequence.prompt_len + start : sequence.prompt_len + count]
-    fields: MetaInfo = {
+    fields: dict[str, Any] = {
         "input_token_logprobs": [],
         "output_token_logprobs": _triples(sequence.output_logprobs[start:count], output_ids, texts),
         "output_token_logprobs_length": count,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from aiohttp import web
 
 from slime.engines.embedded import fields
-from slime.engines.embedded.answers import Answer, MetaInfo
+from slime.engines.embedded.answers import Answer
 from slime.engines.embedded.loading import Loaded
 from slime.engines.embedded.protocol import (
     SAMPLING_CHECKS,
@@ -156,19 +156,19 @@ async def _complete(
 def _choice(index: int, answer: Answer, kind: Kind) -> dict[str, object]:
     meta = answer["meta_info"]
     finish = meta["finish_reason"]
-    assert finish is not None  # the answer is complete
     choice: dict[str, object] = {
         "index": index,
         "finish_reason": _REASONS[finish["type"]],
         "matched_stop": finish.get("matched"),
-        "logprobs": _logprobs(meta, kind),
+        "logprobs": _logprobs(answer, kind),
     }
     if kind == "chat.completion":
         return {**choice, "message": {"role": "assistant", "content": answer["text"]}}
     return {**choice, "text": answer["text"]}
 
 
-def _logprobs(meta: MetaInfo, kind: Kind) -> dict[str, object] | None:
+def _logprobs(answer: Answer, kind: Kind) -> dict[str, object] | None:
+    meta = answer["meta_info"]
     if "output_token_logprobs" not in meta:
         return None
     entries = meta["output_token_logprobs"]
