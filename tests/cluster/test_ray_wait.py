@@ -117,17 +117,17 @@ def test_a_signal_ends_an_interruptible_wait_and_spares_the_other(worker_class) 
 def test_a_frozen_actor_does_not_answer(worker_class, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from slime.cluster import restart
+    from slime.cluster import run
 
     worker, dead = worker_class.remote(), worker_class.remote()
     pid = ray.get(worker.work.remote(0.0))
-    assert restart.answers(worker) and restart.answers(dead)
-    monkeypatch.setattr(restart, "ASK_SECONDS", 1.0)
+    assert run.answers(worker) and run.answers(dead)
+    monkeypatch.setattr(run, "ASK_SECONDS", 1.0)
     os.kill(pid, signal.SIGSTOP)
-    assert not restart.answers(worker)
+    assert not run.answers(worker)
     ray.kill(worker)  # also one that is stopped
     ray.kill(dead)
-    wait_for("the killed actor to be gone", lambda: not restart.answers(dead), 60.0)  # Ray kills it in the background
+    wait_for("the killed actor to be gone", lambda: not run.answers(dead), 60.0)  # Ray kills it in the background
     until = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until
