@@ -68,7 +68,7 @@ class Messages:
 
     @staticmethod
     def whole(ask: Ask, turns: list[Turn]) -> Reply:
-        """The answer in one piece."""
+        """The complete answer as one JSON object."""
         turn = turns[0]
         return {
             **_head(ask),
@@ -79,30 +79,30 @@ class Messages:
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
         self.ask, self.prompt_tokens = ask, prompt_tokens
-        self.open: str | None = None  # the kind of the block under way
-        self.index = -1  # of it
+        self.open: str | None = None  # type of the block that is being sent
+        self.index = -1  # of that block
 
     def begin(self) -> bytes:
-        """The first event of a stream; what a cache held is told in the end."""
+        """The first event of a stream; the last one reports the cached tokens."""
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         head = {**_head(self.ask), "content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**head, "usage": usage})
 
     def ping(self) -> bytes:
-        """That the stream lives."""
+        """An event that keeps the connection alive."""
         return _event("ping")
 
     def think(self, new: str) -> bytes:
-        """More reasoning; the first opens its block."""
+        """Events with new reasoning; the first of them opens a block."""
         opened = self._block({"type": "thinking", "thinking": "", "signature": ""})
         return opened + self._delta({"type": "thinking_delta", "thinking": new})
 
     def text(self, new: str) -> bytes:
-        """More text; the first opens its block."""
+        """Events with new text; the first of them opens a block."""
         return self._block({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": new})
 
     def end(self, turn: Turn) -> bytes:
-        """The end of the text, the calls, the reason."""
+        """The last events: tool calls, the stop reason and the token counts."""
         parts = []
         for block in _blocks(turn, reasoning=False):
             if block["type"] == "tool_use":
@@ -113,7 +113,7 @@ class Messages:
         return b"".join([*parts, _event("message_stop")])
 
     def _block(self, block: Reply) -> bytes:
-        """The beginning of a block, unless it is under way."""
+        """Events that open a block, unless one of this type is open."""
         if self.open == block["type"]:
             return b""
         closed = self._close()
@@ -188,7 +188,7 @@ def _tools(body: JsonObject) -> list[Tool]:
 
 
 def _messages(raw: JsonObject) -> list[Message]:
-    """A message of blocks as common messages: results of tools come first, each as a message of its own."""
+    """A message of blocks as common messages; each tool result becomes a message of its own before the others."""
     check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):

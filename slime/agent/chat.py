@@ -1,4 +1,4 @@
-"""From conversations to token ids: the model's chat template, and what it adds between two turns."""
+"""Conversations as token ids: the model's chat template, and the tokens that it adds between two turns."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from slime.data.json_text import clean
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
 
-_MARK = "slime.7c2e.turn"  # stands for the model's last words while what follows them is rendered
+_MARK = "slime.7c2e.turn"  # stands for the model's last answer while the text after it is rendered
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    Where it knows no tools, they are described in the system message in the words of the Hermes models, and
-    earlier calls stand in the assistant's text.
+    If the template does not support tools, they are described in the system message as for the Hermes models, and
+    earlier calls are part of the assistant's text.
 
     Args:
         kwargs: template arguments, such as ``enable_thinking``.
@@ -33,11 +33,11 @@ class ChatTemplate:
         self.knows_tools = "tools" in str(tokenizer.chat_template)
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> list[int]:
-        """Ids of a conversation up to where the model is to speak; a last message of the assistant is continued."""
+        """Token ids of a conversation up to the model's turn; a last message of the assistant is continued."""
         return encode(self.tokenizer, self._render(messages, tools))
 
     def continuation(self, messages: list[Message], tools: list[Tool], known: int, last_id: int) -> list[int] | None:
-        """Ids that follow the model's words in the conversation.
+        """Token ids that follow the model's last answer in the conversation.
 
         Only what comes after message ``known - 1``, the model's, is tokenised: the end of its turn and the
         messages from ``known`` on. The end is left out when the model wrote it itself.
@@ -47,7 +47,7 @@ class ChatTemplate:
             last_id: the last id that the model sampled.
 
         Returns:
-            None where the template does not show what follows (some refuse answers that are not theirs).
+            None if the template does not render the text after the answer; some refuse answers of an unknown form.
         """
         said: Message = {"role": "assistant", "content": _MARK}
         try:
@@ -62,10 +62,10 @@ class ChatTemplate:
         return ids[1:] if closed else ids
 
     def _render(self, messages: list[Message], tools: list[Tool]) -> str:
-        """The conversation as text; as a last resort with its system messages folded into one.
+        """The conversation as text. If the template refuses it, its system messages are folded into one.
 
         Raises:
-            ApiError: the template does not take it, in whatever way it says so: it is given what clients sent.
+            ApiError: the template raised an error of any type; its input comes from clients.
         """
         if not self.knows_tools:
             messages = _in_words(messages, tools)
@@ -92,7 +92,7 @@ class ChatTemplate:
 
 
 def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
-    """Tools in the system message, and earlier calls in the text, for templates that know neither."""
+    """Describe tools in the system message and write earlier calls as text, for templates that support neither."""
     plain: list[Message] = []
     for message in messages:
         calls = "".join(

@@ -1,4 +1,4 @@
-"""What a client requires of an answer: tool calls (``tool_choice``) and the form of its text (``response_format``)."""
+"""What a client requires of an answer: tool calls (``tool_choice``), a format of its text (``response_format``)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Demand:
     """What an answer must be.
 
     Attributes:
-        calls: it calls at least one tool.
-        names: the tools that it may call; None for all of the request.
-        schema: JSON schema of its text where it calls no tool; None for any text.
+        calls: the answer must call at least one tool.
+        names: the tools that it may call; None allows all tools of the request.
+        schema: JSON schema of its text if it calls no tool; None allows any text.
     """
 
     calls: bool = False
@@ -36,14 +36,14 @@ class Demand:
     schema: Schema | None = None
 
     def unmet(self, content: str, called: list[str]) -> str | None:
-        """Why an answer is not what the client requires; None where it is.
+        """Why an answer does not meet the demand; None if it does.
 
         Args:
             content: its text, without tool calls.
             called: names of the tools that it calls.
         """
         if self.calls and not called:
-            return "tool_choice requires a tool call, and the model made none that can be read"
+            return "tool_choice requires a tool call, and the answer has none that can be read"
         others = [name for name in called if self.names is not None and name not in self.names]
         if others:
             allowed = ", ".join(self.names or ())
@@ -53,14 +53,14 @@ class Demand:
         try:
             value = parse_json(content.strip())
         except ValueError as error:
-            return f"response_format requires JSON, and the text of the answer is none: {error}"
+            return f"response_format requires JSON, and the text of the answer is not JSON: {error}"
         return _violation(self.schema, value)
 
 
 def demand_of(
     wanted: tuple[bool, tuple[str, ...] | None], schema: Schema | None, tools: Sequence[Tool]
 ) -> Demand | None:
-    """The demand of a request; None where the model is free.
+    """The demand of a request; None if it requires nothing.
 
     Args:
         wanted: of :func:`openai_choice` or :func:`anthropic_choice`.
@@ -68,7 +68,7 @@ def demand_of(
         tools: of the request that the model is told of.
 
     Raises:
-        ApiError: nothing could meet it.
+        ApiError: no answer could meet the demand.
     """
     calls, names = wanted
     known = [entry["function"]["name"] for entry in tools]
@@ -98,7 +98,7 @@ def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
 
 
 def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] | None]:
-    """The same of Anthropic's Messages."""
+    """The same for ``tool_choice`` of Anthropic's Messages."""
     kind = (choice or {}).get("type")
     if choice is None or kind in ("auto", "none"):
         return False, None
@@ -116,7 +116,7 @@ def schema_of(form: JsonObject | None, where: str) -> Schema | None:
         where: name of the field, for errors.
 
     Raises:
-        ApiError: it is of another type, or its schema is none.
+        ApiError: the type is unknown, or the schema is not valid.
     """
     kind = (form or {}).get("type")
     if form is None or kind == "text":
@@ -162,7 +162,7 @@ def _violation(schema: Schema, value: JsonValue) -> str | None:
     """The first place where a value is not what its schema says.
 
     Raises:
-        ApiError: the schema cannot be used, for instance since it refers to others: none are fetched.
+        ApiError: the schema cannot be used, for example because it refers to other schemas, which are not fetched.
     """
     from jsonschema.exceptions import best_match
     from referencing import Registry

@@ -132,7 +132,7 @@ def note(name: str, words: str) -> None:
     """Log, once in this process, that something which clients send is not served as they may expect."""
     if name not in _noted:
         _noted.add(name)
-        logger.warning("agents: %r %s (said once)", name, words)
+        logger.warning("agents: %r %s (reported once)", name, words)
 
 
 def _shown(value: object) -> str:

@@ -53,7 +53,7 @@ def _arguments(entry: ToolCall) -> str:
 
 
 class _OpenAi:
-    """What both of OpenAI's APIs do in the same way."""
+    """What both of OpenAI's APIs have in common."""
 
     error = staticmethod(openai_error)
 
@@ -94,7 +94,7 @@ class Chat(_OpenAi):
 
     @staticmethod
     def whole(ask: Ask, turns: list[Turn]) -> Reply:
-        """The answer in one piece."""
+        """The complete answer as one JSON object."""
         choices = [
             {"index": i, "message": _chat_answer(turn), "finish_reason": _finish(turn), "logprobs": None}
             for i, turn in enumerate(turns)
@@ -109,15 +109,15 @@ class Chat(_OpenAi):
         return self._chunk({"role": "assistant", "content": ""})
 
     def think(self, new: str) -> bytes:
-        """More reasoning."""
+        """An event with new reasoning."""
         return self._chunk({"reasoning_content": new})
 
     def text(self, new: str) -> bytes:
-        """More text."""
+        """An event with new text."""
         return self._chunk({"content": new})
 
     def end(self, turn: Turn) -> bytes:
-        """Calls, the reason of the end, token counts where they were asked for, and the end."""
+        """The last events: tool calls, the finish reason, token counts if requested, and the end mark."""
         parts = [self._chunk({"tool_calls": [{"index": i, **entry}]}) for i, entry in enumerate(_chat_calls(turn))]
         parts.append(self._chunk({}, _finish(turn)))
         if self.ask.usage:
@@ -138,8 +138,10 @@ def _head(ask: Ask, created: int, kind: str) -> Reply:
 
 
 def _functions(body: JsonObject) -> list[JsonObject]:
-    """The tools of a request that are functions. Others run on the servers of an API, or have a form of input that the
-    model was not told: the request is served without them."""
+    """The tools of a request that are functions.
+
+    Other tools run on the servers of an API, or take a form of input that the model was not told; they are left out.
+    """
     if body.get("tool_choice") == "none":
         return []
     kept = []
@@ -187,7 +189,7 @@ def _chat_answer(turn: Turn) -> Reply:
 
 
 def _chat_calls(turn: Turn) -> list[Reply]:
-    """OpenAI's arguments are JSON text."""
+    """The tool calls in OpenAI's form, in which the arguments are JSON text."""
     return [
         {**entry, "function": {**entry["function"], "arguments": _arguments(entry)}}
         for entry in turn.answer.get("tool_calls", [])
@@ -235,7 +237,7 @@ class Responses(_OpenAi):
 
     @staticmethod
     def whole(ask: Ask, turns: list[Turn]) -> Reply:
-        """The answer in one piece."""
+        """The complete answer as one JSON object."""
         turn = turns[0]
         prompt, output = turn.prompt_tokens, len(turn.output_ids)
         cached = {"cached_tokens": turn.cached_tokens}
@@ -258,7 +260,7 @@ class Responses(_OpenAi):
         return self._event("response.created", response=_response(self.ask, int(time.time()), "in_progress"))
 
     def think(self, new: str) -> bytes:
-        """More reasoning; the first opens its item."""
+        """Events with new reasoning; the first of them opens an item."""
         opened = b""
         if not self.thought:
             item = {**_reasoning_item(self.ask.id, ""), "content": [], "status": "in_progress"}
@@ -268,7 +270,7 @@ class Responses(_OpenAi):
         return opened + self._event("response.reasoning_text.delta", **place, delta=new)
 
     def _thought(self) -> bytes:
-        """The end of the reasoning."""
+        """Events that complete the reasoning."""
         text = "".join(self.thought)
         place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
         done = self._event("response.reasoning_text.done", **place, text=text)
@@ -279,7 +281,7 @@ class Responses(_OpenAi):
         return {"item_id": self.item, "output_index": int(bool(self.thought)), "content_index": 0}
 
     def text(self, new: str) -> bytes:
-        """More text; the first ends the reasoning and opens the message."""
+        """Events with new text; the first of them completes the reasoning and opens the message."""
         place = self._place()
         opened = b""
         if not self.said:
@@ -291,7 +293,7 @@ class Responses(_OpenAi):
         return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
 
     def end(self, turn: Turn) -> bytes:
-        """The end of the message, the calls, the whole answer."""
+        """The last events: the end of the message, the tool calls, and the complete answer."""
         parts = [self._thought()] if self.thought and not self.said else []
         items = _items(turn, self.ask.reasoning)
         if text := "".join(self.said):
@@ -362,7 +364,7 @@ def _items(turn: Turn, reasoning: bool) -> list[Reply]:
 
 
 def _from_items(items: list[JsonObject]) -> list[Message]:
-    """Items as messages: what the assistant said and called one after the other is one message."""
+    """Items as messages; consecutive text and calls of the assistant become one message."""
     messages: list[Message] = []
     for item in items:
         kind = item.get("type", "message")

@@ -74,8 +74,8 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
     have a thread each, commands a process group, which is killed when this is cancelled.
 
     Raises:
-        ProgramError: a command failed.
-        TypeError: a reward that is none.
+        ProgramError: the command failed.
+        TypeError: the reward is not a number, a dict or None.
     """
     if settings.command is not None:
         return reward_of(await _run_command(shlex.split(settings.command), task), settings.command)
@@ -102,7 +102,7 @@ def reward_of(value: object, name: str) -> Reward:
 
 
 async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> object:
-    """``sys.exit()`` in a program must not end the event loop that all programs share."""
+    """Await the program; ``sys.exit()`` in it must not end the event loop that all programs share."""
     try:
         return await fn(task)
     except (SystemExit, KeyboardInterrupt) as raised:
@@ -110,7 +110,7 @@ async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> obj
 
 
 async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
-    """In a thread of its own, a daemon: one that never ends must not hold up others, nor the end of the process."""
+    """Run the program in a daemon thread of its own, so that one that never ends delays neither others nor the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[object] = loop.create_future()
 
@@ -156,7 +156,9 @@ async def _run_command(words: list[str], task: Task) -> object:
         errors.task.cancel()
         await _stop(process)
     if code := process.returncode:
-        raise ProgramError(f"it ended with status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
+        raise ProgramError(
+            f"the command ended with status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}"
+        )
     last = output.text.rstrip().rpartition("\n")[2]
     try:
         found = json.loads(last)
@@ -166,7 +168,7 @@ async def _run_command(words: list[str], task: Task) -> object:
 
 
 class _Tail:
-    """The end of what comes out of a pipe, however much it is, as far as it has come."""
+    """Keeps the last bytes that a pipe has delivered."""
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
         self._kept = b""
@@ -182,7 +184,7 @@ class _Tail:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Have the guard kill all that the command started; then the process group, should the guard be stuck."""
+    """Let the guard kill everything that the command started; then kill the process group, in case the guard hangs."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()

@@ -1,4 +1,7 @@
-"""``--custom-generate-function-path slime.agent.rollout.generate``: a sample is what an agent program makes of it."""
+"""The generate function that runs an agent program for each sample.
+
+It is chosen with ``--custom-generate-function-path slime.agent.rollout.generate``.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +27,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STATISTICS = "session"  # key of sample.metadata
-_POLL_SECONDS = 0.5  # how often the abort flag is looked at while the program works
+_POLL_SECONDS = 0.5  # between two checks of the abort flag while the program works
 _GRACE_SECONDS = 5.0  # for a program that was told to end
 
 
 async def generate(
     args: Args, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Run the agent program on one row and make samples of what it and the model said to each other.
+    """Run the agent program on one row and make samples of its conversations with the model.
 
     Every leaf of the session's tree is a sample; those of one session share its reward. A program that raises,
     fails or takes longer than ``--agent-timeout`` leaves its samples without a reward: they are FAILED (TRUNCATED
     where the context was full), in no statistics and not trained on, and counted in ``rollout/reward_timeout_count``
-    and ``rollout/reward_error_count``. When the rollout is aborted, the sample is ABORTED and begins anew.
+    and ``rollout/reward_error_count``. When the rollout is aborted, the sample is ABORTED and is generated again from
+    its prompt.
 
     Raises:
-        Exception: of an engine. What the model wrote, the program did or a request asked for raises nothing.
+        Exception: an engine failed. No error of the program, of a request or of the model's text is raised.
     """
     session_id = sample.session_id
     sample.reset_response()
@@ -75,7 +79,7 @@ async def generate(
         leaf.metadata[STATISTICS] = {**session.counts, "leaves": len(samples), "seconds": time.monotonic() - began}
         leaf.reward = copy.copy(reward)
     if not session.tree.turns and failure is None:
-        failure = "error", "the agent program got no answer of the model"
+        failure = "error", "the agent program got no answer from the model"
     if failure is not None:
         status = Sample.Status.TRUNCATED if session.counts["overflows"] else Sample.Status.FAILED
         for leaf in samples:
@@ -87,7 +91,7 @@ async def generate(
 
 
 async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
-    """The program's reward, or why it gave none."""
+    """The program's reward; or None, and the kind and the text of the failure."""
     program = asyncio.ensure_future(run_program(settings, task))
     deadline = time.monotonic() + settings.timeout
     try:
@@ -119,7 +123,8 @@ def _samples(session: Session) -> list[Sample]:
     samples = session.tree.samples(session.state.args, session.sample, tokenizer)
     if samples:
         return samples
-    sample = session.sample  # the program never got an answer: a prompt with an untrained end, so that it can be kept
+    # The program never got an answer. A prompt with one untrained token keeps the sample valid.
+    sample = session.sample
     sample.tokens = prompt_ids(session.state, sample) or [tokenizer.eos_token_id]
     sample.append_response_tokens(tokens=[tokenizer.eos_token_id], log_probs=None, trainable=False)
     sample.response = tokenizer.decode([tokenizer.eos_token_id])
@@ -127,7 +132,10 @@ def _samples(session: Session) -> list[Sample]:
 
 
 async def _score_once(args: Args, samples: list[Sample]) -> None:
-    """One reward for a session with several leaves, by the newest; a reward function of the user's gets them all."""
+    """Score a session with several leaves once, by the newest leaf, and copy the reward.
+
+    A reward function of the user gets all leaves, so this does nothing then.
+    """
     last = samples[-1]
     own = last.custom_rm_path or args.custom_rm_path
     if len(samples) == 1 or own or scores_whole_groups(args):

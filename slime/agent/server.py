@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
 _DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
-PING_SECONDS = 15.0  # without a token: clients and proxies give up a stream that is silent
+PING_SECONDS = 15.0  # without a token, after which a ping is sent: clients and proxies close a silent stream
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = weakref.WeakKeyDictionary()
 
 
 class AgentServer:
-    """Sessions and the HTTP before them."""
+    """The HTTP server of all sessions."""
 
     def __init__(self, host: str) -> None:
         self.host, self.port = host, 0
@@ -56,7 +56,7 @@ class AgentServer:
         )
 
     async def start(self) -> AgentServer:
-        """Listen on a free port."""
+        """Listen on a free port of the host."""
         await self._runner.setup()
         await web.TCPSite(self._runner, self.host, 0).start()
         self.port = self._runner.addresses[0][1]
@@ -94,7 +94,7 @@ class AgentServer:
                 return _refusal(dialect, error)
             except ConnectionError:  # the client is gone
                 return web.Response()
-            except Exception as error:  # the engines' have become the session's fault: see Session.answer
+            except Exception as error:  # Session.answer has kept an engine's error as the session's fault
                 if session is not None:
                     session.broken(error)
                 logger.exception("an agent's request failed")
@@ -110,7 +110,11 @@ class AgentServer:
         name = request.match_info.get("session") or request.headers.get("x-api-key") or bearer
         session = self.sessions.get(name)
         if session is None:
-            raise ApiError(401, "no such session: it is over, or base URL and API key are another's", "invalid_api_key")
+            raise ApiError(
+                401,
+                "no such session: it has ended, or the base URL and the API key are those of another one",
+                "invalid_api_key",
+            )
         return session
 
     async def _answer(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
@@ -146,7 +150,7 @@ class AgentServer:
 
 
 async def agent_server(host: str) -> AgentServer:
-    """The server of the running event loop, started when first asked for."""
+    """The server of the running event loop; the first call starts it."""
     loop = asyncio.get_running_loop()
     if loop not in _servers:
         _servers[loop] = asyncio.ensure_future(AgentServer(host).start())
@@ -154,7 +158,7 @@ async def agent_server(host: str) -> AgentServer:
 
 
 async def stop_agent_server() -> None:
-    """End the server of the running loop; the next request for one starts another."""
+    """Stop the server of the running loop; the next call of :func:`agent_server` starts another."""
     task = _servers.pop(asyncio.get_running_loop(), None)
     if task is not None:
         await (await task).stop()
@@ -163,7 +167,7 @@ async def stop_agent_server() -> None:
 async def _stream(
     request: web.Request, encoder: Chat | Responses | Messages, session: Session, ask: Ask, prepared: Place
 ) -> web.StreamResponse:
-    """Server-sent events while the turn is generated; an error before the first token is a plain refusal."""
+    """Send the turn as server-sent events while it is generated; an error before the first token is an HTTP error."""
     parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
     task = asyncio.ensure_future(session.answer(ask, prepared, lambda *part: parts.put_nowait(part)))
     task.add_done_callback(lambda _: parts.put_nowait(None))
@@ -193,7 +197,7 @@ async def _stream(
 
 
 async def _next(parts: asyncio.Queue[tuple[str, str] | None]) -> tuple[str, str] | tuple[()] | None:
-    """The next part of an answer, None after the last; nothing where none has come for a while."""
+    """The next part of an answer; None after the last; an empty tuple after ``PING_SECONDS`` without one."""
     try:
         async with asyncio.timeout(PING_SECONDS):
             return await parts.get()
@@ -202,7 +206,7 @@ async def _next(parts: asyncio.Queue[tuple[str, str] | None]) -> tuple[str, str]
 
 
 class _Sent:
-    """What was sent of an answer, and what is left of it in the end: the stream holds back what may be a call."""
+    """What was sent of an answer. A stream holds text back that may begin a tool call, so a rest can remain."""
 
     def __init__(self, encoder: Chat | Responses | Messages, ask: Ask) -> None:
         self.encoder, self.ask = encoder, ask
@@ -237,7 +241,7 @@ def _result(task: asyncio.Task[Turn]) -> Turn | ApiError:
 
 
 async def _caught(answer: Awaitable[Turn]) -> Turn | Exception:
-    """An error as a value: a task group would wrap it."""
+    """The answer or its error as a value, because a task group would wrap the error."""
     try:
         return await answer
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What an agent and the model said to each other, as a tree, and the samples that its leaves are.
+"""The conversation of an agent with the model, as a tree of turns, and the samples that are made of its leaves.
 
 A turn is one answer of the model. Its parent is the turn that its request went on from: the deepest one whose whole
 conversation begins the request. The same request twice, or one that changes what was said, makes a branch.
@@ -26,7 +26,7 @@ Key = tuple[str, str, str]
 
 @dataclass(eq=False)
 class Turn:
-    """One answer, and what the client said before it.
+    """One answer of the model, and the client's messages before it.
 
     Attributes:
         messages: the client's, since the parent's answer.
@@ -58,7 +58,7 @@ class Turn:
 
     @property
     def output_ids(self) -> list[int]:
-        """What the engine sampled."""
+        """The token ids that the engine sampled."""
         return [int(item[1]) for output in self.outputs for item in output["meta_info"]["output_token_logprobs"]]
 
     @property
@@ -67,11 +67,11 @@ class Turn:
 
     @property
     def cut(self) -> bool:
-        """Whether the answer ended at a limit of its length."""
+        """Whether the answer was truncated at its length limit."""
         return bool(self.outputs[-1]["meta_info"]["finish_reason"]["type"] == "length")
 
     def path(self) -> list[Turn]:
-        """From the first turn to this one."""
+        """The turns from the first one to this one."""
         turns = []
         turn: Turn | None = self
         while turn is not None:
@@ -91,10 +91,10 @@ class Tree:
     """The turns of one session."""
 
     def __init__(self) -> None:
-        self.turns: dict[str, Turn] = {}  # in the order of their ends
+        self.turns: dict[str, Turn] = {}  # in the order in which they were completed
 
     def find(self, ask: Ask) -> Turn | None:
-        """The turn that a request goes on from; None when it begins anew. Of equal answers the newest."""
+        """The turn that a request continues, the newest of equal ones; None for a new conversation."""
         tools_key = json.dumps(ask.tools, sort_keys=True)
         roots = [turn for turn in self.turns.values() if turn.parent is None and turn.tools_key == tools_key]
         return _deepest(roots, [key_of(message) for message in ask.messages])
@@ -105,12 +105,12 @@ class Tree:
             turn.parent.children.append(turn)
 
     def remove(self, turn: Turn) -> None:
-        """Forget an answer that its client never got."""
+        """Remove an answer that its client never received."""
         if self.turns.pop(turn.id, None) is not None and turn.parent is not None:
             turn.parent.children.remove(turn)
 
     def leaves(self) -> list[Turn]:
-        """Turns that nothing went on from, in the order of their ends."""
+        """Turns that no other turn continues, in the order in which they were completed."""
         return [turn for turn in self.turns.values() if not turn.children]
 
     def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:

@@ -1,4 +1,4 @@
-"""What is written for people to look at never ends a run: a full disk costs files, not the training."""
+"""Writing of files that only people read: an error such as a full disk is logged and never ends the run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _told: deque[str] = deque(maxlen=100)
 
 @contextlib.contextmanager
 def best_effort(what: str) -> Iterator[None]:
-    """Log an ``OSError`` of what stands inside, the 1st, 2nd, 4th, 8th, ... time, and go on after it.
+    """Log an ``OSError`` of the block, the 1st, 2nd, 4th, 8th, ... time, and continue after the block.
 
     Args:
-        what: is named in the log, such as "the texts of samples".
+        what: the name of the files in the log, such as "the texts of samples".
     """
     try:
         yield
@@ -28,7 +28,7 @@ def best_effort(what: str) -> Iterator[None]:
         _failures[what] += 1
         count = _failures[what]
         if count & (count - 1) == 0:
-            warn(f"{what} could not be written, {count} time(s) so far; the run goes on: {error}")
+            warn(f"{what} could not be written, {count} time(s) so far; the run continues: {error}")
 
 
 def warn(message: str) -> None:
@@ -54,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a file beside ``path`` to write to, which replaces ``path`` at the end of the block.
 
     When the block raises, ``path`` stays as it was, and what was written is removed: on a full disk it would take the
-    last of the room.
+    last free space.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,20 +28,24 @@ from slime.observability.timers import Timers
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-STEP_NUMBERS = (  # name, label, format; those that a step has are shown
+STEP_NUMBERS = (  # metric, label, format; metrics that a step lacks are not shown
     ("train/loss", "loss", "{:.2g}"),
     ("train/grad_norm", "grad", "{:.2f}"),
     ("rollout/response_len/mean", "length", "{:.1f}"),
-    ("rollout/truncated_ratio", "cut", "{:.0%}"),
+    ("rollout/truncated_ratio", "truncated", "{:.0%}"),
     ("perf/tokens_per_gpu_per_sec", "tokens/s", "{:.0f}"),
 )
-STEP_PHASES = ("rollout", "train", "update_weights")  # always in the line of a step; others where they take long
+STEP_PHASES = (
+    "rollout",
+    "train",
+    "update_weights",
+)  # always shown; others from LONG_SHARE of a step on
 LONG_SHARE = 0.05
 LABELS = {"update_weights": "sync"}
 
 
 class Phase:
-    """One phase under way. Renders itself as the live line."""
+    """A phase that is running. It renders itself as the live line."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,7 +58,7 @@ class Phase:
     def update(self, progress: Mapping[str, Any] | None) -> None:
         """Take what :func:`slime.observability.progress.latest` says, here or in another process.
 
-        A report from before this phase is of another one and is left aside.
+        A report from before the start of this phase belongs to another phase and is ignored.
         """
         if progress and progress.get("updated", self._wall) >= self._wall:
             self._progress = dict(progress)
@@ -64,7 +68,7 @@ class Phase:
         return time.monotonic() - self.started if self.seconds is None else self.seconds
 
     def numbers(self) -> str:
-        """``reward 0.45 · 310 tokens/s``; counts of tokens become a rate."""
+        """The numbers of the last report, such as ``reward 0.45 · 310 tokens/s``; a count of tokens becomes a rate."""
         values = dict(self._progress.get("numbers") or {})
         tokens = values.pop("tokens", None)
         since = self._progress.get("since")
@@ -78,11 +82,11 @@ class Phase:
     def counts(self) -> str:
         done, total = self._progress.get("done"), self._progress.get("total")
         if self.seconds is not None and total and done != total:
-            return ""  # over, but the last report was not seen
+            return ""  # the phase is over, but its last report has not arrived
         return f"{done}/{total}" if total else (str(done) if done else "")
 
     def detail(self) -> str:
-        """The name of the smaller thing under way inside this phase."""
+        """The name of the step inside this phase that is running."""
         inner = str(self._progress.get("phase") or "")
         return "" if inner in ("", self.name) else inner
 
@@ -151,7 +155,7 @@ class Display:
     def step_line(
         self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, SupportsFloat], times: Mapping[str, float]
     ) -> None:
-        """One lasting line per step: reward with its course so far, loss, its whole time and what took it.
+        """Print a line per step: the reward and its curve, the loss, the step's time and how it divides into phases.
 
         Args:
             times: seconds by phase, from :meth:`pop_times`.
@@ -174,7 +178,7 @@ class Display:
         self.note(text)
 
     def eval_line(self, rollout_id: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """One line per evaluation, or a table where there are several data sets or several samples per prompt."""
+        """Print a line per evaluation, or a table if there are several data sets or several samples per prompt."""
         by_name = figures(metrics)
         if len(by_name) > 1 or any(key.startswith("pass@") for row in by_name.values() for key in row):
             self.note(evaluation_table(rollout_id, by_name))
@@ -213,7 +217,7 @@ class Display:
             return None
         for _, outer in self._open:
             if outer is not None and outer.is_started:
-                outer.stop()  # one live line at a time; the innermost phase has it
+                outer.stop()  # only one live line at a time, that of the innermost phase
         live = Live(phase, console=self.console, refresh_per_second=4, transient=True)
         live.start()
         return live

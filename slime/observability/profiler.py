@@ -1,4 +1,4 @@
-"""What a training rank's phases do in time (``--use-pytorch-profiler``) and memory (``--record-memory-history``)."""
+"""Profiles of a training rank: time (``--use-pytorch-profiler``) and memory (``--record-memory-history``)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Profiler:
 
     @contextmanager
     def rollout(self, rollout_id: int) -> Iterator[None]:
-        """All that the trainer does with one rollout."""
+        """Everything that the trainer does with one rollout."""
         self.rollout_id = rollout_id
         with self._target("train_overall"):
             yield
@@ -48,7 +48,7 @@ class Profiler:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """One phase of it, by the name that its seconds have."""
+        """One phase of the training, named as in ``perf/<name>_time``."""
         import torch
 
         with self._target(TARGET_OF_PHASE.get(name)):
@@ -60,7 +60,7 @@ class Profiler:
 
     @contextmanager
     def _target(self, target: str | None) -> Iterator[None]:
-        """Profile it when it was asked for; inside another target it is a part of that one's trace."""
+        """Profile the block if ``--profile-target`` names it; inside another target it is part of that trace."""
         args = self.args
         due = args.use_pytorch_profiler and args.profile_step_start <= self.rollout_id < args.profile_step_end
         if not due or self.profiling or target not in args.profile_target:

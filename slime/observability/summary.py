@@ -151,7 +151,7 @@ def _hints(run_dir: RunDir, hints: list[str] | None) -> Group:
         f"texts        {shown}/samples/",
         *(hints or []),
     ]
-    return Group(Text("what to try next", style="bold"), *(Text(line) for line in lines))
+    return Group(Text("where to look next", style="bold"), *(Text(line) for line in lines))
 
 
 def _relative(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Where the time of each sample went: spans on the sample, a Chrome/Perfetto file per rollout.
+"""Traces of samples: where the time of each sample was spent, as spans on the sample.
 
 A sample carries its trace with it: ``sample.trace = {version, trace_id, events, sample_id, group_id,
 attempt}``. An event is a plain dict, so traces survive pickling, the buffer and a resume::
@@ -8,7 +8,7 @@ attempt}``. An event is a plain dict, so traces survive pickling, the buffer and
 ``ts`` is wall time in seconds (``time.time()``): spans of several processes share one axis. Samples of a group may hold
 the same event: do not change it.
 
-Nothing in here raises into the code that it watches: a fault is logged once per place and dropped.
+No function here raises an error into the traced code: an error is logged once per place and ignored.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def import_trace(sample: object, trace: Trace | None) -> None:
 
 
 def trace_next_attempt(sample: object) -> None:
-    """A sample is made again (partial rollout, retry): later events count to the next attempt."""
+    """Count later events to the next attempt, when a sample is generated again (partial rollout, retry)."""
     trace = bind_trace(sample)
     if trace is not None:
         trace["attempt"] = int(trace.get("attempt", 0)) + 1
@@ -271,4 +271,4 @@ def _span_id() -> str:
 def _drop(where: str, error: BaseException) -> None:
     if where not in _reported:
         _reported.add(where)
-        logger.warning("tracing: %s failed and is left out from here on: %s: %s", where, type(error).__name__, error)
+        logger.warning("tracing: %s failed; later errors are not logged: %s: %s", where, type(error).__name__, error)

@@ -256,6 +256,6 @@ def test_a_full_disk_costs_the_file_and_not_the_run(tmp_path: Path, caplog: pyte
         with best_effort.best_effort("something"), open("/dev/full", "w") as file:
             file.write("x")
             file.flush()
-    told = [record.message for record in caplog.records if "the run goes on" in record.message]
+    told = [record.message for record in caplog.records if "the run continues" in record.message]
     assert sum("something" in line for line in told) == 3 and any("texts of samples" in line for line in told)
     assert any("the evaluation's file" in line for line in told)
