@@ -32,7 +32,7 @@ STEP_NUMBERS = (  # metric, label, format; metrics that a step lacks are not sho
     ("train/loss", "loss", "{:.2g}"),
     ("train/grad_norm", "grad", "{:.2f}"),
     ("rollout/response_len/mean", "length", "{:.1f}"),
-    ("rollout/truncated_ratio", "truncated", "{:.0%}"),
+    ("rollout/truncated_ratio", "cut", "{:.0%}"),
     ("perf/tokens_per_gpu_per_sec", "tokens/s", "{:.0f}"),
 )
 STEP_PHASES = (

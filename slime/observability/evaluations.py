@@ -78,7 +78,7 @@ def evaluation_table(step: int, by_name: Figures) -> Table:
     unanswered = any(row.get("reward_missing_count") for row in by_name.values())
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold magenta")
     table.add_column(f"eval at {step}", no_wrap=True)
-    for title in ("reward", *(f"pass@{k}" for k in ks), "truncated", "length", *["no reward"] * unanswered):
+    for title in ("reward", *(f"pass@{k}" for k in ks), "cut", "length", *["no answer"] * unanswered):
         table.add_column(title, justify="right")
     for name, row in by_name.items():
         cells = [_cell(row.get("reward"), "{:.3f}"), *(_cell(row.get(f"pass@{k}"), "{:.3f}") for k in ks)]

@@ -165,7 +165,7 @@ def test_several_data_sets_are_a_table() -> None:
     metrics |= {"eval/b-2": 0.25, "eval/b-2/response_len/mean": 7, "eval/b-2-truncated_ratio": 0.5}
     display.eval_line(3, {**metrics, "eval/b-2-reward_missing_count": 1.0})
     header, a, b = (line.split() for line in out.getvalue().splitlines())
-    assert header == ["eval", "at", "3", "reward", "pass@1", "pass@4", "truncated", "length", "no", "reward"]
+    assert header == ["eval", "at", "3", "reward", "pass@1", "pass@4", "cut", "length", "no", "answer"]
     assert a == ["a", "0.500", "0.500", "0.750"]
     assert b == ["b-2", "0.250", "50%", "7.0", "1"]
 
