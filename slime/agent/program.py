@@ -156,9 +156,7 @@ async def _run_command(words: list[str], task: Task) -> object:
         errors.task.cancel()
         await _stop(process)
     if code := process.returncode:
-        raise ProgramError(
-            f"the command ended with status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}"
-        )
+        raise ProgramError(f"it ended with status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
     last = output.text.rstrip().rpartition("\n")[2]
     try:
         found = json.loads(last)

@@ -110,11 +110,7 @@ class AgentServer:
         name = request.match_info.get("session") or request.headers.get("x-api-key") or bearer
         session = self.sessions.get(name)
         if session is None:
-            raise ApiError(
-                401,
-                "no such session: it has ended, or the base URL and the API key are those of another one",
-                "invalid_api_key",
-            )
+            raise ApiError(401, "no such session: it has ended, or the URL or API key is wrong", "invalid_api_key")
         return session
 
     async def _answer(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:

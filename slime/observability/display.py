@@ -35,11 +35,8 @@ STEP_NUMBERS = (  # metric, label, format; metrics that a step lacks are not sho
     ("rollout/truncated_ratio", "cut", "{:.0%}"),
     ("perf/tokens_per_gpu_per_sec", "tokens/s", "{:.0f}"),
 )
-STEP_PHASES = (
-    "rollout",
-    "train",
-    "update_weights",
-)  # always shown; others from LONG_SHARE of a step on
+# These phases are always in the line of a step; others if they take LONG_SHARE of it.
+STEP_PHASES = ("rollout", "train", "update_weights")
 LONG_SHARE = 0.05
 LABELS = {"update_weights": "sync"}
 

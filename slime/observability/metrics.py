@@ -101,11 +101,7 @@ class MetricsLogger:
             raise MetricsError(f"metric {name!r} is no number: {value!r:.120}") from error
         if not math.isfinite(number) and name not in self._warned:
             self._warned.add(name)
-            print(
-                f"metric {name} is {number} (null in metrics.jsonl; reported once)",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"metric {name} is {number} (null in metrics.jsonl; said once)", file=sys.stderr, flush=True)
         return number
 
     def close(self) -> None:
