@@ -75,11 +75,11 @@ def moved_shares(rank: int, ports: Any, path: Path) -> None:
     from megatron_ranks import leave_groups
 
     from slime.backends.create import create_backend
-    from slime.backends.megatron import cpu_offload
+    from slime.backends.megatron import streamed_gradients
 
     replaced: list[Any] = []
-    copy_to_cpu = cpu_offload._on_cpu
-    cpu_offload._on_cpu = lambda main: (replaced.append(weakref.ref(main)), copy_to_cpu(main))[1]
+    copy_to_cpu = streamed_gradients._on_cpu
+    streamed_gradients._on_cpu = lambda main: (replaced.append(weakref.ref(main)), copy_to_cpu(main))[1]
 
     for number, dtype in enumerate(("float32", "bfloat16")):
         for other, (given, low, high) in enumerate((({}, 1.0, 1.0), ({"optimizer_offload_fraction": 0.5}, 0.5, 0.8))):
