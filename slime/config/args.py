@@ -32,7 +32,7 @@ class UnknownName(AttributeError):
     """Args has no attribute of this name. The message, which takes a millisecond to make, is made when it is read, so
     that ``getattr(args, name, default)`` in a user's function is cheap."""
 
-    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, values: Mapping[str, object]) -> None:
         super().__init__(name, values)
         self._name, self._values = name, values
 
@@ -105,12 +105,12 @@ class Args(
             return value
         raise UnknownName(name, values)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dict__ and name not in type(self).__dataclass_fields__:
             raise UnknownName(name, self.__dict__)
         object.__setattr__(self, name, value)
 
-    def declare(self, name: str, value: Any) -> None:
+    def declare(self, name: str, value: object) -> None:
         """Add an attribute of the user's own, or set one that is there."""
         self.__dict__[name] = value
 

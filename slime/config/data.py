@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -241,7 +241,7 @@ class RewardConfig:
     )
 
 
-def derive_reward(args: Args, row: dict[str, Any] | None) -> None:
+def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
     """Without a reward: ``math`` where rows have a label (decisions 1)."""
     if row is None or not needs_reward(args) or args.label_key is None or row.get(args.label_key) is None:
         return

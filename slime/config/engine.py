@@ -175,8 +175,8 @@ def total_gpus(models: list[ServedModel]) -> int:
     return sum(group.num_gpus for model in models for group in model.groups)
 
 
-def _model(entry: Any, where: str, hf_checkpoint: str, per_engine: int) -> ServedModel:
-    _check_keys(entry, _MODEL_KEYS, where)
+def _model(given: object, where: str, hf_checkpoint: str, per_engine: int) -> ServedModel:
+    entry = _keyed(given, _MODEL_KEYS, where)
     name = str(entry.get("name") or "")
     if not name:
         raise ServerGroupError(f"{where} has no name")
@@ -195,8 +195,8 @@ def _model(entry: Any, where: str, hf_checkpoint: str, per_engine: int) -> Serve
     return ServedModel(name, path, bool(entry.get("update_weights", path == hf_checkpoint)), made)
 
 
-def _group(entry: Any, where: str, per_engine: int) -> ServerGroup:
-    _check_keys(entry, _GROUP_KEYS, where)
+def _group(given: object, where: str, per_engine: int) -> ServerGroup:
+    entry = _keyed(given, _GROUP_KEYS, where)
     kind = entry.get("worker_type", "regular")
     if kind == "encoder":
         raise ServerGroupError(f"{where}: encoder servers are not built; regular servers encode images themselves")
@@ -219,16 +219,17 @@ def _group(entry: Any, where: str, per_engine: int) -> ServerGroup:
     return ServerGroup(kind, gpus, per_engine, named)
 
 
-def _check_keys(entry: Any, known: tuple[str, ...], where: str) -> None:
+def _keyed(entry: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
         raise ServerGroupError(f"{where} needs keys and values, not {entry!r}")
     for key in entry:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             raise ServerGroupError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return entry
 
 
-def _count(value: Any, what: str) -> int:
+def _count(value: object, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ServerGroupError(f"{what} needs a whole number of at least 1, not {value!r}")
     return value

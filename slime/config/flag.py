@@ -73,15 +73,15 @@ class Flag:
 
 
 def flag(
-    default: Any,
+    default: object,
     *,
     help: str,
     option: str | None = None,
     kind: Kind | None = None,
-    choices: Sequence[Any] = (),
+    choices: Sequence[str | int] = (),
     status: Status = "works",
     reason: str = "",
-    limits: Mapping[Any, tuple[Status, str]] | None = None,
+    limits: Mapping[str, tuple[Status, str]] | None = None,
     metavar: str | None = None,
     low: float | None = None,
     above: float | None = None,
@@ -152,7 +152,7 @@ def _make(field: dataclasses.Field[Any], hint: object, group: str) -> Flag:
     return Flag(name=field.name, value_type=value_type, default=default, group=group, optional=optional, **meta)
 
 
-def _unwrap(hint: Any) -> tuple[type, type | None, bool]:
+def _unwrap(hint: object) -> tuple[type, type | None, bool]:
     """``list[int] | None`` -> (int, list, True)."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
@@ -162,6 +162,8 @@ def _unwrap(hint: Any) -> tuple[type, type | None, bool]:
         return get_args(hint)[0], list, optional
     if get_origin(hint) is dict:
         return dict, dict, optional
+    if not isinstance(hint, type):
+        raise TypeError(f"{hint} cannot be the type of a flag")
     return hint, None, optional
 
 
@@ -177,7 +179,7 @@ def _infer_kind(value_type: type, container: type | None, optional: bool, name: 
     return "value"
 
 
-def convert(flag: Flag, value: Any) -> Any:
+def convert(flag: Flag, value: object) -> Any:
     """Bring a word of the command line, or a value of a YAML file, to the flag's type.
 
     Raises:
@@ -202,7 +204,7 @@ class OutOfRange(ValueError):
     """A number of the right type that the flag does not take; the message says which ones it takes."""
 
 
-def out_of_range(flag: Flag, value: Any) -> str | None:
+def out_of_range(flag: Flag, value: object) -> str | None:
     """What is wrong with a number, or with one in a list; None when nothing is."""
     if isinstance(value, (list, tuple)):
         return next((problem for item in value if (problem := out_of_range(flag, item))), None)
@@ -229,7 +231,7 @@ def range_text(flag: Flag) -> str:
     return off + " and ".join(words)
 
 
-def _convert_one(flag: Flag, value: Any) -> Any:
+def _convert_one(flag: Flag, value: object) -> Any:
     converted = _to_type(flag.value_type, value)
     if isinstance(converted, str):
         converted = _checked_text(flag, converted)
@@ -257,7 +259,7 @@ def _checked_text(flag: Flag, value: str) -> str:
     return os.path.expanduser(value)
 
 
-def _to_type(value_type: type, value: Any) -> Any:
+def _to_type(value_type: type, value: object) -> Any:
     if value_type is bool:
         return _to_bool(value)
     if value_type is dict:
@@ -271,8 +273,10 @@ def _to_type(value_type: type, value: Any) -> Any:
     if value_type is int:
         return _to_int(value)
     try:
+        if not isinstance(value, (str, int, float)):
+            raise ValueError
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a number") from None
     if not math.isfinite(number):  # no comparison with NaN is ever true: it would switch thresholds off
         raise ValueError(f"{value!r} is not a finite number")
@@ -282,15 +286,17 @@ def _to_type(value_type: type, value: Any) -> Any:
 _LARGEST_INT = 2**63 - 1
 
 
-def _to_text(value: Any) -> str:
+def _to_text(value: object) -> str:
     """Also of the numbers that YAML makes of a word."""
     if isinstance(value, (dict, list, tuple)):
         raise ValueError(f"needs a text, not {_short(value)}")
     return value if isinstance(value, str) else str(value)
 
 
-def _to_int(value: Any) -> int:
+def _to_int(value: object) -> int:
     try:
+        if not isinstance(value, (str, int, float)):
+            raise ValueError
         number = float(value) if not isinstance(value, int) else value
         if number != int(number):
             raise ValueError
@@ -302,7 +308,7 @@ def _to_int(value: Any) -> int:
     return whole
 
 
-def _to_loose(value: Any) -> Any:
+def _to_loose(value: object) -> object:
     for number in (int, float):
         try:
             return number(value) if isinstance(value, str) else value
@@ -311,7 +317,7 @@ def _to_loose(value: Any) -> Any:
     return value
 
 
-def _to_bool(value: Any) -> bool:
+def _to_bool(value: object) -> bool:
     if isinstance(value, bool):
         return value
     word = str(value).strip().lower()
@@ -322,11 +328,11 @@ def _to_bool(value: Any) -> bool:
     raise ValueError(f"{value!r} is neither true nor false")
 
 
-def _to_dict(value: Any) -> dict[str, Any]:
+def _to_dict(value: object) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     try:
-        decoded = json.loads(value)
+        decoded = json.loads(value if isinstance(value, str) else str(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{_short(value)} is not JSON ({error})") from None
     if not isinstance(decoded, dict):
@@ -334,6 +340,6 @@ def _to_dict(value: Any) -> dict[str, Any]:
     return decoded
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -20,12 +20,12 @@ _NO_DEEPGEMM = "there are no DeepGEMM kernels here"
 _NO_CI = "tests check what --ci-test would; its numbers are in metrics.jsonl"
 
 
-def refused(default: Any, help: str, reason: str, *, kind: Kind | None = None, choices: tuple[str, ...] = ()) -> Any:
+def refused(default: object, help: str, reason: str, *, kind: Kind | None = None, choices: tuple[str, ...] = ()) -> Any:
     """A flag that is refused with the reason at any value but its default."""
     return flag(default, help=help, status="refused", reason=reason, kind=kind, choices=choices)
 
 
-def ignored(default: Any, help: str, reason: str, *, kind: Kind | None = None, option: str | None = None) -> Any:
+def ignored(default: object, help: str, reason: str, *, kind: Kind | None = None, option: str | None = None) -> Any:
     """A flag that is accepted, with a notice that it has no effect."""
     return flag(default, help=help, status="notice", reason=reason, kind=kind, option=option)
 

@@ -129,7 +129,7 @@ CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 several ways (generation, rewards, filters) are left to ``slime check-hooks``."""
 
 
-def call_problem(name: str, function: Any) -> str | None:
+def call_problem(name: str, function: object) -> str | None:
     """Why a function cannot be called as the flag ``name`` is; None where it can, or where that is not known."""
     if not callable(function):
         return f"it is a {type(function).__name__}, not a function"

@@ -7,7 +7,10 @@ the same order with context and data parallel only.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class ParallelLayout:
     """Micro-batches come in multiples of this with interleaved pipelines."""
 
     @classmethod
-    def from_args(cls, args: Any) -> ParallelLayout:
+    def from_args(cls, args: Args) -> ParallelLayout:
         """From the flags; ``args.world_size`` ranks."""
         given = args.megatron
         cp = int(given.get("context_parallel_size") or 1)
@@ -34,7 +37,7 @@ class ParallelLayout:
         tp, pp = (int(given.get(f"{name}_model_parallel_size") or 1) for name in ("tensor", "pipeline"))
         etp = given.get("expert_tensor_parallel_size")
         has_experts = bool(given.get("num_experts") or given.get("num_moe_experts"))
-        vpp = _model_chunks(given, pp)
+        vpp = _model_chunks(args, pp)
         return cls(
             world_size=args.world_size,
             tp=tp,
@@ -84,7 +87,8 @@ class ParallelLayout:
         return found
 
 
-def _model_chunks(given: dict[str, Any], pp: int) -> int:
+def _model_chunks(args: Args, pp: int) -> int:
+    given = args.megatron
     for name in ("virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank"):
         if given.get(name):
             return int(given[name])

@@ -117,7 +117,7 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
     return problems
 
 
-def check_megatron(args: Any) -> list[str]:
+def check_megatron(args: Args) -> list[str]:
     """On the Megatron backend: sizes that do not fit, and flags that would be ignored. A notice names a checkout of
     Megatron-LM whose ``megatron.core`` is not used."""
     if args.train_backend != "megatron":
@@ -129,12 +129,13 @@ def check_megatron(args: Any) -> list[str]:
         *ParallelLayout.from_args(args).problems(),
         *([stateless] if args.use_stateless_adam else []),
         *refused_flags(args.megatron),
-        *_offload_problems(args.megatron),
+        *_offload_problems(args),
     ]
 
 
-def _offload_problems(given: dict[str, Any]) -> list[str]:
+def _offload_problems(args: Args) -> list[str]:
     """What ``--optimizer-cpu-offload`` cannot do."""
+    given = args.megatron
     fraction = given.get("optimizer_offload_fraction")
     problems = []
     if fraction is not None and not 0.0 <= fraction <= 1.0:
@@ -223,7 +224,7 @@ def _shard_size(args: Args) -> list[str]:
     return [f"--fsdp-shard-size {size} does not divide the {ranks} training ranks: use one of {sizes}, or leave it out"]
 
 
-def _is_idle(name: str, value: Any) -> bool:
+def _is_idle(name: str, value: object) -> bool:
     """A flag at the value that FSDP has anyway needs no notice."""
     if name in DROPOUTS:
         return bool(value == 0)

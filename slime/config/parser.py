@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import functools
+import itertools
 import os
 import re
 import sys
@@ -198,11 +199,12 @@ def read_command_line(
     return args, problems
 
 
-def _store(args: Args, dest: str, value: Any, given: set[str]) -> str | None:
+def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
     """Convert one value and keep it; the user's own arguments are kept as they are."""
     if dest in FLAGS:
         flag, target = FLAGS[dest], dest
-        value = [item for words in value for item in words] if flag.kind == "pairs" else value
+        if flag.kind == "pairs" and isinstance(value, list):
+            value = list(itertools.chain.from_iterable(value))
     elif dest.startswith(_PASS):
         _, family, name = dest.split(":")
         flag = passthrough.by_name(family)[name].flag

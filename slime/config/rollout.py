@@ -129,7 +129,7 @@ def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int |
     return implied if max_staleness is None else min(implied, max_staleness)
 
 
-def old_actor_lag(args: Any) -> int | None:
+def old_actor_lag(args: Args) -> int | None:
     """How many updates the weights that make a rollout of ``train_async.py`` are behind those that the engines hold
     when the rollout is trained as the first after an update.
 
@@ -263,18 +263,18 @@ ENGINES_OWN = 8
 """Tokens of the context that SGLang keeps to itself: 7 in 0.5.23."""
 
 
-def served_context(args: Any) -> int | None:
+def served_context(args: Args) -> int | None:
     """Tokens of the longest sequence that the engines take, prompt and response; None where it is not known.
 
     ``--sglang-context-length``, else what the model's config.json says; at most the tokens of the KV cache, where
     they are given. With ``--sglang-config`` the least of the groups of its first model, whose router takes the
     requests of a rollout; a group's overrides win over the flags.
     """
-    path = getattr(args, "hf_checkpoint", None)
-    if getattr(args, "rollout_backend", None) == "embedded":
-        limits = [_of_model(path, scaled=False), getattr(args, "embedded_max_total_tokens", None)]
+    path: str | None = args.hf_checkpoint
+    if args.rollout_backend == "embedded":
+        limits = [_of_model(path, scaled=False), args.embedded_max_total_tokens]
     else:
-        given = getattr(args, "sglang", None) or {}
+        given = args.sglang
         path, overrides = _first_model(args, path)
         limits = []
         for options in ({**given, **group} for group in overrides):
@@ -286,28 +286,28 @@ def _of_model(path: str | None, scaled: bool = True) -> int | None:
     return context_length((read_config(path) if path else None) or {}, scaled)
 
 
-def _first_model(args: Any, path: str | None) -> tuple[str | None, list[dict[str, Any]]]:
+def _first_model(args: Args, path: str | None) -> tuple[str | None, list[dict[str, Any]]]:
     """Checkpoint and overrides of each server group of the first model of ``--sglang-config``; without a usable file,
     which the checks of the flags report, one group without overrides."""
-    file = getattr(args, "sglang_config", None)
+    file = args.sglang_config
     if not file:
         return path, [{}]
     try:
-        model = read_server_groups(file, str(path), getattr(args, "rollout_num_gpus_per_engine", None) or 1)[0]
+        model = read_server_groups(file, str(path), args.rollout_num_gpus_per_engine)[0]
     except (ServerGroupError, OSError):
         return path, [{}]
     return model.model_path, [group.overrides for group in model.groups if group.worker_type != "placeholder"]
 
 
-def context_limit(args: Any) -> int | None:
+def context_limit(args: Args) -> int | None:
     """Tokens that prompt and response may have together: ``--rollout-max-context-len``, at most what the engines
     take."""
     served = served_context(args)
-    limits = [getattr(args, "rollout_max_context_len", None), None if served is None else served - ENGINES_OWN]
+    limits = [args.rollout_max_context_len, None if served is None else served - ENGINES_OWN]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
-def longest_per_gpu(args: Any) -> int:
+def longest_per_gpu(args: Args) -> int:
     """Tokens of the longest sample that the flags allow, on each GPU that shares it (context parallelism)."""
     longest: int = args.rollout_max_response_len + (args.rollout_max_prompt_len or 0)
     if (limit := context_limit(args)) is not None:
@@ -315,7 +315,7 @@ def longest_per_gpu(args: Any) -> int:
     return math.ceil(longest / max(int(args.megatron.get("context_parallel_size") or 1), 1))
 
 
-def context_notice(args: Any) -> str | None:
+def context_notice(args: Args) -> str | None:
     """What to know where the longest prompt and the longest response together are more than the engines take."""
     limit, response = context_limit(args), args.rollout_max_response_len
     if limit is None or response is None or response + (args.rollout_max_prompt_len or 1) <= limit:

@@ -43,7 +43,7 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(plain)) and not _OF_DATA.search(plain) and not _PATH.search(plain)
 
 
-def redacted(name: str, value: Any) -> Any:
+def redacted(name: str, value: object) -> object:
     """``value`` as it may be shown: :data:`HIDDEN` for a secret, also inside of mappings, URLs and commands."""
     if is_secret(name) and value not in (None, "", False, [], {}):
         return HIDDEN
@@ -108,7 +108,7 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def set_value(args: Args, key: str, value: Any, new_names: bool = False) -> str | None:
+def set_value(args: Args, key: str, value: object, new_names: bool = False) -> str | None:
     """Set one flag by name; returns what is wrong, if anything. None un-sets a pass-through flag."""
     name = key.removeprefix("--").replace("-", "_")
     if name in RESERVED or name.startswith("__"):
@@ -159,7 +159,7 @@ def _pass_names() -> list[str]:
     return [("" if family == "megatron" else f"{family}_") + name for family in FAMILIES for name in by_name(family)]
 
 
-def _set_pass(args: Args, family: Family, name: str, value: Any) -> None:
+def _set_pass(args: Args, family: Family, name: str, value: object) -> None:
     given: dict[str, Any] = getattr(args, family)
     if value is None:
         given.pop(name, None)
@@ -225,12 +225,12 @@ def to_dict(args: Args) -> dict[str, Any]:
     return {name: _shown(name, value) for name, value in {**known, **passed, **others}.items()}
 
 
-def _shown(name: str, value: Any) -> Any:
+def _shown(name: str, value: object) -> object:
     """None for a secret: as an override it means that none is given."""
     return None if is_secret(name) else redacted(name, value)
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(isinstance(key, str) and _plain(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -226,7 +226,7 @@ def _names_checkpoint(override: str) -> bool:
     return any(key.replace("-", "_") == "hf_checkpoint" for key in map(str, read_yaml(override, "--override")[0]))
 
 
-def _same(flag: Any, config: Any) -> bool:
+def _same(flag: object, config: object) -> bool:
     if isinstance(flag, (int, float)) and isinstance(config, (int, float)):
         return abs(float(flag) - float(config)) <= 1e-9 * max(abs(float(config)), 1e-30) or float(flag) == float(config)
     return bool(flag == config)
