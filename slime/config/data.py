@@ -120,8 +120,7 @@ class EvalConfig:
     eval_function_path: str = flag(
         DERIVED,
         kind="hook",
-        help="Function that runs an evaluation. Default: --rollout-function-path, or the built-in rollout function "
-        "with the fully asynchronous one",
+        help="Function that runs an evaluation. Default: --rollout-function-path, if it can evaluate",
     )
     skip_eval_before_train: bool = flag(False, help="Skip the evaluation before the first optimizer step")
     eval_input_key: str = flag(DERIVED, help="Column of the prompt in evaluation data. Default: --input-key")

@@ -43,7 +43,7 @@ class EngineConfig:
     )
     use_router: bool = flag(False, help="Use sglang-router even if there is only one engine")
     embedded_max_running_requests: int = flag(
-        64, low=1, help="Maximum number of requests that the embedded engine decodes at the same time (its slots)"
+        64, low=1, help="Maximum number of requests that the embedded engine decodes at once"
     )
     embedded_max_total_tokens: int | None = flag(
         None, low=1, help="Tokens in the embedded engine's KV cache. Default: chosen by available memory"

@@ -30,9 +30,7 @@ class ObservabilityConfig:
     )
     wandb_dir: str | None = path_flag("Folder for files of Weights & Biases. Default: the run's folder")
     wandb_key: str | None = flag(
-        None,
-        help="API key of Weights & Biases. It is visible in the process list (ps), so prefer the environment variable "
-        "WANDB_API_KEY",
+        None, help="API key of Weights & Biases; ps shows it, so prefer the variable WANDB_API_KEY"
     )
     wandb_host: str | None = flag(
         None,
@@ -82,9 +80,7 @@ class DebugConfig:
 
     debug_rollout_only: bool = flag(False, help="Generate rollouts without a trainer")
     debug_train_only: bool = flag(
-        False,
-        help="Train without engines, on --load-debug-rollout-data or a rollout function that needs no engine, such as "
-        "the one for SFT",
+        False, help="Train without engines, on --load-debug-rollout-data or a rollout function without engines"
     )
     save_debug_rollout_data: str | None = path_flag(
         "File to which each rollout's samples are saved; {rollout_id} in the path is replaced by the rollout's number"

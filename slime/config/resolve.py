@@ -67,29 +67,18 @@ def check_ranges(args: Args) -> list[str]:
 
 
 FILE_RULES = (
-    *(
-        trainer.check_checkpoint,
-        trainer.check_reference,
-        trainer.check_teacher,
-        run.check_load,
-        weight_sync.check_disk_sync,
-        observability.check_debug_files,
-        observability.check_sinks,
-    ),
-    *(hooks.check_hooks, data.check_multimodal_keys),
-)
+    trainer.check_checkpoint, trainer.check_reference, trainer.check_teacher, run.check_load,
+    weight_sync.check_disk_sync, observability.check_debug_files, observability.check_sinks, hooks.check_hooks,
+    data.check_multimodal_keys,
+)  # fmt: skip
 DATA_RULES = (data.check_data_files, data.check_scored, data.check_eval_files)
 """What can be said of the data without reading it; the data room's own check says more."""
 ROLLOUT_RULES = (check_ranges, batch.check_batch, rollout.check_rollout, engine.check_draft, data.check_reward)
 AGENT_RULES = (agent.check_parsers, agent.check_constrained_decoding)
 ALGORITHM_RULES = (
-    corrections.check_kl,
-    algorithm.check_estimator,
-    algorithm.check_losses,
-    corrections.check_off_policy,
-    corrections.check_distillation,
-    trainer.check_schedule,
-)
+    corrections.check_kl, algorithm.check_estimator, algorithm.check_losses, corrections.check_off_policy,
+    corrections.check_distillation, trainer.check_schedule,
+)  # fmt: skip
 MODEL_RULES = (trainer.check_shape, trainer.check_media, megatron_flags.check_fsdp, megatron_flags.check_megatron)
 
 

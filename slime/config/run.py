@@ -47,9 +47,7 @@ class RunConfig:
     )
     output_dir: str = flag("outputs", kind="path", help="Parent folder of the runs, each of which has its own folder")
     run_name: str = flag(
-        DERIVED,
-        help="Name of the run's folder in --output-dir. Default: the name of the resumed run, otherwise model, "
-        "estimator and start time",
+        DERIVED, help="Name of the run's folder. Default: the resumed run's, otherwise model, estimator and time"
     )
     override: str | None = path_flag(
         "YAML file of flag names and values that is applied after all other settings, to scale a recipe to a "

@@ -286,7 +286,7 @@ class OptimizerConfig:
     critic_lr_warmup_iters: int = flag(
         DERIVED, low=0, help="Optimizer steps of the critic's warm-up. Default: --lr-warmup-iters"
     )
-    reset_optimizer_states: bool = flag(False, help="Reset Adam's moments to zero at the start of each rollout's steps")
+    reset_optimizer_states: bool = flag(False, help="Reset Adam's moments at the start of each rollout's steps")
     use_stateless_adam: bool = flag(
         False, help="Use Adam without moments: each step is nearly the learning rate times the gradient's sign"
     )

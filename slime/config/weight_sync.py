@@ -51,8 +51,7 @@ class WeightSyncConfig:
     update_weight_delta_encoding: str = flag(
         "xor",
         choices=("xor", "overwrite"),
-        help="Encoding of a changed byte with --update-weight-mode delta: the XOR of old and new value, or the new "
-        "value (overwrite)",
+        help="Delta of a changed byte: the XOR of old and new value, or the new value",
     )
     update_weight_delta_checksum: str = flag(
         "xxh3-128",
