@@ -47,8 +47,10 @@ def walk(path: Path, rollouts: int) -> dict[str, Any]:
     from slime.config.args import Args
     from slime.config.resolve import resolve_defaults
     from slime.data.dataset import Dataset
+    from slime.data.sample import flatten
     from slime.data.source import RolloutDataSource
     from slime.data.validate import check_data
+    from slime.rollout.rm_hub import check_label
 
     args = Args().with_values(
         prompt_data=str(path), streaming_data=True, input_key="prompt", label_key="label", rollout_shuffle=True,
@@ -56,7 +58,7 @@ def walk(path: Path, rollouts: int) -> dict[str, Any]:
     )  # fmt: skip
     resolve_defaults(args)
     phases = Phases()
-    assert check_data(args) == []
+    assert check_data(args, check_label) == []
     phases.end("check before the start")
     data = Dataset(str(path), streaming=True)
     phases.end("open")
@@ -65,10 +67,10 @@ def walk(path: Path, rollouts: int) -> dict[str, Any]:
         source.get_samples(128)
     phases.end(f"{rollouts} shuffled rollouts of 128 x 8")
     state = source.state_dict()
-    expected = [group[0].prompt for group in source.get_samples(300)]
+    expected = [sample.prompt for sample in flatten(source.get_samples(300))]
     resumed = RolloutDataSource(args, Dataset(str(path), streaming=True))
     resumed.load_state_dict(state)
-    assert [group[0].prompt for group in resumed.get_samples(300)] == expected
+    assert [sample.prompt for sample in flatten(resumed.get_samples(300))] == expected
     phases.end("open again, resume, 300 prompts")
     resumed.load_state_dict({**state, "sample_offset": len(data) - 100})
     resumed.get_samples(200)

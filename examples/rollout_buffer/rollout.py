@@ -73,7 +73,7 @@ async def collect(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrai
 async def ask(args: Any, url: str, data_source: Any, have: int) -> None:
     """Hand as many groups to the server as are missing from this step and the groups ahead of it."""
     state = GenerateState(args)
-    seed = state.sampling.seed
+    seed = state.seed
     missing = args.rollout_batch_size + args.buffer_server_ahead - have - len(_under_way)
     if missing <= 0:
         return

@@ -20,7 +20,7 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.prompts import prompt_ids
 from slime.rollout.rm_hub import async_rm, scores_whole_groups
 from slime.rollout.rm_hub.outcome import FAILURE_KEY, mark_unscored
-from slime.types import JsonObject
+from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -32,7 +32,7 @@ _GRACE_SECONDS = 5.0  # for a program that was told to end
 
 
 async def generate(
-    args: Args, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Sample | list[Sample]:
     """Run the agent program on one row and make samples of its conversations with the model.
 
@@ -125,9 +125,11 @@ def _samples(session: Session) -> list[Sample]:
         return samples
     # The program never got an answer. A prompt with one untrained token keeps the sample valid.
     sample = session.sample
-    sample.tokens = prompt_ids(session.state, sample) or [tokenizer.eos_token_id]
-    sample.append_response_tokens(tokens=[tokenizer.eos_token_id], log_probs=None, trainable=False)
-    sample.response = tokenizer.decode([tokenizer.eos_token_id])
+    end = tokenizer.eos_token_id
+    assert end is not None, "a model that answers in turns ends them with a token"
+    sample.tokens = prompt_ids(session.state, sample) or [end]
+    sample.append_response_tokens(tokens=[end], log_probs=None, trainable=False)
+    sample.response = tokenizer.decode([end])
     return [sample]
 
 

@@ -23,8 +23,9 @@ from slime.agent.openai_api import Chat, Responses
 from slime.agent.session import Place, Session
 from slime.agent.trajectory import Turn
 from slime.data.json_text import too_deep
+from slime.data.sample import Sample
 from slime.engines.request_guard import request_guard
-from slime.types import JsonObject
+from slime.types import JsonObject, SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -69,7 +70,7 @@ class AgentServer:
         """Base URL of a session, without ``/v1``."""
         return f"http://{self.host}:{self.port}/s/{session.id}"
 
-    def open(self, args: Args, sample: Sample, params: JsonObject, evaluation: bool = False) -> Session:
+    def open(self, args: Args, sample: Sample, params: SamplingParams, evaluation: bool = False) -> Session:
         """A new session; :meth:`close` ends it."""
         session = Session(uuid.uuid4().hex, args, sample, params, evaluation)
         self.sessions[session.id] = session

@@ -30,11 +30,11 @@ from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying
 from slime.rollout.abort import rest_seconds
-from slime.rollout.context import says_too_long
 from slime.rollout.generate import ask_engine, build_generate_body, remaining
+from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.sglang_streaming_rollout import StreamedAnswer, read_stream
 from slime.rollout.state import GenerateState
-from slime.types import JsonObject, JsonValue
+from slime.types import GenerateBody, GenerateOutput, SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -66,7 +66,7 @@ class Session:
     """
 
     def __init__(
-        self, session_id: str, args: Args, sample: Sample, params: JsonObject, evaluation: bool = False
+        self, session_id: str, args: Args, sample: Sample, params: SamplingParams, evaluation: bool = False
     ) -> None:
         self.id, self.sample, self.params, self.evaluation = session_id, sample, params, evaluation
         self.settings = AgentSettings.from_args(args)
@@ -184,7 +184,7 @@ class Session:
         """
         parent, messages, added = prepared
         stops = [*_strings(self.params.get("stop")), *ask.stop]
-        params: JsonObject = {**self.params, "stop": [*stops] or None, "no_stop_trim": False}
+        params: SamplingParams = {**self.params, "stop": stops or None, "no_stop_trim": False}
         parser: ToolParser = tool_parser(self.parser_name, ask.tools) if ask.tools else NoCalls()
         if ask.tools:
             params["skip_special_tokens"] = False  # many formats of calls begin with special tokens
@@ -251,7 +251,7 @@ class Session:
         return self.tags is not None and tail.endswith(self.tags.start)
 
     def _message(
-        self, parser: ToolParser, added: list[int], opened: bool, outputs: list[dict[str, Any]], params: JsonObject
+        self, parser: ToolParser, added: list[int], opened: bool, outputs: list[GenerateOutput], params: SamplingParams
     ) -> Message:
         reasoning, text = split_reasoning(self._text(outputs, params), self.tags, opened)
         try:
@@ -272,7 +272,7 @@ class Session:
             message | ({"reasoning_content": reasoning} if reasoning else {}) | ({"tool_calls": calls} if calls else {})
         )
 
-    def _text(self, outputs: list[dict[str, Any]], params: JsonObject) -> str:
+    def _text(self, outputs: list[GenerateOutput], params: SamplingParams) -> str:
         """The text of an answer, without the stop string or token that ended it.
 
         The ids are decoded in one piece where an engine was interrupted, because a character may be divided between
@@ -287,10 +287,10 @@ class Session:
         return text.partition(matched)[0] if isinstance(matched, str) and matched else text
 
     async def _generate(
-        self, probe: Sample, params: JsonObject, most: int, on_text: OnText | None
-    ) -> list[dict[str, Any]]:
+        self, probe: Sample, params: SamplingParams, most: int, on_text: OnText | None
+    ) -> list[GenerateOutput]:
         """The engine's outputs up to one that is complete: a weight update or a lost engine may interrupt an answer."""
-        outputs: list[dict[str, Any]] = []
+        outputs: list[GenerateOutput] = []
         tries = 0
         while True:
             body = build_generate_body(self.state, probe, {**params, "max_new_tokens": most})
@@ -309,7 +309,7 @@ class Session:
                 return outputs
             await asyncio.sleep(rest_seconds(f"a request of sample {probe.index}", tries))
 
-    async def _ask(self, probe: Sample, body: dict[str, Any], on_text: OnText | None) -> dict[str, Any] | None:
+    async def _ask(self, probe: Sample, body: GenerateBody, on_text: OnText | None) -> GenerateOutput | None:
         try:
             if on_text is None:
                 return await ask_engine(self.state, probe, body)
@@ -340,8 +340,8 @@ def _digest(ids: list[int], seed: int = 0) -> int:
     return xxhash.xxh64_intdigest(np.asarray(ids, np.int64).tobytes(), seed=seed)
 
 
-def _strings(value: JsonValue) -> list[str]:
-    return [value] if isinstance(value, str) else [str(item) for item in value] if isinstance(value, list) else []
+def _strings(value: str | list[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else [*(value or [])]
 
 
 def _too_long(given: int | None, context: int | None, tokens: int) -> str:

@@ -11,12 +11,12 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.agent.messages import Ask, Message, Tool, key_of
 from slime.data.sample import Sample
 from slime.rollout.generate import append_output
-from slime.types import Tokenizer
+from slime.types import GenerateOutput, Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -42,7 +42,7 @@ class Turn:
     tools: list[Tool]
     answer: Message
     added_ids: list[int]
-    outputs: list[dict[str, Any]]
+    outputs: list[GenerateOutput]
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
     overflowed: bool = False

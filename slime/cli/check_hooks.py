@@ -73,7 +73,7 @@ def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
-    from slime.data.eval_config import BY_TYPE, resolve_eval_datasets
+    from slime.data.eval_config import resolve_eval_datasets
 
     try:
         datasets = resolve_eval_datasets(args)
@@ -82,7 +82,7 @@ def _of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
     for config in datasets:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             path = getattr(config, name)
-            if path and path not in (getattr(args, name), BY_TYPE):
+            if path and path != getattr(args, name):
                 yield f"data set {config.name}: {name}", name, path
 
 

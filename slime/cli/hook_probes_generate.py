@@ -12,6 +12,7 @@ from slime.cli.hook_turns import appends_recorded, check_mask, check_turns
 from slime.data.sample import Sample, flatten
 from slime.rollout.hooks import call, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
+from slime.types import SamplingParams
 
 AGENT_TOKENS = 512  # of a conversation: an untrained model does not end its turns
 
@@ -19,11 +20,11 @@ AGENT_TOKENS = 512  # of a conversation: an untrained model does not end its tur
 def generate(bench: Bench, fn: Hook) -> str:
     """``await fn(args, sample, sampling_params[, evaluation])``, or the list form."""
     from slime.rollout.custom_generate import call_list, call_single, takes_list
-    from slime.rollout.settings import SamplingSettings
+    from slime.rollout.settings import request_params
 
     bench.start_engine()
     args = bench.args
-    params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
+    params: SamplingParams = {**request_params(args), "sampling_seed": 1}
     sample = Sample()
     if takes_list(fn):
         check_signature(fn, "fn(args, samples, evaluation=…)", args, [sample], **supported_kwargs(fn, evaluation=False))
@@ -36,7 +37,7 @@ def generate(bench: Bench, fn: Hook) -> str:
         group = flatten(bench.prompts()[0])
         if takes_list(fn):
             return list(await call_list(fn, args, group, False))
-        return list(await asyncio.gather(*(call_single(fn, args, one, dict(params), False) for one in group)))
+        return list(await asyncio.gather(*(call_single(fn, args, one, {**params}, False) for one in group)))
 
     guarded(fn, whole_group, bench.limit, loop=True)  # imports and connections of a first call are not counted
     with appends_recorded():
@@ -66,12 +67,12 @@ def agent(bench: Bench, fn: Hook) -> str:
     from slime.agent.rollout import generate as run_agent
     from slime.agent.server import stop_agent_server
     from slime.rollout.custom_generate import call_single
-    from slime.rollout.settings import SamplingSettings
+    from slime.rollout.settings import request_params
 
     check_signature(fn, "run(task)", Task("", None, {}, "", "", ""))
     bench.start_engine()
     args = bench.args.with_values(rollout_max_response_len=AGENT_TOKENS, agent_timeout=bench.limit)
-    params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
+    params: SamplingParams = {**request_params(args), "sampling_seed": 1}
 
     async def whole_group() -> list[Any]:
         try:

@@ -18,8 +18,9 @@ from slime.cli.hook_script import Request, ScriptedEngine
 from slime.config.args import Args
 from slime.data.sample import Sample, flatten
 from slime.rollout.custom_generate import call_list, call_single, takes_list
-from slime.rollout.settings import SamplingSettings
+from slime.rollout.settings import request_params
 from slime.rollout.state import GenerateState
+from slime.types import SamplingParams
 
 TOOL_TURNS = (  # common forms in which models ask for a tool; none of them does harm
     '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
@@ -53,7 +54,7 @@ class _Try:
             answers: per turn; each sample gets them all.
         """
         args = self.bench.args.with_values(rollout_max_response_len=_ROOM)
-        params = {**SamplingSettings.from_args(args).request_params(), "sampling_seed": 1}
+        params: SamplingParams = {**request_params(args), "sampling_seed": 1}
         count = len(self.samples)
         script = [text for text in answers for _ in range(count)]
         at = None if abort_at is None else abort_at * count
@@ -61,7 +62,7 @@ class _Try:
         async def call(args: Args, samples: list[Sample]) -> list[Any]:
             if self.listed:
                 return list(await call_list(self.fn, args, samples, False))
-            return [await call_single(self.fn, args, one, dict(params), False) for one in samples]
+            return [await call_single(self.fn, args, one, copy.copy(params), False) for one in samples]
 
         async def work() -> tuple[list[Any], list[Any], list[Request]]:
             state: GenerateState

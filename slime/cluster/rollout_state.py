@@ -180,4 +180,4 @@ def _file(directory: Path, rollout_id: int) -> Path:
 
 
 def _shallow(group: Group) -> Group:
-    return copy.copy(group) if isinstance(group, Sample) else [_shallow(entry) for entry in group]
+    return [copy.copy(entry) if isinstance(entry, Sample) else [*map(copy.copy, entry)] for entry in group]

@@ -113,11 +113,12 @@ class ModelShape:
     sparse_layers: int = 0
 
     @classmethod
-    def from_megatron(cls, given: Mapping[str, Any]) -> ModelShape | None:
+    def from_megatron(cls, megatron: Mapping[str, object]) -> ModelShape | None:
         """From the model's flags (``MODEL_ARGS``) as they were given; None where they were not.
 
         What is absent has Megatron's default.
         """
+        given: dict[str, Any] = dict(megatron)
         hidden, layers = given.get("hidden_size"), given.get("num_layers")
         if not hidden or not layers:
             return None
@@ -126,6 +127,8 @@ class ModelShape:
         ffn = given.get("ffn_hidden_size") or 4 * hidden
         mla, experts = bool(given.get("multi_latent_attention")), given.get("num_experts") or 0
         rope = given.get("qk_pos_emb_head_dim", 64) if mla else 0
+        freq = given.get("moe_layer_freq", 1)  # a period, or one flag per layer
+        sparse = -(-layers // max(freq, 1)) if isinstance(freq, int) else sum(map(bool, freq))
         return cls(
             layers=layers,
             hidden=hidden,
@@ -143,7 +146,7 @@ class ModelShape:
             experts_per_token=given.get("moe_router_topk", 2),
             expert_width=given.get("moe_ffn_hidden_size") or ffn,
             shared_expert_width=given.get("moe_shared_expert_intermediate_size") or 0,
-            sparse_layers=_count_moe_layers(given.get("moe_layer_freq", 1), layers) if experts else 0,
+            sparse_layers=sparse if experts else 0,
         )
 
     @classmethod
@@ -161,11 +164,6 @@ class ModelShape:
         given["moe_shared_expert_intermediate_size"] = shared
         given["moe_layer_freq"] = [int(layer >= dense) for layer in range(given.get("num_layers", 0))]
         return cls.from_megatron(given)
-
-
-def _count_moe_layers(freq: int | Sequence[int], layers: int) -> int:
-    """Megatron's ``moe_layer_freq``: a period, or one flag per layer."""
-    return -(-layers // max(freq, 1)) if isinstance(freq, int) else sum(bool(flag) for flag in freq)
 
 
 def forward_flops(shape: ModelShape | None, length: int) -> float:

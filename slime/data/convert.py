@@ -11,7 +11,7 @@ import numpy as np
 
 from slime.config.hooks import load_function
 from slime.data import wire
-from slime.data.fields import BY_NAME, FIELDS, from_hook_names, nearest
+from slime.data.fields import BY_NAME, FIELDS, RankBatch, TrainData, from_hook_names, nearest
 from slime.data.rewards import post_process_rewards
 from slime.data.sample import Group, Sample, flatten
 from slime.data.schedule import PackingSettings, build_dp_schedule
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-TrainData = dict[str, Any]
 
 
-def samples_to_train_data(args: Args, groups: Sequence[Group] | Sequence[Sample]) -> TrainData:
+def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> TrainData:
     """Convert the samples of a rollout.
 
     Args:
@@ -112,7 +111,7 @@ def split_train_data(
 
 
 def shared_prompts(
-    settings: PackingSettings, data: Mapping[str, Any], context_size: int
+    settings: PackingSettings, data: TrainData | RankBatch, context_size: int
 ) -> list[tuple[Hashable, int]] | None:
     """Per sample the key and the length of the prompt that it stores once per pack with others of its group.
 
@@ -151,7 +150,7 @@ def _token_counts(
     return totals
 
 
-def _group_keys(groups: Sequence[Any]) -> list[Hashable]:
+def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
     """The group of each sample: its ``group_index``; where a hook made samples without one, that of its list."""
     keys: list[Hashable] = []
     for position, group in enumerate(groups):
@@ -169,7 +168,7 @@ def _group_keys(groups: Sequence[Any]) -> list[Hashable]:
     return keys
 
 
-def _rollout_ids(groups: Sequence[Any], keys: list[Hashable]) -> list[int]:
+def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list[int]:
     """The rollout of each sample; fan-out siblings share one, a sample without one gets a fresh one."""
     rollouts = [flatten(rollout) for group in groups for rollout in ([group] if isinstance(group, Sample) else group)]
     given = [s.rollout_id for rollout in rollouts for s in rollout if s.rollout_id is not None]

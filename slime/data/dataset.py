@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.config.seeds import derive_seed
 from slime.data.chunks import CHUNK, Chunks, Made
@@ -14,6 +14,10 @@ from slime.data.order import shuffled
 from slime.data.prompts import PromptRow, Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RawRow, RowFile
 from slime.data.sample import Sample
+from slime.types import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +40,8 @@ class PromptMaker:
     """Rows to prompts. Worker processes get one each, so it holds what can be pickled."""
 
     keys: RowKeys
-    tokenizer: Any = None
-    processor: Any = None
+    tokenizer: Tokenizer | None = None
+    processor: ProcessorMixin | None = None
     max_length: int | None = None
     apply_chat_template: bool = False
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -53,9 +57,9 @@ class PromptMaker:
         from jinja2 import TemplateError
 
         media = collect_media(row.prompt) if isinstance(row.prompt, list) else None
-        prompt: Any = row.prompt
+        prompt = row.prompt
         if self.apply_chat_template:
-            renderer = self.processor if media and self.processor is not None else self.tokenizer
+            renderer: Any = self.processor if media and self.processor is not None else self.tokenizer
             try:
                 prompt = renderer.apply_chat_template(
                     row.prompt, tools=row.tools, tokenize=False, add_generation_prompt=True, **self.template_kwargs
@@ -73,12 +77,16 @@ class PromptMaker:
         limit = self.max_length
         if limit is None:
             return set()
-        texts = [i for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs]
-        ids = self.tokenizer([samples[i].prompt for i in texts], add_special_tokens=False)["input_ids"] if texts else []
-        long = {i for i, tokens in zip(texts, ids, strict=True) if len(tokens) > limit}
-        for i, sample in enumerate(samples if self.processor is not None else ()):
+        texts = {i: s.prompt for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs}
+        long = set()
+        if texts:  # all at once: a fast tokenizer encodes many texts in parallel
+            assert self.tokenizer is not None, "a limit of the length needs a tokenizer"
+            ids = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
+            long = {i for i, tokens in zip(texts, ids, strict=True) if len(tokens) > limit}
+        processor: Any = self.processor
+        for i, sample in enumerate(samples if processor is not None else ()):
             if isinstance(sample.prompt, str) and sample.multimodal_inputs:
-                made = self.processor(text=[sample.prompt], **processor_inputs(sample.multimodal_inputs))
+                made = processor(text=[sample.prompt], **processor_inputs(sample.multimodal_inputs))
                 if len(made["input_ids"][0]) > limit:
                     long.add(i)
         return long
@@ -108,8 +116,8 @@ class Dataset:
     def __init__(
         self,
         path: str,
-        tokenizer: Any = None,
-        processor: Any = None,
+        tokenizer: Tokenizer | None = None,
+        processor: ProcessorMixin | None = None,
         max_length: int | None = None,
         *,
         prompt_key: str = "prompt",
@@ -119,7 +127,7 @@ class Dataset:
         metadata_key: str | None = "metadata",
         seed: int = 42,
         apply_chat_template: bool = False,
-        apply_chat_template_kwargs: Mapping[str, Any] | None = None,
+        apply_chat_template_kwargs: Mapping[str, object] | None = None,
         streaming: bool = False,
         workers: int = 0,
     ) -> None:

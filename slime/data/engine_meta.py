@@ -1,23 +1,69 @@
-"""Reading the ``meta_info`` of an engine's answer into a sample: versions, nuclei, routed experts."""
+"""Reading the ``meta_info`` of an engine's answer into a sample: counters, versions, nuclei, routed experts."""
 
 from __future__ import annotations
 
 import base64
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slime.config.hf_config import read_config
+from slime.types import MetaInfo
 
 if TYPE_CHECKING:
+    from slime.config.args import Args
     from slime.data.sample import Sample
 
 Nuclei = tuple[np.ndarray, np.ndarray]
 
 
-def extended_nuclei(sample: Sample, count: int, meta_info: Mapping[str, Any]) -> Nuclei | None:
+@dataclass(slots=True)
+class SpecInfo:
+    """Counters of speculative decoding, summed over the engine calls of a sample."""
+
+    spec_accept_token_num: int = 0
+    spec_draft_token_num: int = 0
+    spec_verify_ct: int = 0
+    completion_token_num: int = 0
+
+    @property
+    def accept_rate(self) -> float:
+        """Accepted draft tokens per drafted one; 0 before the first draft."""
+        return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens produced per verification step; 0 before the first."""
+        return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
+
+    def add(self, meta_info: MetaInfo) -> None:
+        """Add the counters of one answer's ``meta_info``."""
+        self.spec_accept_token_num += meta_info.get("spec_accept_token_num", 0)
+        self.spec_draft_token_num += meta_info.get("spec_draft_token_num", 0)
+        self.spec_verify_ct += meta_info.get("spec_verify_ct", 0)
+        self.completion_token_num += meta_info.get("completion_tokens", 0)
+
+
+@dataclass(slots=True)
+class PrefixCacheInfo:
+    """How much of the prompts the engine found in its cache, summed over the engine calls of a sample."""
+
+    cached_tokens: int = 0
+    total_prompt_tokens: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.total_prompt_tokens if self.total_prompt_tokens else 0.0
+
+    def add(self, meta_info: MetaInfo) -> None:
+        """Add the counters of one answer's ``meta_info``."""
+        self.cached_tokens += meta_info.get("cached_tokens", 0)
+        self.total_prompt_tokens += meta_info.get("prompt_tokens", 0)
+
+
+def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei | None:
     """Nucleus ids and offsets of the response with ``count`` further tokens; None where no engine gave any so far.
 
     Tokens that were not sampled get empty nuclei.
@@ -43,14 +89,15 @@ def extended_nuclei(sample: Sample, count: int, meta_info: Mapping[str, Any]) ->
     return ids, np.concatenate([offsets, added])
 
 
-def extended_spans(sample: Sample, meta_info: Mapping[str, Any], count: int) -> list[tuple[str, int, int]]:
+def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int) -> list[tuple[str, int, int]]:
     """Which weights made the last ``count`` tokens (or, where parts of the answer were appended before, all of it).
 
-    An engine that has no spans ends its requests before it takes new weights, so its answer is of one version.
+    An engine that has no spans ends its requests before it takes new weights, so its answer is of one version,
+    ``latest``.
     """
     given = meta_info.get("weight_versions")
     if not given or given[-1]["end"] > sample.response_length:
-        given = [{"version": meta_info["weight_version"], "start": 0, "end": count}]
+        given = [{"version": latest, "start": 0, "end": count}]
     first = sample.response_length - given[-1]["end"]
     spans = [span for span in sample.version_spans if span[1] < first]
     for part in given:
@@ -62,7 +109,7 @@ def extended_spans(sample: Sample, meta_info: Mapping[str, Any], count: int) -> 
     return spans
 
 
-def merged_experts(args: Any, sample: Sample, value: Any) -> np.ndarray:
+def merged_experts(args: Args | None, sample: Sample, value: str | list[int]) -> np.ndarray:
     """``[tokens - 1, layers, topk]``: the expert choices of all tokens that were fed to the engine.
 
     The last row of an answer belongs to the last but one token of ``sample.tokens``, so the number of rows says at
@@ -99,15 +146,16 @@ def merged_experts(args: Any, sample: Sample, value: Any) -> np.ndarray:
     return np.concatenate([known, new[len(known) - start : total - start]])
 
 
-def experts_shape(args: Any) -> tuple[int, int]:
-    """(layers, experts per token) of the routed experts in an answer: of the model's config.json, else of ``args``.
+def experts_shape(args: Args | None) -> tuple[int, int]:
+    """(layers, experts per token) of the routed experts in an answer: of the model's config.json, else as given.
 
     Raises:
         ValueError: neither says it.
     """
-    layers, topk = _shape_of_model(getattr(args, "hf_checkpoint", None) or "")
-    layers = layers or getattr(args, "num_layers", None) or 0
-    topk = topk or getattr(args, "moe_router_topk", None) or 0
+    layers = topk = 0
+    if args is not None:
+        layers, topk = _shape_of_model(args.hf_checkpoint or "")
+        layers, topk = layers or args.num_layers or 0, topk or args.moe_router_topk or 0
     if not layers or not topk:
         raise ValueError(
             "the shape of routed experts is not known: config.json of --hf-checkpoint has no num_hidden_layers and "
@@ -122,7 +170,7 @@ def _shape_of_model(checkpoint: str) -> tuple[int, int]:
     return int(config.get("num_hidden_layers") or 0), int(config.get("num_experts_per_tok") or 0)
 
 
-def decode_int32(value: Any) -> np.ndarray:
+def decode_int32(value: str | list[int]) -> np.ndarray:
     """int32 [n] from base64 of its bytes, or from a list."""
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value), np.int32)

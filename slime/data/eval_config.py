@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from slime.config.data import eval_pairs
 from slime.config.files import load_yaml
 from slime.data.prompts import RowKeys
+from slime.types import JsonObject
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+T = TypeVar("T")
+BY_TYPE = ""
+"""``custom_rm_path`` of a data set whose own ``rm_type`` scores it although the run has a ``--custom-rm-path``."""
 
 
 @dataclass
@@ -43,14 +50,34 @@ class EvalDatasetConfig:
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
     # Known names that nothing here reads; user functions may.
-    app_service: Any = None
+    app_service: object = None
     eval_task_timeout: float | None = None
     min_eval_samples: int | None = None
     eval_early_stop_threshold: float | None = None
     eval_early_stop_patience: int | None = None
-    message_processor: Any = None
-    reward_model: Any = None
-    remote_environment: Any = None
+    message_processor: object = None
+    reward_model: object = None
+    remote_environment: object = None
+
+    @classmethod
+    def from_args(cls, args: Args) -> EvalDatasetConfig:
+        """What the flags say of every data set; it has neither name nor path."""
+        return cls(
+            name="", path="", rm_type=args.rm_type, custom_rm_path=args.custom_rm_path,
+            input_key=_first(args.eval_input_key, args.input_key),
+            label_key=_first(args.eval_label_key, args.label_key),
+            tool_key=_first(args.eval_tool_key, args.tool_key), metadata_key=args.metadata_key,
+            multimodal_keys=args.multimodal_keys, apply_chat_template=args.apply_chat_template,
+            apply_chat_template_kwargs=args.apply_chat_template_kwargs,
+            n_samples_per_eval_prompt=args.n_samples_per_eval_prompt,
+            temperature=_first(args.eval_temperature, args.rollout_temperature),
+            top_p=_first(args.eval_top_p, args.rollout_top_p), top_k=_first(args.eval_top_k, args.rollout_top_k),
+            max_response_len=_first(args.eval_max_response_len, args.rollout_max_response_len),
+            max_prompt_len=_first(args.eval_max_prompt_len, args.rollout_max_prompt_len), stop=args.rollout_stop,
+            stop_token_ids=args.rollout_stop_token_ids, min_new_tokens=args.eval_min_new_tokens,
+            skip_special_tokens=args.rollout_skip_special_tokens,
+            custom_generate_function_path=args.custom_generate_function_path,
+        )  # fmt: skip
 
     def row_keys(self) -> RowKeys:
         """Columns of this data set, after resolution."""
@@ -59,35 +86,14 @@ class EvalDatasetConfig:
         )
 
 
-# What a field falls back to: the first of these attributes of args that is there and not None.
-_FALLBACKS: dict[str, tuple[str, ...]] = {
-    "rm_type": ("rm_type",),
-    "custom_rm_path": ("custom_rm_path",),
-    "input_key": ("eval_input_key", "input_key"),
-    "label_key": ("eval_label_key", "label_key"),
-    "tool_key": ("eval_tool_key", "tool_key"),
-    "metadata_key": ("metadata_key",),
-    "multimodal_keys": ("multimodal_keys",),
-    "apply_chat_template": ("apply_chat_template",),
-    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
-    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt",),
-    "temperature": ("eval_temperature", "rollout_temperature"),
-    "top_p": ("eval_top_p", "rollout_top_p"),
-    "top_k": ("eval_top_k", "rollout_top_k"),
-    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
-    "max_prompt_len": ("eval_max_prompt_len", "rollout_max_prompt_len"),
-    "stop": ("rollout_stop",),
-    "stop_token_ids": ("rollout_stop_token_ids",),
-    "min_new_tokens": ("eval_min_new_tokens",),
-    "skip_special_tokens": ("rollout_skip_special_tokens",),
-    "custom_generate_function_path": ("custom_generate_function_path",),
-}
+def _first(own: T | None, general: T) -> T:
+    return general if own is None else own
+
+
 _NAMES = {f.name for f in fields(EvalDatasetConfig)}
-BY_TYPE = "slime.rollout.rm_hub.dispatch.by_type"
-"""``custom_rm_path`` of a data set with an ``rm_type`` of its own: score by that type."""
 
 
-def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
+def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     """All data sets to evaluate; each setting from its entry, else ``eval.defaults``, else ``args``.
 
     ``--eval-config`` replaces ``--eval-prompt-data`` (name path name path ...; one value alone is a
@@ -98,46 +104,49 @@ def resolve_eval_datasets(args: Any) -> list[EvalDatasetConfig]:
         TypeError: an unknown key of a data set.
         FileNotFoundError: no such ``--eval-config``.
     """
-    if getattr(args, "eval_config", None):
+    if args.eval_config:
         defaults, entries = _read(Path(args.eval_config).expanduser())
     else:
-        defaults, entries = {}, _pairs(getattr(args, "eval_prompt_data", None) or [])
+        pairs, problems = eval_pairs(args.eval_prompt_data or [])
+        if problems:
+            raise ValueError(problems[0])
+        defaults, entries = {}, [{"name": name, "path": path} for name, path in pairs]
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"evaluation data sets need different names; more than once: {', '.join(twice)}")
-    return [_resolve(args, defaults, entry) for entry in entries]
+    run = EvalDatasetConfig.from_args(args)
+    return [_resolve(run, defaults, entry) for entry in entries]
 
 
-def _resolve(args: Any, defaults: Mapping[str, Any], entry: Mapping[str, Any]) -> EvalDatasetConfig:
+def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) -> EvalDatasetConfig:
     unknown = sorted(set(entry) - _NAMES)
     if unknown:
         raise TypeError(f"evaluation data set {entry['name']!r} has unknown keys {', '.join(unknown)}")
-    given = {**defaults, **entry}
+    given: dict[str, Any] = {**defaults, **entry}
     for key, value in given.items():
         _check_type(entry["name"], key, value)
     config = EvalDatasetConfig(**given)
     own = entry if entry.get("rm_type") or entry.get("custom_rm_path") else defaults
     if own.get("rm_type") and not own.get("custom_rm_path"):  # its type wins over the function of the run
-        config.custom_rm_path = BY_TYPE if getattr(args, "custom_rm_path", None) else None
-    for name, attributes in _FALLBACKS.items():
-        values = (getattr(args, attribute, None) for attribute in attributes)
+        config.custom_rm_path = BY_TYPE if run.custom_rm_path else None
+    for name in _NAMES:
         if getattr(config, name) is None:
-            setattr(config, name, next((v for v in values if v is not None), None))
+            setattr(config, name, getattr(run, name))
     return config
 
 
 _HINTS = get_type_hints(EvalDatasetConfig)
 
 
-def _check_type(dataset: Any, key: str, value: Any) -> None:
+def _check_type(dataset: object, key: str, value: object) -> None:
     """YAML makes numbers, dates and mappings of words; each setting has one type.
 
     Raises:
         TypeError: it is another.
     """
     kinds = [get_origin(kind) or kind for kind in get_args(_HINTS[key]) or (_HINTS[key],)]
-    if value is None or Any in kinds or key == "metadata_overrides":
+    if value is None or object in kinds or key == "metadata_overrides":
         return
     wanted = [kind for kind in kinds if kind is not type(None)]
     right = type(value) in wanted or (float in wanted and type(value) is int)
@@ -146,13 +155,6 @@ def _check_type(dataset: Any, key: str, value: Any) -> None:
     if not (right and finite and plain):
         words = " or ".join(kind.__name__ for kind in wanted)
         raise TypeError(f"evaluation data set {dataset!r}: {key} needs {words}, not {value!r}")
-
-
-def _pairs(words: list[str]) -> list[dict[str, Any]]:
-    pairs, problems = eval_pairs(words)
-    if problems:
-        raise ValueError(problems[0])
-    return [{"name": name, "path": path} for name, path in pairs]
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

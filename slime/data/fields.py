@@ -2,7 +2,7 @@
 
 Everything that lists entries is made from :data:`FIELDS`: how they travel (:mod:`slime.data.wire`), what a converter
 may return (:mod:`slime.data.convert`), the fields of ``TokenBatch`` that the loss reads, the ``rollout/`` metrics of
-the trainer, and the page ``docs/en/reference/batch.md`` (``python -m slime.data.fields``).
+the trainer, and the page ``docs/en/reference/batch.md`` (``python tools/batch_page.py``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+TrainData = dict[str, Any]
+"""A batch before it is shared out: lists with one entry per sample of the whole rollout, by the names of FIELDS."""
 Per = Literal["sample", "token", "response token", "other", "batch"]
 
 
@@ -124,7 +129,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-def from_hook_names(entries: Mapping[str, Any], hook: str) -> dict[str, Any]:
+def from_hook_names(entries: Mapping[str, object], hook: str) -> TrainData:
     """What a user's function returned or changed, under the names of the package.
 
     Args:
@@ -147,7 +152,7 @@ class RankBatch(dict[str, Any]):
     mistyped name does not pass for an absent entry.
     """
 
-    def __init__(self, entries: Mapping[str, Any] | None = None, added: Iterable[str] = ()) -> None:
+    def __init__(self, entries: Mapping[str, object] | None = None, added: Iterable[str] = ()) -> None:
         """
         Args:
             entries: by the package's names.
@@ -173,7 +178,7 @@ class RankBatch(dict[str, Any]):
         self._check(name)
         raise KeyError(f"the rank batch has no {name!r}")
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self._check(name)
         super().__setitem__(name, value)
 
@@ -181,15 +186,15 @@ class RankBatch(dict[str, Any]):
         self._check(name)
         return super().__contains__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         self._check(name)
         return super().get(name, default)
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: str, default: object = None) -> Any:
         self._check(name)
         return super().setdefault(name, default)
 
-    def update(self, entries: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def update(self, entries: Mapping[str, object]) -> None:  # type: ignore[override]
         for name, value in entries.items():
             self[name] = value
 
@@ -211,39 +216,12 @@ class RankBatch(dict[str, Any]):
         self.update(entries)
 
 
-def on_hook_names(hook: Callable[[Any, dict[str, Any]], object]) -> Callable[[Any, dict[str, Any]], None]:
+def on_hook_names(hook: Callable[..., object]) -> Callable[[Args, TrainData], None]:
     """``hook(args, rollout_data)`` of a user as a function of ``(args, batch)``, where ``batch`` is a RankBatch."""
 
-    def call(args: Any, batch: dict[str, Any]) -> None:
+    def call(args: Args, batch: TrainData) -> None:
         assert isinstance(batch, RankBatch)
         with batch.lent_to(getattr(hook, "__name__", repr(hook))) as view:
             hook(args, view)
 
     return call
-
-
-def page() -> str:
-    """The table as Markdown, by the documented names."""
-    lines = [
-        "# The training batch",
-        "",
-        "<!-- Made by `python -m slime.data.fields`; do not edit. -->",
-        "",
-        "The dict `rollout_data` of `--custom-advantage-function-path` and `--rollout-data-postprocess-path` and the",
-        "dict `batch` of `--custom-loss-function-path` hold these entries of one data-parallel rank. Entries per",
-        "sample are lists in the rank's own order; entries per token are lists with one tensor per sample. Those in",
-        "bold are always there. A converter or one of these functions may add entries of its own, which the functions",
-        "that are called later find under the same name.",
-        "",
-        "| Entry | One value per | dtype | Contents |",
-        "|---|---|---|---|",
-    ]
-    for field in FIELDS:
-        name = f"**`{field.public_name}`**" if field.always else f"`{field.public_name}`"
-        dtype = field.wire if field.tensor is None else field.tensor or "as given"
-        lines.append(f"| {name} | {field.per} | {dtype or ''} | {field.meaning} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -13,7 +13,7 @@ MOST_NESTED = 100
 _SURROGATES = {code: "\ufffd" for code in range(0xD800, 0xE000)}
 
 
-def too_deep(value: Any) -> bool:
+def too_deep(value: object) -> bool:
     """Whether a JSON value nests more than :data:`MOST_NESTED` levels."""
     level = [value]
     for _ in range(MOST_NESTED + 1):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from slime.types import Tokenizer
 
 _MARK = "\ue000slime\ue001"  # private-use characters: in no text and no template
 _R1_ASSISTANT = "<｜Assistant｜>"
@@ -19,7 +20,8 @@ _THINK = "<think>\n"
 _HEADER_TOKENS = 4  # context that tells equal answers apart when masks are aligned
 TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
+Tools = Sequence[Mapping[str, object]]
 
 
 class MultiTurnLossMaskGenerator:
@@ -35,7 +37,7 @@ class MultiTurnLossMaskGenerator:
     A message with ``step_loss_mask: 0`` is not trained on.
     """
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+    def __init__(self, tokenizer: Tokenizer, tokenizer_type: str = "qwen") -> None:
         if tokenizer_type not in TYPES:
             raise ValueError(f"unknown --loss-mask-type {tokenizer_type!r} (known: {', '.join(TYPES)})")
         if not getattr(tokenizer, "is_fast", False):
@@ -45,7 +47,7 @@ class MultiTurnLossMaskGenerator:
         self.tokenizer = tokenizer
         self.tokenizer_type = tokenizer_type
 
-    def get_loss_mask(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
+    def get_loss_mask(self, messages: Messages, tools: Tools | None = None) -> tuple[list[int], list[int]]:
         """Ids of the whole conversation, and 1 for each one that the assistant wrote, else 0.
 
         Raises:
@@ -67,7 +69,7 @@ class MultiTurnLossMaskGenerator:
         return list(encoded["input_ids"]), mask
 
     def get_loss_mask_with_multimodal_alignment(
-        self, messages: Messages, input_ids: Sequence[int], tools: list[Any] | None = None
+        self, messages: Messages, input_ids: Sequence[int], tools: Tools | None = None
     ) -> tuple[list[int], list[int]]:
         """As :meth:`get_loss_mask`, for ids in which a processor has put many tokens in the place of each medium.
 
@@ -98,13 +100,13 @@ class MultiTurnLossMaskGenerator:
         """The text of each run of trained tokens."""
         return [self.tokenizer.decode(list(token_ids[a:b])) for a, b in _runs(loss_masks)]
 
-    def _render(self, messages: Messages, tools: list[Any] | None, ask: bool = False) -> str:
+    def _render(self, messages: Messages, tools: Tools | None, ask: bool = False) -> str:
         clean = [{k: v for k, v in message.items() if k != "step_loss_mask"} for message in messages]
         return self.tokenizer.apply_chat_template(
             copy.deepcopy(clean), tools=tools, tokenize=False, add_generation_prompt=ask
         )
 
-    def _span(self, messages: Messages, i: int, text: str, tools: list[Any] | None) -> tuple[int, int]:
+    def _span(self, messages: Messages, i: int, text: str, tools: Tools | None) -> tuple[int, int]:
         """Where the i-th message, an assistant's, stands in the rendered text."""
         marked = [*messages[:i], {"role": "assistant", "content": _MARK}, *messages[i + 1 :]]
         other = self._render(marked, tools)
@@ -112,13 +114,15 @@ class MultiTurnLossMaskGenerator:
             raise ValueError(f"the chat template does not show the content of message {i} exactly once")
         begin = _common_prefix(text, other)
         end = len(text) - _common_prefix(text[::-1], other[::-1])
-        turn_end = self._end_of_turn(messages[:i], tools)
+        # What the template writes after an assistant's content to end its turn.
+        last = self._render([*messages[:i], {"role": "assistant", "content": _MARK}], tools)
+        turn_end = last.partition(_MARK)[2]
         begin = self._after_header(text, begin, messages[:i], tools, turn_end.strip())
         if self.tokenizer_type == "qwen3_5" and text.startswith(_THINK, begin):
             begin += len(_THINK)
         return begin, end + len(turn_end)
 
-    def _after_header(self, text: str, begin: int, before: Messages, tools: list[Any] | None, turn_end: str) -> int:
+    def _after_header(self, text: str, begin: int, before: Messages, tools: Tools | None, turn_end: str) -> int:
         """``begin``, or the end of the generation header before it: what the template puts between that and
         the content (an empty ``<think>`` block) is the model's to write, so it is trained on."""
         from jinja2 import TemplateError
@@ -136,11 +140,7 @@ class MultiTurnLossMaskGenerator:
         is_an_earlier_turns = turn_end in between if turn_end else bool(between)
         return begin if at < 0 or is_an_earlier_turns else at + len(header)
 
-    def _end_of_turn(self, before: Messages, tools: list[Any] | None) -> str:
-        """What the template writes after an assistant's content to end its turn."""
-        return self._render([*before, {"role": "assistant", "content": _MARK}], tools).partition(_MARK)[2]
-
-    def _last_answer(self, messages: Messages, tools: list[Any] | None) -> tuple[list[int], list[int]]:
+    def _last_answer(self, messages: Messages, tools: Tools | None) -> tuple[list[int], list[int]]:
         if not messages or messages[-1]["role"] != "assistant":
             raise ValueError("distill_qwen trains on the last message, which must be the assistant's")
         prompt = self._render(messages[:-1], tools, ask=True)
@@ -148,8 +148,8 @@ class MultiTurnLossMaskGenerator:
         if prompt.endswith(_THINK) and answer.startswith(_THINK):
             answer = answer[len(_THINK) :]  # newer templates open the reasoning in their header
         prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        answer_ids = self.tokenizer(answer + self.tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-        trained = int(messages[-1].get("step_loss_mask", 1))
+        answer_ids = self.tokenizer(answer + str(self.tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
+        trained = int(bool(messages[-1].get("step_loss_mask", 1)))
         return [*prompt_ids, *answer_ids], [0] * len(prompt_ids) + [trained] * len(answer_ids)
 
 

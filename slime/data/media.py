@@ -5,12 +5,15 @@ from __future__ import annotations
 import base64
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import urlopen
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 FETCH_SECONDS = 30.0
 
@@ -43,7 +46,7 @@ class MultimodalTypes:
         raise ValueError(f"unknown media type {name!r} (known: {', '.join(kind.name for kind in cls.ALL)})")
 
 
-def collect_media(messages: Sequence[dict[str, Any]]) -> dict[str, list[Any]] | None:
+def collect_media(messages: Sequence[Mapping[str, object]]) -> dict[str, list[Any]] | None:
     """The media parts of messages by the keyword that processors take them by; None where there are none."""
     media: dict[str, list[Any]] = {}
     for message in messages:
@@ -55,7 +58,7 @@ def collect_media(messages: Sequence[dict[str, Any]]) -> dict[str, list[Any]] | 
     return media or None
 
 
-def load_image(item: Any) -> Any:
+def load_image(item: object) -> Image.Image:
     """A PIL image in RGB from a PIL image, a path, a file:, http(s): or data: URL, bytes, or ``{"bytes"| "path"}``.
 
     Raises:
@@ -92,6 +95,6 @@ def _fetched(url: str) -> bytes:
         return bytes(answer.read())
 
 
-def processor_inputs(media: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def processor_inputs(media: Mapping[str, Sequence[object]]) -> dict[str, Sequence[object]]:
     """Media as a processor takes them: images read, everything else as it is."""
     return {key: [load_image(i) for i in items] if key == "images" else items for key, items in media.items()}

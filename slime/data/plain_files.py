@@ -44,6 +44,7 @@ def load_plain(path: Path) -> Any:
         UnsafeFileError: it asks for another class or function, or is no such file. Nothing of it was run.
     """
     import torch
+    from numpy import dtypes
 
     try:
         asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
@@ -56,14 +57,15 @@ def load_plain(path: Path) -> Any:
             "file is your own, keep plain values instead (metadata of samples, state of a data source), or call "
             "torch.serialization.add_safe_globals([...]) with these classes in your own module"
         )
-    with torch.serialization.safe_globals([*_numpy_dtypes(), *map(_find, sorted(asked))]):
+    numpy_types = [value for name, value in vars(dtypes).items() if name.endswith("DType")]
+    with torch.serialization.safe_globals([*numpy_types, *map(_find, sorted(asked))]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise UnsafeFileError(f"{path} cannot be read as plain values: {_reason(error)}") from error
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """The same value in plain types, as :func:`load_plain` reads them: subclasses of dict (``defaultdict``), list,
     tuple (named ones), str, int and float (enumerations) become these, and ``deque`` becomes a list. Of lists that
     begin with a number or a string the entries are taken as they are."""
@@ -87,12 +89,6 @@ def _reason(error: Exception) -> str:
     """torch's own reason, without its advice to run the file's code after all."""
     found = re.search(r"(?:WeightsUnpickler error:|\n\n\n?)\s*(\S.*?)(?:\. |\.?\n|$)", str(error))
     return found[1] if found else type(error).__name__
-
-
-def _numpy_dtypes() -> list[type]:
-    from numpy import dtypes
-
-    return [value for name, value in vars(dtypes).items() if name.endswith("DType")]
 
 
 def _find(name: str) -> Any:

@@ -6,11 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.data.json_text import parse_json
 from slime.data.media import MultimodalTypes
 from slime.data.rows import SHOWN, Problems, RawRow, Row
+from slime.data.sample import Message
+from slime.types import JsonValue
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 _MISSING = object()
 _OPTIONAL_DEFAULTS = {"label": "label", "metadata": "metadata", "tools": "tools"}
@@ -27,7 +32,7 @@ class RowKeys:
     multimodal: Mapping[str, str] = field(default_factory=dict)  # media type → column
 
     @classmethod
-    def of_args(cls, args: Any) -> RowKeys:
+    def from_args(cls, args: Args) -> RowKeys:
         """As ``--input-key, --label-key, --metadata-key, --tool-key, --multimodal-keys`` say."""
         return cls(args.input_key, args.label_key, args.metadata_key, args.tool_key, args.multimodal_keys or {})
 
@@ -37,10 +42,10 @@ class PromptRow:
     """A row that was understood. Messages hold their media as parts ``{"type": "image", "image": ...}``."""
 
     where: str
-    prompt: str | list[dict[str, Any]]
-    label: Any
+    prompt: str | list[Message]
+    label: JsonValue
     metadata: dict[str, Any]
-    tools: list[Any] | None
+    tools: list[dict[str, Any]] | None
 
 
 class RowError(ValueError):
@@ -141,7 +146,7 @@ def _asked(keys: RowKeys) -> set[tuple[str, str]]:
     return {("prompt", keys.prompt), *keys.multimodal.items(), *named}
 
 
-def _lookup(data: Any, key: str) -> Any:
+def _lookup(data: object, key: str) -> Any:
     if isinstance(data, Mapping) and key in data:
         return data[key]
     head, dot, rest = key.partition(".")
@@ -150,16 +155,16 @@ def _lookup(data: Any, key: str) -> Any:
     return _MISSING
 
 
-def _optional(data: Mapping[str, Any], key: str | None) -> Any:
+def _optional(data: Mapping[str, object], key: str | None) -> Any:
     value = _MISSING if key is None else _lookup(data, key)
     return None if value is _MISSING else value
 
 
-def _names(data: Mapping[str, Any]) -> str:
+def _names(data: Mapping[str, object]) -> str:
     return ", ".join(map(repr, data)) or "no columns at all"
 
 
-def _prompt(data: Mapping[str, Any], keys: RowKeys, as_messages: bool) -> str | list[dict[str, Any]]:
+def _prompt(data: Mapping[str, object], keys: RowKeys, as_messages: bool) -> str | list[Message]:
     value = _lookup(data, keys.prompt)
     if value is _MISSING:
         raise MissingColumn(f"no prompt column {keys.prompt!r}; the row has {_names(data)}")
@@ -173,7 +178,7 @@ def _prompt(data: Mapping[str, Any], keys: RowKeys, as_messages: bool) -> str | 
     return _insert_media(messages, data, keys.multimodal) if keys.multimodal else messages
 
 
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+def _messages(value: object, key: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise RowError(f"the prompt {key!r} must be a text or a list of messages, not {_describe(value)}")
     messages = []
@@ -188,14 +193,12 @@ def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _insert_media(
-    messages: list[dict[str, Any]], data: Mapping[str, Any], columns: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def _insert_media(messages: list[Message], data: Mapping[str, object], columns: Mapping[str, str]) -> list[Message]:
     """Replace each placeholder (``<image>``) in text contents by the next item of its column."""
     kinds = {name: MultimodalTypes.get(name) for name in columns}
     items = {name: _media_items(data, column) for name, column in columns.items()}
@@ -203,7 +206,7 @@ def _insert_media(
     result = []
     for message in messages:
         content = message.get("content")
-        parts: list[dict[str, Any]] = []
+        parts: list[Message] = []
         text = content if isinstance(content, str) else ""
         while True:
             found = [(at, n) for n, kind in kinds.items() if (at := text.find(kind.placeholder)) >= 0]
@@ -213,7 +216,9 @@ def _insert_media(
             if text[:at]:
                 parts.append({"type": "text", "text": text[:at]})
             if used[name] < len(items[name]):
-                parts.append(_media_part(name, items[name][used[name]]))
+                item = items[name][used[name]]
+                # A dict that says its type is a part as it stands.
+                parts.append(item if isinstance(item, dict) and "type" in item else {"type": name, name: item})
             used[name] += 1
             text = text[at + len(kinds[name].placeholder) :]
         if parts:
@@ -228,19 +233,14 @@ def _insert_media(
     return result
 
 
-def _media_items(data: Mapping[str, Any], column: str) -> list[Any]:
+def _media_items(data: Mapping[str, object], column: str) -> list[Any]:
     value = _optional(data, column)
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
 
 
-def _media_part(name: str, item: Any) -> dict[str, Any]:
-    """A dict that says its type is a part as it stands."""
-    return item if isinstance(item, dict) and "type" in item else {"type": name, name: item}
-
-
-def _label_value(data: Mapping[str, Any], key: str | None) -> Any:
+def _label_value(data: Mapping[str, object], key: str | None) -> Any:
     if key is None:
         return None
     value = _lookup(data, key)
@@ -249,7 +249,7 @@ def _label_value(data: Mapping[str, Any], key: str | None) -> Any:
     return None if value is _MISSING else value
 
 
-def _label(value: Any) -> Any:
+def _label(value: object) -> JsonValue:
     """Scalars become text; lists and objects stay, for custom reward functions."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
@@ -258,31 +258,29 @@ def _label(value: Any) -> Any:
     return value if isinstance(value, str | list | dict) else str(value)
 
 
-def _metadata(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        if not value.strip():
-            return {}
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise RowError(f"metadata is a text that is not valid JSON: {error}") from error
-    if value is None:
+def _decoded(value: object, column: str) -> Any:
+    """A JSON value, or the value that a JSON text stands for; None for an empty text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value.strip() else None
+    except ValueError as error:
+        raise RowError(f"{column} is a text that is not valid JSON: {error}") from error
+
+
+def _metadata(value: object) -> dict[str, Any]:
+    given = _decoded(value, "metadata")
+    if given is None:
         return {}
-    if not isinstance(value, Mapping):
-        raise RowError(f"metadata must be an object (or its JSON text), not {_describe(value)}")
-    return dict(value)
+    if not isinstance(given, Mapping):
+        raise RowError(f"metadata must be an object (or its JSON text), not {_describe(given)}")
+    return dict(given)
 
 
-def _tools(value: Any) -> list[Any] | None:
-    if isinstance(value, str):
-        if not value.strip():
-            return None
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise RowError(f"tools is a text that is not valid JSON: {error}") from error
-    if value is None:
+def _tools(value: object) -> list[dict[str, Any]] | None:
+    given = _decoded(value, "tools")
+    if given is None:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RowError(f"tools must be a list of objects (or its JSON text), not {_describe(value)}")
-    return list(value) or None
+    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+        raise RowError(f"tools must be a list of objects (or its JSON text), not {_describe(given)}")
+    return list(given) or None

@@ -28,7 +28,10 @@ def post_process_rewards(
     if args.custom_reward_post_process_path:
         return _custom(args, samples)
     raw = [math.nan if s.reward_timed_out else _number(args, s) for s in samples]
-    shaped = [r + _length_penalty(args, s) for r, s in zip(raw, samples, strict=True)]
+    shaped = list(raw)
+    if args.overlong_buffer_len:
+        limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
+        shaped = [r + overlong_penalty(s.response_length, *limits) for r, s in zip(raw, samples, strict=True)]
     # A sample whose verifier gave no answer in time tells nothing about the others: it stays out of its group's
     # statistics, and trains with 0. Its raw reward is NaN, so that metrics can leave it out.
     answered = [i for i, reward in enumerate(shaped) if not math.isnan(reward)]
@@ -46,14 +49,6 @@ def post_process_rewards(
         for i, reward in zip(members, reduced, strict=True):
             rewards[i] = reward
     return raw, rewards
-
-
-def _length_penalty(args: Args, sample: Sample) -> float:
-    if not args.overlong_buffer_len:
-        return 0.0
-    return overlong_penalty(
-        sample.response_length, args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
-    )
 
 
 def _number(args: Args, sample: Sample) -> float:

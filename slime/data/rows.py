@@ -86,7 +86,7 @@ class RawRow(NamedTuple):
         return Row(self.where, data)
 
 
-def _check_values(data: dict[str, Any]) -> None:
+def _check_values(data: dict[str, object]) -> None:
     """Refuse what JSON can hold and a run cannot: whatever copies, renders or writes a row recurses, and UTF-8 has no
     half characters."""
     if too_deep(data):

@@ -11,18 +11,27 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from slime.data import token_fields
-from slime.data.counters import PrefixCacheInfo, SpecInfo
-from slime.data.engine_meta import extended_nuclei, extended_spans, merged_experts
+from slime.data.engine_meta import PrefixCacheInfo, SpecInfo, extended_nuclei, extended_spans, merged_experts
 from slime.data.token_fields import TOKEN_FIELDS, Normalised, Packed, TokenField, as_array, is_unset
+from slime.types import JsonValue, MetaInfo
+
+if TYPE_CHECKING:
+    from slime.config.args import Args
 
 RolloutBatch = dict[str, Any]
-Group = list[Any]
+Message: TypeAlias = dict[str, Any]
+"""A chat message: ``role``, ``content`` (a text, or a list of parts) and what else its template knows."""
+Group: TypeAlias = list["Sample | list[Sample]"]
 """The samples of one prompt. An element is a Sample, or a list of them where one rollout fanned out."""
+Nested: TypeAlias = "Sample | Iterable[Nested]"
+"""A sample, or samples in lists of any depth."""
+Saved: TypeAlias = "Mapping[str, object] | list[Saved]"
+"""A sample as a dict, or such dicts in lists of any depth."""
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Sample:
     group_index: int | None = None  # of the prompt; the data source sets it
     index: int | None = None  # of the sample, over the whole run; the data source sets it
     rollout_id: int | None = None  # shared by fan-out siblings; None = one of its own at conversion
-    prompt: str | list[dict[str, Any]] = ""
+    prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None  # raw media: {"images": [...], "videos": [...], "audio": [...]}
     multimodal_train_inputs: dict[str, Any] | None = None  # the processor's tensors, without input_ids
@@ -52,7 +61,7 @@ class Sample:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
-    label: Any = None  # a str for any scalar of the data set; lists and objects as they stand there
+    label: JsonValue = None  # a str for any scalar of the data set; lists and objects as they stand there
     reward: float | dict[str, Any] | None = None
     reward_timed_out: bool = False  # the verifier gave no answer in time: no statistics, no loss
     loss_mask: list[int] | None = None  # [response_length]; None = train on every response token
@@ -136,9 +145,9 @@ class Sample:
         made.spec_info, made.prefix_cache_info = copy.copy(self.spec_info), copy.copy(self.prefix_cache_info)
         return made
 
-    def get_reward_value(self, args: Any) -> Any:
+    def get_reward_value(self, args: Args) -> Any:
         """The reward, or its entry ``args.reward_key`` where rewards are dicts."""
-        key = getattr(args, "reward_key", None)
+        key = args.reward_key
         if not key:
             return self.reward
         if not isinstance(self.reward, Mapping):
@@ -168,12 +177,12 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any = None,
+        args: Args | None = None,
         *,
         tokens: Sequence[int] | np.ndarray | None = None,
         log_probs: Sequence[float] | np.ndarray | None = None,
         trainable: bool = True,
-        meta_info: Mapping[str, Any] | None = None,
+        meta_info: MetaInfo | None = None,
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
@@ -183,7 +192,7 @@ class Sample:
         ``sample.rollout_log_probs`` sees the new entries.
 
         Args:
-            args: read for ``sglang_speculative_algorithm`` and, with routed experts, for the model's shape.
+            args: of the run; read together with ``meta_info`` only, and needed where that holds routed experts.
             tokens: ids to append; None appends none (``meta_info`` is still read).
             log_probs: one per token for sampled tokens; None for tokens that no engine sampled.
             trainable: False for tool output and the like (mask 0).
@@ -214,8 +223,9 @@ class Sample:
             self.response += text
         if meta_info is None:
             return
-        if meta_info.get("routed_experts") is not None:
-            self.rollout_routed_experts = merged_experts(args, self, meta_info["routed_experts"])
+        experts = meta_info.get("routed_experts")
+        if experts is not None:
+            self.rollout_routed_experts = merged_experts(args, self, experts)
         if update_terminal_info:
             self._take_terminal_info(args, meta_info, count)
 
@@ -223,7 +233,7 @@ class Sample:
     def _can_align_log_probs(self) -> bool:
         return vars(self)["rollout_log_probs"] is not None or not self.response_length
 
-    def _check_log_probs(self, count: int, log_probs: Any, trainable: bool) -> None:
+    def _check_log_probs(self, count: int, log_probs: Sequence[float] | np.ndarray | None, trainable: bool) -> None:
         if trainable and count and log_probs is None:
             raise ValueError(f"sample {self.index}: trainable tokens need log_probs (others: trainable=False)")
         if log_probs is not None and len(log_probs) != count:
@@ -239,18 +249,21 @@ class Sample:
     def _extend_mask(self, count: int, trainable: bool) -> None:
         token_fields.extend(self, "loss_mask", np.full(count, int(trainable), np.int8))
 
-    def _take_terminal_info(self, args: Any, meta_info: Mapping[str, Any], count: int) -> None:
+    def _take_terminal_info(self, args: Args | None, meta_info: MetaInfo, count: int) -> None:
         finish = meta_info.get("finish_reason")
         kind = finish.get("type") if isinstance(finish, Mapping) else finish
-        self.status = _STATUS_OF_FINISH.get(kind, self.status)  # type: ignore[arg-type]  # other reasons say nothing
-        if meta_info.get("weight_version") is not None:
-            self.weight_versions = [*self.weight_versions, str(meta_info["weight_version"])]
-            self.version_spans = extended_spans(self, meta_info, count)
+        self.status = _STATUS_OF_FINISH.get(str(kind), self.status)  # other reasons leave it as it is
+        version = meta_info.get("weight_version")
+        if version is not None:
+            self.weight_versions = [*self.weight_versions, str(version)]
+            self.version_spans = extended_spans(self, meta_info, str(version), count)
+            # Only a request that went on over an update in place has keys and values of two versions in its cache;
+            # after any other pause the engine computes its cache again.
             spans = meta_info.get("weight_versions") or ()
-            if len(spans) > 1 and getattr(args, "update_weight_pause_mode", None) == "in_place":
+            if len(spans) > 1 and args is not None and args.update_weight_pause_mode == "in_place":
                 self.metadata["kv_of_older_weights"] = True
         self.prefix_cache_info.add(meta_info)
-        if getattr(args, "sglang_speculative_algorithm", None):
+        if args is not None and args.sglang_speculative_algorithm:
             self.spec_info.add(meta_info)
 
     def to_dict(self) -> dict[str, Any]:
@@ -268,15 +281,15 @@ class Sample:
         }
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Sample:
+    def from_dict(data: Mapping[str, object]) -> Sample:
         """The reverse of :meth:`to_dict`; unknown keys become attributes."""
-        data = dict(data)
-        if isinstance(data.get("spec_info"), Mapping):
-            data["spec_info"] = SpecInfo(**data["spec_info"])
-        if isinstance(data.get("prefix_cache_info"), Mapping):
-            data["prefix_cache_info"] = PrefixCacheInfo(**data["prefix_cache_info"])
-        sample = Sample(**{name: data.pop(name) for name in _FIELDS if name in data})
-        for name, value in data.items():
+        values: dict[str, Any] = dict(data)
+        if isinstance(values.get("spec_info"), Mapping):
+            values["spec_info"] = SpecInfo(**values["spec_info"])
+        if isinstance(values.get("prefix_cache_info"), Mapping):
+            values["prefix_cache_info"] = PrefixCacheInfo(**values["prefix_cache_info"])
+        sample = Sample(**{name: values.pop(name) for name in _FIELDS if name in values})
+        for name, value in values.items():
             setattr(sample, name, value)
         return sample
 
@@ -284,7 +297,7 @@ class Sample:
 Status = Sample.Status
 
 
-def _status(value: Any) -> Sample.Status:
+def _status(value: object) -> Sample.Status:
     """A status from itself, its string, or a member of another class with the same strings.
 
     Raises:
@@ -314,37 +327,21 @@ _SHARED = frozenset({"multimodal_inputs", "multimodal_train_inputs", "rollout_ro
 }
 """Fields of a saved sample that are not copied: they are large, and replaced instead of changed."""
 _GENERATED_FIELDS = (
-    "tokens",
-    "multimodal_train_inputs",
-    "response",
-    "response_length",
-    "reward",
-    "reward_timed_out",
-    "loss_mask",
-    "weight_versions",
-    "version_spans",
-    "rollout_log_probs",
-    "rollout_top_p_token_ids",
-    "rollout_top_p_token_offsets",
-    "rollout_routed_experts",
-    "remove_sample",
-    "teacher_log_probs",
-    "status",
-    "session_id",
-    "non_generation_time",
-    "spec_info",
-    "prefix_cache_info",
-)
+    "tokens", "multimodal_train_inputs", "response", "response_length", "reward", "reward_timed_out",
+    "loss_mask", "weight_versions", "version_spans", "rollout_log_probs", "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets", "rollout_routed_experts", "remove_sample", "teacher_log_probs", "status",
+    "session_id", "non_generation_time", "spec_info", "prefix_cache_info",
+)  # fmt: skip
 
 
-def flatten(samples: Any) -> list[Sample]:
+def flatten(samples: Nested) -> list[Sample]:
     """All samples of an arbitrarily nested list, in order."""
     if isinstance(samples, Sample):
         return [samples]
     return [sample for part in samples for sample in flatten(part)]
 
 
-def groups_to_dicts(groups: Iterable[Any]) -> list[Any]:
+def groups_to_dicts(groups: Iterable[Nested]) -> list[Any]:
     """Nested lists of samples as nested lists of dicts that share nothing with them that can change: a value to save.
 
     Samples are packed, and their arrays, tensors and media are shared, so the cost does not depend on their lengths.
@@ -352,7 +349,7 @@ def groups_to_dicts(groups: Iterable[Any]) -> list[Any]:
     return [_saved(g) if isinstance(g, Sample) else groups_to_dicts(g) for g in groups]
 
 
-def groups_from_dicts(groups: Iterable[Any]) -> list[Any]:
+def groups_from_dicts(groups: Iterable[Saved]) -> list[Any]:
     """The reverse of :func:`groups_to_dicts`."""
     return [_restored(g) if isinstance(g, Mapping) else groups_from_dicts(g) for g in groups]
 
@@ -368,22 +365,21 @@ def _saved(sample: Sample) -> dict[str, Any]:
     return data
 
 
-def _restored(data: Mapping[str, Any]) -> Sample:
+def _restored(data: Mapping[str, object]) -> Sample:
     sample = Sample.from_dict({key: value if key in _SHARED else _own(value) for key, value in data.items()})
     sample.pack()
     return sample
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> Any:
     """A deep copy; of what JSON could hold several times faster than by :func:`copy.deepcopy`."""
-    kind = type(value)
-    if kind in _ATOMS:
+    if type(value) in _ATOMS:
         return value
-    if kind is list:
+    if type(value) is list:
         return [_own(entry) for entry in value]
-    if kind is tuple:
+    if type(value) is tuple:
         return tuple([_own(entry) for entry in value])
-    if kind is dict:
+    if type(value) is dict:
         return {key: _own(entry) for key, entry in value.items()}
     return copy.deepcopy(value)
 

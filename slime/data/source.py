@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
 from slime.config.hooks import load_function
 from slime.data.dataset import Dataset, PromptDataset
@@ -20,7 +20,12 @@ from slime.data.rows import DataError
 from slime.data.sample import Group, Sample, flatten, groups_from_dicts, groups_to_dicts
 from slime.data.tokenizers import load_processor, load_tokenizer
 
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
 logger = logging.getLogger(__name__)
+SourceState: TypeAlias = dict[str, Any]
+"""Where a data source stands: plain values by name. Users' subclasses add entries of their own."""
 
 
 class DataSource(Protocol):
@@ -41,9 +46,9 @@ class DataSource(Protocol):
 class StatefulDataSource(DataSource, Protocol):
     """A source whose state is a value, so that a snapshot may hold rollouts that were generated ahead."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> SourceState: ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: SourceState) -> None: ...
 
 
 class RolloutDataSource:
@@ -64,16 +69,16 @@ class RolloutDataSource:
     dataset: PromptDataset | None = None
     metadata: dict[str, Any]  # for subclasses and hooks; saved
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *args: object, **options: object) -> Self:
         """Everything that the methods below rely on: users' subclasses may leave out ``super().__init__()``."""
         source = super().__new__(cls)
         source.metadata = {}
         return source
 
-    def __init__(self, args: Any, dataset: PromptDataset | None = None) -> None:
+    def __init__(self, args: Args, dataset: PromptDataset | None = None) -> None:
         self.args = args
         self.dataset = dataset
-        if dataset is None and getattr(args, "rollout_global_dataset", True):
+        if dataset is None and args.rollout_global_dataset:
             self.dataset = load_dataset(args)
         self._order_epoch()
 
@@ -121,12 +126,12 @@ class RolloutDataSource:
         raise DataError([f"all {len(self.dataset)} prompts of the data set are longer than --rollout-max-prompt-len"])
 
     def _order_epoch(self) -> None:
-        if self.dataset is not None and getattr(self.args, "rollout_shuffle", False):
+        if self.dataset is not None and self.args.rollout_shuffle:
             self.dataset.shuffle(self.epoch_id)
 
     # --- state -------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SourceState:
         """Everything that a resume needs, as a value that shares nothing with the source."""
         return {
             "sample_offset": self.sample_offset,
@@ -137,7 +142,7 @@ class RolloutDataSource:
             "dataset_length": len(self),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SourceState) -> None:
         """Go on where the source of ``state`` stood."""
         length = state.get("dataset_length", len(self))
         if length != len(self):
@@ -189,7 +194,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     """Groups that were given and are generated over the end of a rollout, as they were given: whoever keeps such
     groups says here which. A resume gives them again, first."""
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *args: object, **options: object) -> Self:
         source = super().__new__(cls)
         source.buffer, source.under_way, source.on_dropped = [], list, lambda groups: None
         return source
@@ -211,10 +216,10 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
                 raise ValueError(f"{size} came back, but groups have {self.args.n_samples_per_prompt} members")
         self.buffer.extend(samples)
 
-    def buffer_filter(self, args: Any, buffer: list[Group], num_samples: int) -> list[Group]:
+    def buffer_filter(self, args: Args, buffer: list[Group], num_samples: int) -> list[Group]:
         """Choose at most ``num_samples`` groups of ``buffer``. It may remove them from it, and others too;
         what it returns does not come again."""
-        if getattr(args, "buffer_filter_path", None):
+        if args.buffer_filter_path:
             return load_function(args.buffer_filter_path)(args, None, buffer, num_samples)
         return pop_first(args, None, buffer, num_samples)
 
@@ -241,22 +246,22 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def open_groups(self) -> list[Group]:
         return [*self.under_way(), *self.buffer]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SourceState:
         return {**super().state_dict(), "buffer": groups_to_dicts(self.open_groups())}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: SourceState) -> None:
         super().load_state_dict(state)
         self.buffer = groups_from_dicts(state.get("buffer") or [])
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
     """The default buffer filter: the oldest groups leave first."""
     chosen = buffer[:num_samples]
     del buffer[:num_samples]
     return chosen
 
 
-def load_dataset(args: Any) -> Dataset:
+def load_dataset(args: Args) -> Dataset:
     """The data set of ``--prompt-data``.
 
     Raises:
@@ -266,7 +271,7 @@ def load_dataset(args: Any) -> Dataset:
     if not args.prompt_data:
         raise ValueError("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset")
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
-    options = {"trust_remote_code": True} if getattr(args, "trust_remote_code", False) else {}
+    options = {"trust_remote_code": True} if args.trust_remote_code else {}
     tokenizer = load_tokenizer(args.hf_checkpoint, **options) if needs_tokenizer else None
     processor = load_processor(args.hf_checkpoint, **options) if args.multimodal_keys else None
     return Dataset(

@@ -7,10 +7,10 @@ version ``v`` is ``i - v`` steps old in it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
+from slime.data.fields import TrainData
 from slime.data.sample import Sample
 
 UNKNOWN = -1
@@ -60,7 +60,7 @@ def staleness_metrics(samples: Iterable[Sample], step: int) -> dict[str, float]:
     return metrics | ({"rollout/old_kv_ratio": float(np.mean(kept))} if any(kept) else {})
 
 
-def add_staleness(train_data: dict[str, Any], samples: Sequence[Sample], step: int) -> None:
+def add_staleness(train_data: TrainData, samples: Sequence[Sample], step: int) -> None:
     """Set ``train_data["staleness"]``, one array per sample, where anything is stale: for the log-prob gap by age."""
     if len(train_data["tokens"]) != len(samples):
         return  # a custom converter made other samples of them

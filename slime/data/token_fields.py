@@ -40,7 +40,7 @@ class Packed:
     def __copy__(self) -> Packed:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Packed:
+    def __deepcopy__(self, memo: dict[int, object]) -> Packed:
         return self
 
     def __reduce__(self) -> tuple[type[Packed], tuple[np.ndarray]]:
@@ -55,39 +55,18 @@ class UnsetMask(list[int]):
     """
 
 
-def is_unset(mask: Any) -> bool:
+def is_unset(mask: object) -> bool:
     """Whether nobody has given a loss mask: None, or the list of :class:`UnsetMask` still empty."""
     return mask is None or (isinstance(mask, UnsetMask) and not mask)
-
-
-class TokenField:
-    """Descriptor of a per-token field; ``sample.__dict__`` holds a :class:`Packed` array or the assigned value."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            return self
-        try:
-            value = instance.__dict__[self.name]
-        except KeyError:
-            raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}") from None
-        if isinstance(value, Packed):
-            value = instance.__dict__[self.name] = value.values.tolist()
-        return value
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        instance.__dict__[self.name] = value
 
 
 class Normalised:
     """Descriptor of a field whose values pass through ``function`` when they are assigned."""
 
-    def __init__(self, name: str, function: Callable[[Any], Any]) -> None:
+    def __init__(self, name: str, function: Callable[[object], object]) -> None:
         self.name, self.function = name, function
 
-    def __get__(self, instance: Any, owner: type) -> Any:
+    def __get__(self, instance: object, owner: type) -> Any:
         if instance is None:
             return self
         try:
@@ -95,11 +74,24 @@ class Normalised:
         except KeyError:
             raise AttributeError(f"{owner.__name__!r} object has no attribute {self.name!r}") from None
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def __set__(self, instance: object, value: object) -> None:
         instance.__dict__[self.name] = self.function(value)
 
 
-def as_array(name: str, values: Any) -> np.ndarray:
+class TokenField(Normalised):
+    """Descriptor of a per-token field; ``sample.__dict__`` holds a :class:`Packed` array or the assigned value."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, lambda value: value)
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        value = super().__get__(instance, owner)
+        if isinstance(value, Packed):
+            value = instance.__dict__[self.name] = value.values.tolist()
+        return value
+
+
+def as_array(name: str, values: object) -> np.ndarray:
     """[n] in the dtype of the field; log-probabilities that float32 cannot represent exactly stay float64.
 
     Raises:
@@ -123,7 +115,7 @@ def as_array(name: str, values: Any) -> np.ndarray:
     return array
 
 
-def pack(instance: Any) -> None:
+def pack(instance: object) -> None:
     """Store every per-token field as an array; a field that does not hold numbers stays as it is."""
     held = instance.__dict__
     for name in TOKEN_FIELDS:
@@ -137,7 +129,7 @@ def pack(instance: Any) -> None:
         held[name] = Packed(array.copy() if array is value or array.base is not None else array)
 
 
-def take_arrays(instance: Any) -> None:
+def take_arrays(instance: object) -> None:
     """Store the arrays and tensors that a hook assigned as packed fields.
 
     Raises:
@@ -152,7 +144,7 @@ def take_arrays(instance: Any) -> None:
                 raise ValueError(f"{name} is {error}") from error
 
 
-def extend(instance: Any, name: str, values: Sequence[Any] | np.ndarray) -> None:
+def extend(instance: object, name: str, values: Sequence[float] | np.ndarray) -> None:
     """Append to a field. A list is extended in place: other names for it see the new entries."""
     held = instance.__dict__
     old = held[name]
@@ -166,7 +158,7 @@ def extend(instance: Any, name: str, values: Sequence[Any] | np.ndarray) -> None
         held[name] = [*before, *(values.tolist() if hasattr(values, "tolist") else values)]
 
 
-def cut(instance: Any, name: str, length: int) -> None:
+def cut(instance: object, name: str, length: int) -> None:
     """Keep the first ``length`` entries of a field that is set."""
     value = instance.__dict__[name]
     if value is not None:

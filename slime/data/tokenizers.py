@@ -6,11 +6,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from slime.types import Tokenizer
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
-def load_tokenizer(name_or_path: str | Path, **kwargs: Any) -> Any:
+def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
     """The tokenizer of a folder or hub id; the same object for the same arguments.
 
     Args:
@@ -22,7 +24,7 @@ def load_tokenizer(name_or_path: str | Path, **kwargs: Any) -> Any:
     return _load_tokenizer(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
 
-def load_processor(name_or_path: str | Path, **kwargs: Any) -> Any | None:
+def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
     """The processor of a model that takes images, video or audio; None for a text model.
 
     Raises:
@@ -32,16 +34,17 @@ def load_processor(name_or_path: str | Path, **kwargs: Any) -> Any | None:
 
 
 @functools.cache
-def _load_tokenizer(name: str, is_folder: bool, kwargs: tuple[tuple[str, Any], ...]) -> Any:
+def _load_tokenizer(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Tokenizer:
     if is_folder and not any((Path(name) / file).is_file() for file in _TOKENIZER_FILES):
         raise FileNotFoundError(f"{name} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, **dict(kwargs))
+    tokenizer: Any = AutoTokenizer.from_pretrained(name, **dict(kwargs))
+    return tokenizer
 
 
 @functools.cache
-def _load_processor(name: str, is_folder: bool, kwargs: tuple[tuple[str, Any], ...]) -> Any | None:
+def _load_processor(name: str, is_folder: bool, kwargs: tuple[tuple[str, object], ...]) -> Any | None:
     if is_folder and not any((Path(name) / file).is_file() for file in _PROCESSOR_FILES):
         return None
     from transformers import AutoProcessor, ProcessorMixin

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from slime.config.hooks import load_function
-from slime.data.eval_config import BY_TYPE, resolve_eval_datasets
+from slime.config.data import DEFAULT_DATA_SOURCE
+from slime.config.rollout import DEFAULT_ROLLOUT_FUNCTION, is_fully_async
+from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.prompts import Report, RowKeys, parse_rows
 from slime.data.rows import DataError, Problems, RowFile
+from slime.data.source import RolloutDataSource
 
-LabelCheck = Callable[[str, Any, Mapping[str, Any]], str | None]
-_LABEL_CHECK = "slime.rollout.rm_hub.check_label"  # by its path: this room imports no rollout code
-_BUILT_IN_SOURCES = ("slime.rollout.data_source.", "slime.data.source.")
+if TYPE_CHECKING:
+    from slime.config.args import Args
+
+LabelCheck = Callable[[str, object, Mapping[str, object]], str | None]
+_BUILT_IN_SOURCES = (DEFAULT_DATA_SOURCE.rpartition(".")[0], RolloutDataSource.__module__)
 _ROWS_AT_ONCE = 1024
 STREAMING_ROWS = 10_000  # of a file that is not read whole at the start
-_SCORING_ROLLOUTS = ("slime.rollout.sglang_", "slime.rollout.fully_async_")
 
 
-def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
+def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     """Read all prompts (with ``--streaming-data`` the first of them) and evaluation sets, and check rows and labels.
 
     Args:
-        args: with the names of the data, evaluation and reward flags.
-        check_label: ``(rm_type, label, metadata) -> problem or None``; default: that of the rewards.
+        check_label: ``(rm_type, label, metadata) -> problem or None``, as :func:`slime.rollout.rm_hub.check_label`.
 
     Returns:
         One line per problem, with file and line; at most about twenty per file.
     """
-    check = check_label or load_function(_LABEL_CHECK)
     found: list[str] = []
     if _reads_prompts(args):
         if args.prompt_data:
-            keys, limit = RowKeys.of_args(args), STREAMING_ROWS if getattr(args, "streaming_data", False) else None
-            found += _check_file(args.prompt_data, keys, _reward_type(args, args), check, strict=True, limit=limit)
+            keys, limit = RowKeys.from_args(args), STREAMING_ROWS if args.streaming_data else None
+            rm_type = _reward_type(args, EvalDatasetConfig.from_args(args))
+            found += _check_file(args.prompt_data, keys, rm_type, check_label, strict=True, limit=limit)
         else:
             found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
     try:
@@ -41,32 +43,28 @@ def check_data(args: Any, check_label: LabelCheck | None = None) -> list[str]:
     except (ValueError, TypeError, FileNotFoundError) as error:
         return [*found, str(error)]
     for config in datasets:
-        problems = _check_file(config.path, config.row_keys(), _reward_type(args, config), check)
+        problems = _check_file(config.path, config.row_keys(), _reward_type(args, config), check_label)
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
 
 
-def _reads_prompts(args: Any) -> bool:
+def _reads_prompts(args: Args) -> bool:
     """Whether the data source is a built-in one that will read ``--prompt-data``, or the user named a file anyway."""
-    if getattr(args, "load_debug_rollout_data", None):
+    if args.load_debug_rollout_data:
         return False
-    if getattr(args, "debug_train_only", False):  # rollouts without engines, as SFT's
-        return bool(args.prompt_data)
-    source = getattr(args, "data_source_path", None) or _BUILT_IN_SOURCES[0]
-    if not source.startswith(_BUILT_IN_SOURCES) or not getattr(args, "rollout_global_dataset", True):
-        return bool(args.prompt_data)
-    return True
+    built_in = args.data_source_path.rpartition(".")[0] in _BUILT_IN_SOURCES and args.rollout_global_dataset
+    needs_file = built_in and not args.debug_train_only  # rollouts without engines, as SFT's, may do without
+    return needs_file or bool(args.prompt_data)
 
 
-def _reward_type(args: Any, settings: Any) -> str | None:
+def _reward_type(args: Args, settings: EvalDatasetConfig) -> str | None:
     """The reward type that labels must suit; "" where none is configured but one is needed; None where none is."""
-    custom = getattr(settings, "custom_rm_path", None) not in (None, "", BY_TYPE)
-    if getattr(args, "loss_type", "policy_loss") == "sft_loss" or custom:
+    if args.loss_type == "sft_loss" or settings.custom_rm_path:
         return None
     if settings.rm_type:
-        return str(settings.rm_type)
-    rollout = getattr(args, "rollout_function_path", None) or _SCORING_ROLLOUTS[0]
-    users = getattr(settings, "custom_generate_function_path", None) or not rollout.startswith(_SCORING_ROLLOUTS)
+        return settings.rm_type
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
+    users = settings.custom_generate_function_path or own_rollout
     return None if users else ""  # the user's own generation may set rewards itself
 
 

@@ -6,14 +6,16 @@ Ray's object store keeps such arrays outside the pickle, so that a rank reads th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from slime.data.fields import BY_NAME, RankBatch
+from slime.data.fields import BY_NAME, RankBatch, TrainData
 
-Wire = dict[str, Any]
+Wire: TypeAlias = dict[str, Any]
+"""The share of one rank, by the names of ``FIELDS``: arrays, :class:`Ragged`, and lists of Python objects."""
 
 
 class Ragged(NamedTuple):
@@ -23,13 +25,13 @@ class Ragged(NamedTuple):
     offsets: np.ndarray  # int64 [n + 1]
 
     @classmethod
-    def of(cls, sequences: Sequence[Any], dtype: str) -> Ragged:
+    def of(cls, sequences: Sequence[ArrayLike], dtype: str) -> Ragged:
         arrays = [np.asarray(s, dtype=dtype or None) for s in sequences]
         offsets = np.concatenate([[0], np.cumsum([len(a) for a in arrays])]).astype(np.int64)
         return cls(np.ascontiguousarray(np.concatenate(arrays)) if arrays else np.zeros(0, dtype or "int64"), offsets)
 
 
-def pack(train_data: dict[str, Any], partition: Sequence[int], extra: dict[str, Any]) -> Wire:
+def pack(train_data: TrainData, partition: Sequence[int], extra: Mapping[str, object]) -> Wire:
     """The share of one rank.
 
     Args:

@@ -17,7 +17,7 @@ from slime.observability.best_effort import best_effort, replacing
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.data.sample import Sample
+    from slime.data.sample import Group, Sample
     from slime.observability.samples import Nested
 
 
@@ -61,7 +61,7 @@ def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Nested)
     _save({"rollout_id": rollout_id, "samples": samples}, path)
 
 
-def load_rollout(template: str, rollout_id: int | str, amount: float | None = None) -> list[list[Sample]]:
+def load_rollout(template: str, rollout_id: int | str, amount: float | None = None) -> list[Group]:
     """Read a dump (``--load-debug-rollout-data``) back as groups, in the order in which they were written.
 
     Args:
@@ -166,9 +166,9 @@ def _save(value: Mapping[str, object], path: Path) -> Path:
     return path
 
 
-def _group(samples: list[Sample]) -> list[list[Sample]]:
+def _group(samples: list[Sample]) -> list[Group]:
     """By ``group_index`` (decided by value, never by position); a sample without one is its own group."""
-    groups: dict[object, list[Sample]] = {}
+    groups: dict[object, Group] = {}
     for position, sample in enumerate(samples):
         key = ("alone", position) if sample.group_index is None else sample.group_index
         groups.setdefault(key, []).append(sample)

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from slime.data.sample import Group
 from slime.rollout.generate import get_model_url
 from slime.rollout.state import GenerateState
 
@@ -71,7 +72,7 @@ def rest_seconds(what: str, tries: int) -> float:
     return min(0.1 * 2**tries, _LONGEST_REST_SECONDS) if tries else 0.0
 
 
-async def abort_and_drain(args: Args, tasks: Collection[asyncio.Task[Any]], deadline: float) -> None:
+async def abort_and_drain(args: Args, tasks: Collection[asyncio.Task[Group]], deadline: float) -> None:
     """Abort until all ``tasks`` are done.
 
     Args:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
-from slime.data.sample import Group
+from slime.data.sample import Group, Sample
+from slime.data.source import DataSource
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+
+
+class EvalResults(TypedDict, total=False):
+    """The results of one data set of an evaluation: ``rewards`` and ``truncated`` hold one entry per rollout.
+
+    A reward is NaN where a verifier gave no answer. ``samples`` are flat, ``settings`` those of the data set.
+    """
+
+    rewards: Required[list[float]]
+    truncated: list[bool]
+    samples: list[Sample]
+    n_samples_per_prompt: int
+    settings: dict[str, Any]
 
 
 @dataclass
@@ -22,14 +36,14 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """``data``: per data set, ``{"rewards": [...], "truncated": [...], "samples": [...]}``; and metrics."""
+    """``data``: the results of each data set, by its name; and metrics."""
 
-    data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    data: dict[str, EvalResults] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
 
 
 def call_rollout_fn(
-    fn: Callable[..., Any], args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    fn: Callable[..., object], args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call ``fn(args, rollout_id, data_source, evaluation=...)`` and wrap the older return forms.
 
@@ -40,7 +54,7 @@ def call_rollout_fn(
     """
     output = fn(args, rollout_id, data_source, evaluation=evaluation)
     wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput
-    if isinstance(output, wanted):
+    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput) and isinstance(output, wanted):
         return output
     if evaluation and isinstance(output, Mapping):
         return RolloutFnEvalOutput(data=dict(output))

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from slime.config.hooks import load_function
-from slime.data.sample import Sample, flatten
+from slime.data.sample import Message, Sample, flatten
 from slime.data.token_fields import UnsetMask, is_unset, take_arrays
 from slime.rollout.generate import generate
 from slime.rollout.hooks import call, parameters, supported_kwargs
 from slime.rollout.prompts import encode, render
 from slime.rollout.state import GenerateState
+from slime.types import SamplingParams, Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -34,14 +35,14 @@ def generate_function(args: Args, sample: Sample) -> Callable[..., Any]:
     return load_function(path, "custom_generate") if path else generate
 
 
-def takes_list(fn: Callable[..., Any]) -> bool:
+def takes_list(fn: Callable[..., object]) -> bool:
     """Whether ``fn`` has the list form."""
     names, _ = parameters(fn)
     return "samples" in names and "sampling_params" not in names
 
 
 async def call_single(
-    fn: Callable[..., Any], args: Args, sample: Sample, params: dict[str, Any], evaluation: bool
+    fn: Callable[..., object], args: Args, sample: Sample, params: SamplingParams, evaluation: bool
 ) -> Generated:
     """Call the one-sample form and check what it gives."""
     if fn is generate:
@@ -52,7 +53,7 @@ async def call_single(
     return _finish_all(fn, args, sample, prompt, result)
 
 
-async def call_list(fn: Callable[..., Any], args: Args, samples: list[Sample], evaluation: bool) -> list[Generated]:
+async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool) -> list[Generated]:
     """Call the list form on the samples of one prompt; None means that it changed them in place."""
     prompts = [_prepare(sample) for sample in samples]
     threads = GenerateState(args).threads
@@ -69,7 +70,7 @@ async def call_list(fn: Callable[..., Any], args: Args, samples: list[Sample], e
     ]
 
 
-def _prepare(sample: Sample) -> str | list[dict[str, Any]]:
+def _prepare(sample: Sample) -> str | list[Message]:
     """Return a copy of the prompt: functions that append turns to it would change it for good."""
     if sample.loss_mask is None and not sample.response_length:
         sample.loss_mask = UnsetMask()  # so that ``sample.loss_mask += [...]`` works
@@ -79,7 +80,7 @@ def _prepare(sample: Sample) -> str | list[dict[str, Any]]:
 
 
 def _finish_all(
-    fn: Callable[..., Any], args: Args, asked: Sample, prompt: str | list[dict[str, Any]], result: Any
+    fn: Callable[..., object], args: Args, asked: Sample, prompt: str | list[Message], result: object
 ) -> Generated:
     if not isinstance(result, Sample) and not (
         isinstance(result, list) and result and all(isinstance(part, Sample) for part in result)
@@ -96,7 +97,7 @@ def _finish_all(
     return result
 
 
-def _finish(fn: Callable[..., Any], args: Args, sample: Sample, prompt: str | list[dict[str, Any]]) -> None:
+def _finish(fn: Callable[..., object], args: Args, sample: Sample, prompt: str | list[Message]) -> None:
     """Fill in what the function left out, and check that per-token fields are aligned."""
     conversation = sample.prompt
     if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
@@ -142,7 +143,7 @@ def _misaligned(sample: Sample) -> str | None:
     return None
 
 
-def _from_text(fn: Callable[..., Any], args: Args, sample: Sample, conversation: str | list[dict[str, Any]]) -> None:
+def _from_text(fn: Callable[..., object], args: Args, sample: Sample, conversation: str | list[Message]) -> None:
     """Token ids of a sample for which only text was set. No engine log-probs then: the trainer computes its own."""
     if sample.response and fn not in _warned:
         _warned.add(fn)
@@ -159,7 +160,7 @@ def _from_text(fn: Callable[..., Any], args: Args, sample: Sample, conversation:
     sample.rollout_log_probs = None
 
 
-def _share_rollout_id(fn: Callable[..., Any], asked: Sample, siblings: Sequence[Sample]) -> None:
+def _share_rollout_id(fn: Callable[..., object], asked: Sample, siblings: Sequence[Sample]) -> None:
     given = {sibling.rollout_id for sibling in siblings}
     if given == {None}:
         given = {asked.index}
@@ -171,11 +172,13 @@ def _share_rollout_id(fn: Callable[..., Any], asked: Sample, siblings: Sequence[
         sibling.rollout_id = next(iter(given))
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def _name(fn: Callable[..., object]) -> str:
     return f"{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', fn)}"
 
 
-def split_conversation_ids(tokenizer: Any, sample: Sample, conversation: Any) -> tuple[list[int], list[int], list[int]]:
+def split_conversation_ids(
+    tokenizer: Tokenizer, sample: Sample, conversation: str | list[Message]
+) -> tuple[list[int], list[int], list[int]]:
     """Prompt ids, response ids, and the response's mask.
 
     Args:
@@ -201,12 +204,12 @@ def split_conversation_ids(tokenizer: Any, sample: Sample, conversation: Any) ->
     return encode(tokenizer, first), *_trained(tokenizer, sample)
 
 
-def _trained(tokenizer: Any, sample: Sample) -> tuple[list[int], list[int]]:
+def _trained(tokenizer: Tokenizer, sample: Sample) -> tuple[list[int], list[int]]:
     ids = encode(tokenizer, sample.response)
     return ids, [1] * len(ids)
 
 
-def _turns(sample: Sample, conversation: Any) -> list[dict[str, Any]]:
+def _turns(sample: Sample, conversation: str | list[Message]) -> list[Message]:
     """Messages appended to the prompt, without the last response (and what came after it) where it was appended too."""
     if not isinstance(conversation, list) or not isinstance(sample.prompt, list):
         return []
@@ -217,7 +220,7 @@ def _turns(sample: Sample, conversation: Any) -> list[dict[str, Any]]:
     return turns
 
 
-def _parts(tokenizer: Any, sample: Sample, turns: list[dict[str, Any]], first: str) -> list[tuple[str, int]] | None:
+def _parts(tokenizer: Tokenizer, sample: Sample, turns: list[Message], first: str) -> list[tuple[str, int]] | None:
     """Pieces of text between first prompt and last response, each with its mask; None when they do not add up."""
     parts: list[tuple[str, int]] = []
     messages: list[Any] = list(sample.prompt)

@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 
@@ -16,9 +16,10 @@ from slime.data.eval_config import EvalDatasetConfig, resolve_eval_datasets
 from slime.data.sample import Group, Sample, flatten
 from slime.observability import progress
 from slime.rollout.abort import rest_seconds
-from slime.rollout.base_types import RolloutFnEvalOutput
+from slime.rollout.base_types import EvalResults, RolloutFnEvalOutput
 from slime.rollout.group import continuable, generate_and_rm_group, snapshot
 from slime.rollout.state import GenerateState
+from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -56,7 +57,7 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     )
 
 
-async def _finished(args: Args, group: Group, params: dict[str, Any], purpose: str) -> Group:
+async def _finished(args: Args, group: Group, params: SamplingParams, purpose: str) -> Group:
     """The group, finished: engines end requests of an evaluation too (a weight update, a restart, another rollout's
     abort), and these go on from their tokens so far."""
     original, tries = snapshot(group), 0
@@ -108,9 +109,10 @@ def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> 
     return groups
 
 
-def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
+def eval_sampling_params(config: EvalDatasetConfig) -> SamplingParams:
     """SGLang's sampling parameters of a data set, after its fallbacks."""
-    params = {
+    assert config.max_response_len is not None, "resolve_eval_datasets fills in what a data set leaves open"
+    params: SamplingParams = {
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
@@ -121,9 +123,10 @@ def eval_sampling_params(config: EvalDatasetConfig) -> dict[str, Any]:
         "no_stop_trim": True if config.no_stop_trim is None else config.no_stop_trim,
         "spaces_between_special_tokens": False,
     }
-    for name in ("min_new_tokens", "repetition_penalty"):
-        if getattr(config, name) is not None:
-            params[name] = getattr(config, name)
+    if config.min_new_tokens is not None:
+        params["min_new_tokens"] = config.min_new_tokens
+    if config.repetition_penalty is not None:
+        params["repetition_penalty"] = config.repetition_penalty
     return params
 
 
@@ -158,20 +161,17 @@ def _dataset(args: Args, state: GenerateState, config: EvalDatasetConfig) -> Dat
     return state.eval_datasets[key]
 
 
-def _results(args: Args, config: EvalDatasetConfig, groups: list[Group]) -> dict[str, Any]:
+def _results(args: Args, config: EvalDatasetConfig, groups: list[Group]) -> EvalResults:
     rollouts = [flatten([entry]) for group in groups for entry in group]  # siblings of a fan-out count once
+    rewards = [[eval_reward(args, sample) for sample in rollout] for rollout in rollouts]
+    known = [[reward for reward in part if not math.isnan(reward)] for part in rewards]
     return {
-        "rewards": [_mean_known([eval_reward(args, sample) for sample in rollout]) for rollout in rollouts],
+        "rewards": [sum(part) / len(part) if part else math.nan for part in known],
         "truncated": [any(sample.truncated for sample in rollout) for rollout in rollouts],
         "samples": flatten(groups),
         "n_samples_per_prompt": config.n_samples_per_eval_prompt or 1,
         "settings": {name: value for name, value in asdict(config).items() if value not in (None, {}, [])},
     }
-
-
-def _mean_known(rewards: list[float]) -> float:
-    known = [reward for reward in rewards if not math.isnan(reward)]
-    return sum(known) / len(known) if known else math.nan
 
 
 def eval_reward(args: Args, sample: Sample) -> float:

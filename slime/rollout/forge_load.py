@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from slime.data.source import DataSource
 from slime.observability.debug_data import load_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.sglang_rollout import generate_rollout as evaluate_with_engines
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def generate_rollout(
-    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The dump of ``rollout_id``; an evaluation is a real one.
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.data.sample import Group, flatten
+from slime.data.source import DataSource
 from slime.data.staleness import mask_older_versions
 from slime.rollout.admission import Admission
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def generate_rollout_fully_async(
-    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
     """The next ``--rollout-batch-size`` groups of the pool; the others stay under way.
 
@@ -47,7 +48,7 @@ def generate_rollout_fully_async(
 
 
 def open_pool(
-    args: Args, data_source: Any, first_step: int, last_step: int | None = None, ahead: int = 0
+    args: Args, data_source: DataSource, first_step: int, last_step: int | None = None, ahead: int = 0
 ) -> StandingPool:
     """The pool of this run, empty; it is the one from which the rollout function takes."""
     pool = GenerateState(args).pool = StandingPool(args, data_source, first_step, last_step, ahead)
@@ -68,7 +69,7 @@ class StandingPool(RolloutLoop):
     """
 
     def __init__(
-        self, args: Args, data_source: Any, first_step: int = 0, last_step: int | None = None, ahead: int = 0
+        self, args: Args, data_source: DataSource, first_step: int = 0, last_step: int | None = None, ahead: int = 0
     ) -> None:
         super().__init__(args, -1, data_source)
         self.deterministic = True  # the oldest first
@@ -147,7 +148,7 @@ class StandingPool(RolloutLoop):
                 self._enqueue(self._get(room))
             self._start_all()
 
-    def _add(self, original: Group, task: Any = None) -> None:
+    def _add(self, original: Group, task: asyncio.Task[Group] | None = None) -> None:
         self.admission.admit()
         super()._add(original, task)
 

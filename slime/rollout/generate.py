@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +12,12 @@ from slime.data.sample import Sample
 from slime.engines.http import HttpError
 from slime.observability.best_effort import warn
 from slime.observability.trace_utils import trace_span
-from slime.rollout.context import mark_too_long, says_too_long
-from slime.rollout.prompts import media_fields, prompt_ids, prompt_text
+from slime.rollout.prompts import add_media, prompt_ids, prompt_text
+from slime.rollout.rm_hub.outcome import mark_too_long, says_too_long
 from slime.rollout.settings import restricts_vocabulary
 from slime.rollout.state import GenerateState
 from slime.rollout.weight_timeline import TIMELINE
+from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -26,7 +27,7 @@ _UNFINISHED = "\ufffd"  # what decoders show for a part of a character
 _CHARACTER_TOKENS = 16  # more than a character can be divided into
 
 
-async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Generate (the rest of) one response and append it to ``sample``, token by token as the engine sampled it.
 
     A sample that was aborted goes on from its tokens so far. Its length limits,
@@ -47,10 +48,7 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) 
     if params is None:
         return without_room(state, sample)
     with trace_span(sample, "sglang_generate") as span:
-        body, send = (
-            build_generate_body(state, sample, params),
-            functools.partial(ask_engine, state, sample),
-        )
+        body, send = (build_generate_body(state, sample, params), functools.partial(ask_engine, state, sample))
         schedule = TIMELINE.get()
         try:
             output = await (send(body) if schedule is None else schedule.ask(sample, body, send))
@@ -67,7 +65,7 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) 
     return sample
 
 
-def compare_read(state: GenerateState, sample: Sample, body: dict[str, Any], meta: dict[str, Any]) -> None:
+def compare_read(state: GenerateState, sample: Sample, body: GenerateBody, meta: MetaInfo) -> None:
     """Warn, once, where an engine that tokenised a text with media itself read another number of tokens than
     ``sample`` has: the log-probs of its answer then follow other tokens than those that are trained."""
     read = meta.get("prompt_tokens")
@@ -81,13 +79,14 @@ def compare_read(state: GenerateState, sample: Sample, body: dict[str, Any], met
     )
 
 
-def build_generate_body(state: GenerateState, sample: Sample, params: dict[str, Any]) -> dict[str, Any]:
+def build_generate_body(state: GenerateState, sample: Sample, params: SamplingParams) -> GenerateBody:
     """Body of ``POST /generate`` that continues ``sample``.
 
     Ids; for SGLang with media text, in which it places them itself (the embedded engine takes the ids that
     the processor made).
     """
-    body: dict[str, Any] = {"sampling_params": params, "return_logprob": True, **media_fields(sample)}
+    body: GenerateBody = {"sampling_params": params, "return_logprob": True}
+    add_media(body, sample)
     if sample.multimodal_inputs and not state.requests.embedded:
         body["text"] = prompt_text(state, sample) + sample.response
     else:
@@ -100,7 +99,7 @@ def build_generate_body(state: GenerateState, sample: Sample, params: dict[str, 
     return body
 
 
-def append_output(args: Args, sample: Sample, output: dict[str, Any]) -> None:
+def append_output(args: Args, sample: Sample, output: GenerateOutput) -> None:
     """Append an engine's answer: ids, log-probs, text, status, weight version, counters."""
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs")
@@ -164,7 +163,7 @@ def routing_headers(state: GenerateState, sample: Sample) -> dict[str, str] | No
     return None
 
 
-def remaining(state: GenerateState, sample: Sample, params: dict[str, Any]) -> dict[str, Any] | None:
+def remaining(state: GenerateState, sample: Sample, params: SamplingParams) -> SamplingParams | None:
     """``params`` with the number of new tokens that is left to the response, or None when there is none."""
     left = int(params["max_new_tokens"]) - sample.response_length
     if state.context is not None:
@@ -181,7 +180,7 @@ def without_room(state: GenerateState, sample: Sample) -> Sample:
     return sample
 
 
-async def ask_engine(state: GenerateState, sample: Sample, body: dict[str, Any]) -> dict[str, Any] | None:
+async def ask_engine(state: GenerateState, sample: Sample, body: GenerateBody) -> GenerateOutput | None:
     """POST a body of :func:`build_generate_body`.
 
     Returns:
@@ -194,7 +193,8 @@ async def ask_engine(state: GenerateState, sample: Sample, body: dict[str, Any])
         async with asyncio.timeout(limit):
             # The address is read from args in each try: a router that was lost may come back at another address.
             call = lambda: http.request("POST", get_model_url(state.args), body, limit, headers)  # noqa: E731
-            return dict(await http.retrying(call, give_up=lambda: state.aborted))
+            output: GenerateOutput = await http.retrying(call, give_up=lambda: state.aborted)
+            return output
     except http.HttpError as error:
         if state.aborted and error.retryable:
             return None

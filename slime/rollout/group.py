@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import uuid
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from slime.config.hooks import load_function
 from slime.config.seeds import derive_seed
@@ -19,10 +19,12 @@ from slime.rollout.prompts import cut_at_sampled_media
 from slime.rollout.rm_hub import async_rm, batched_async_rm, scores_whole_groups
 from slime.rollout.settings import seeded
 from slime.rollout.state import GenerateState
+from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
 
+T = TypeVar("T")
 _MASKED_IN = "masked_in_rollout_id"
 _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
@@ -34,7 +36,7 @@ def is_finished(group: Group) -> bool:
 
 
 async def generate_and_rm(
-    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Generated:
     """Generate one sample and score it. A finished sample comes back untouched.
 
@@ -64,7 +66,7 @@ async def generate_and_rm(
 
 
 async def generate_and_rm_group(
-    args: Args, group: Group, sampling_params: dict[str, Any], evaluation: bool = False, purpose: str = "sampling"
+    args: Args, group: Group, sampling_params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
 ) -> Group:
     """Generate and score the samples of one prompt, each with a seed of its own.
 
@@ -72,16 +74,17 @@ async def generate_and_rm_group(
         purpose: names the seeds; evaluation passes its data set.
     """
     state = GenerateState(args)
-    _assign_sessions(state.sampling.seed, group, purpose)
+    _assign_sessions(state.seed, group, purpose)
     with trace_span(group, "generate_and_rm_group"):
-        fn = _list_function(args, group)
-        if fn is not None:
-            result = await _whole_group(fn, args, group, evaluation)
+        unfinished = [entry for entry in group if isinstance(entry, Sample) and entry.status not in _FINISHED]
+        functions = {generate_function(args, sample) for sample in unfinished}
+        fn = next(iter(functions), None)
+        result: Group
+        if fn is not None and len(unfinished) == len(group) and len(functions) == 1 and takes_list(fn):
+            result = [*await _whole_group(fn, args, unfinished, evaluation)]
         else:
             result = await _gather(
-                generate_and_rm(
-                    args, entry, seeded(state.sampling.seed, sampling_params, entry, position, purpose), evaluation
-                )
+                generate_and_rm(args, entry, seeded(state.seed, sampling_params, entry, position, purpose), evaluation)
                 if isinstance(entry, Sample)
                 else _same(entry)
                 for position, entry in enumerate(group)
@@ -92,7 +95,7 @@ async def generate_and_rm_group(
     return result
 
 
-async def _gather(tasks: Any) -> list[Any]:
+async def _gather(tasks: Iterable[Awaitable[T]]) -> list[T]:
     """Like gather, but when one fails the others are cancelled and waited for."""
     running = [asyncio.ensure_future(task) for task in tasks]
     try:
@@ -107,22 +110,17 @@ async def _same(entry: list[Sample]) -> list[Sample]:
     return entry
 
 
-def _list_function(args: Args, group: Group) -> Any:
-    """The list-form generate function of a group that is still to be generated as a whole, else None."""
-    if not all(isinstance(entry, Sample) and entry.status not in _FINISHED for entry in group):
-        return None
-    functions = {generate_function(args, sample) for sample in group}
-    return next(iter(functions)) if len(functions) == 1 and takes_list(next(iter(functions))) else None
-
-
-async def _whole_group(fn: Any, args: Args, group: list[Sample], evaluation: bool) -> Group:
+async def _whole_group(
+    fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool
+) -> Sequence[Generated]:
+    """Generate by the list form of a function, which gets all samples of the prompt at once."""
     state = GenerateState(args)
     async with state.semaphore:
         if state.aborted and not evaluation:
-            for sample in group:
+            for sample in samples:
                 sample.status = Sample.Status.ABORTED
-            return group
-        results = await call_list(fn, args, group, evaluation)
+            return samples
+        results = await call_list(fn, args, samples, evaluation)
     for result in results:
         _abort_custom(state, fn, result, evaluation)
     return await _gather(_hooks_and_reward(args, result, evaluation) for result in results)
@@ -150,7 +148,7 @@ def _mask_earlier_rollouts(state: GenerateState, sample: Sample) -> None:
         sample.metadata[_MASKED_IN] = state.rollout_id
 
 
-def _abort_custom(state: GenerateState, fn: Any, result: Generated, evaluation: bool) -> None:
+def _abort_custom(state: GenerateState, fn: Callable[..., object], result: Generated, evaluation: bool) -> None:
     """A user's function that ended after the abort may hold a cut answer without knowing it."""
     if fn is not generate and state.aborted and not evaluation:
         for sample in flatten(result):
@@ -211,11 +209,13 @@ def _check_scored(args: Args, sample: Sample, scored: bool = False) -> None:
 
 def snapshot(group: Group) -> Group:
     """The group as it is now, safe from what generate functions change; media are shared."""
-    if isinstance(group, Sample):
-        kept = copy.copy(group)
-        kept.prompt, kept.metadata = copy.deepcopy(group.prompt), copy.deepcopy(group.metadata)
-        return kept
-    return [snapshot(entry) for entry in group]
+    return [_copied(entry) if isinstance(entry, Sample) else [*map(_copied, entry)] for entry in group]
+
+
+def _copied(sample: Sample) -> Sample:
+    kept = copy.copy(sample)
+    kept.prompt, kept.metadata = copy.deepcopy(sample.prompt), copy.deepcopy(sample.metadata)
+    return kept
 
 
 def continuable(group: Group, original: Group, partial: bool) -> Group:

@@ -11,19 +11,18 @@ import logging
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config.hooks import load_function
 from slime.data.sample import Group, Sample, flatten
-from slime.data.source import RolloutDataSource
+from slime.data.source import DataSource, RolloutDataSource
 from slime.observability import progress
 from slime.rollout.abort import abort_and_drain, rest_seconds
 from slime.rollout.base_types import RolloutFnTrainOutput
-from slime.rollout.context import TOO_LONG, is_too_long
 from slime.rollout.filter_hub.base_types import call_dynamic_filter
 from slime.rollout.group import continuable, generate_and_rm_group, is_finished, snapshot
 from slime.rollout.metrics import Counts
-from slime.rollout.rm_hub.outcome import FAILURE_KEY
+from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG, is_too_long
 from slime.rollout.settings import LoopSettings
 from slime.rollout.state import GenerateState
 from slime.rollout.weight_timeline import TIMELINE
@@ -52,7 +51,7 @@ class _InFlightGroup:
 class RolloutLoop:
     """One rollout. ``--deterministic`` judges groups in the order of submission and aborts none."""
 
-    def __init__(self, args: Args, rollout_id: int, data_source: Any) -> None:
+    def __init__(self, args: Args, rollout_id: int, data_source: DataSource) -> None:
         self.args = args
         self.source = data_source
         self.settings = LoopSettings.from_args(args)
@@ -62,9 +61,8 @@ class RolloutLoop:
         path = self.settings.dynamic_filter_path
         self.filter = load_function(path) if path else None
         # A pool holds thousands of groups, so nothing below looks at all of them for each one that ends.
-        self.in_flight: OrderedDict[int, _InFlightGroup] = (
-            OrderedDict()
-        )  # under way or finished, in order of submission
+        self.in_flight: OrderedDict[int, _InFlightGroup] = OrderedDict()
+        """Groups that are generated or finished, in order of submission."""
         self._finished: deque[int] = deque()  # the finished ones, in order of completion
         self._failed: _InFlightGroup | None = None
         self._woken = asyncio.Event()
@@ -116,10 +114,15 @@ class RolloutLoop:
         return len(self.accepted) + len(self.in_flight)
 
     def _top_up(self) -> None:
-        """Have as many groups accepted or under way as the rollout needs; finished ones from the buffer first."""
+        """Have as many groups accepted or under way as the rollout needs; finished ones from the buffer first.
+
+        They are fetched ``--over-sampling-batch-size`` at a time where that is larger than the rollout, else as many as
+        are missing.
+        """
         while self._under_way < self.target:
             if not self.unstarted:
-                self._enqueue(self._fetch(self.target - self._under_way))
+                size = self.settings.fetched_at_once
+                self._enqueue(self._get(size if size > self.target else self.target - self._under_way))
             if self._under_way < self.target:
                 self._start_all()
 
@@ -129,11 +132,6 @@ class RolloutLoop:
                 self._add(group)
             else:
                 self.unstarted.append(group)
-
-    def _fetch(self, missing: int) -> list[Group]:
-        """``--over-sampling-batch-size`` groups where it is larger than the rollout, else as many as are missing."""
-        size = self.settings.fetched_at_once
-        return self._get(size if size > self.target else missing)
 
     def _get(self, count: int) -> list[Group]:
         groups = list(self.source.get_samples(count))
@@ -146,7 +144,7 @@ class RolloutLoop:
             self._notify("asked", group)
         return groups
 
-    def _notify(self, event: str, group: Group, **facts: Any) -> None:
+    def _notify(self, event: str, group: Group, **facts: object) -> None:
         if self.state.observer is not None:
             self.state.observer(event, group, facts)
 

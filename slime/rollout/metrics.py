@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample, flatten
+from slime.rollout.base_types import EvalResults
 from slime.rollout.rm_hub.outcome import FAILURE_KEY
 
 if TYPE_CHECKING:
@@ -35,11 +36,7 @@ def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None
         seconds: that the rollout took.
     """
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, args.log_reward_category).items()}
-    rewards = [
-        (sample.group_index, value)
-        for sample in samples
-        if (value := known_reward(sample, args.reward_key)) is not None
-    ]
+    rewards = [(s.group_index, value) for s in samples if (value := known_reward(s, args.reward_key)) is not None]
     if rewards:
         metrics["rollout/raw_reward"] = fmean(value for _, value in rewards)
         metrics.update({f"rollout/zero_std/count_{k}": v for k, v in _without_spread(rewards).items()})
@@ -52,7 +49,7 @@ def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None
     return metrics
 
 
-def eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
+def eval_metrics(args: Args, data: Mapping[str, EvalResults]) -> Metrics:
     """``eval/<data set>…`` for each data set of an evaluation.
 
     ``eval/<ds>`` is the mean reward over samples. From as many samples per prompt as the data set has (n > 1):
@@ -82,7 +79,7 @@ def eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> Metrics:
     return metrics
 
 
-def prompt_rewards(part: Mapping[str, Any]) -> dict[Hashable, list[float]]:
+def prompt_rewards(part: EvalResults) -> dict[Hashable, list[float]]:
     """Of one data set, the known rewards of each prompt, in the order of the file."""
     groups: dict[Hashable, list[float]] = {}
     for key, reward in zip(_prompts(part), part["rewards"], strict=True):
@@ -153,7 +150,7 @@ def is_repetitive(text: str) -> bool:
     return bool(tail) and len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
 
 
-def _prompts(part: Mapping[str, Any]) -> list[Hashable]:
+def _prompts(part: EvalResults) -> list[Hashable]:
     """Which prompt each reward of a data set belongs to."""
     samples, rewards = flatten(part.get("samples") or []), part["rewards"]
     if len(samples) == len(rewards) and all(sample.group_index is not None for sample in samples):
@@ -255,13 +252,9 @@ class Counts:
 
     def metrics(self) -> dict[str, float]:
         metrics = {f"rollout/dynamic_filter/drop_{reason}": float(n) for reason, n in sorted(self.dropped.items())}
-        metrics["rollout/reward_timeout_count"] = float(self.timed_out)
-        metrics["rollout/reward_error_count"] = float(self.failed)
-        metrics["rollout/replaced_group_count"] = float(self.replaced)
-        metrics["rollout/surplus_group_count"] = float(self.surplus)
-        metrics["rollout/aborted_group_count"] = float(self.aborted)
-        metrics["rollout/lost_group_count"] = float(self.lost)
-        return metrics
+        counts = {"reward_timeout": self.timed_out, "reward_error": self.failed, "replaced_group": self.replaced}
+        counts |= {"surplus_group": self.surplus, "aborted_group": self.aborted, "lost_group": self.lost}
+        return metrics | {f"rollout/{name}_count": float(count) for name, count in counts.items()}
 
     def drop_report(self) -> str:
         """Why groups did not train, in brackets; empty where all did."""

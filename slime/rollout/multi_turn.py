@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from slime.config.seeds import derive_seed
 from slime.data.json_text import parse_json
@@ -21,6 +21,7 @@ from slime.observability.trace_utils import trace_span
 from slime.rollout.generate import generate, remaining, without_room
 from slime.rollout.prompts import encode, prompt_ids, render, text_ids
 from slime.rollout.state import GenerateState
+from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -28,6 +29,19 @@ if TYPE_CHECKING:
 TURNS = "model_turns"  # key of sample.metadata: where each turn of the model lies, so that an aborted sample can go on
 _MARGIN = 4  # tokens: a tokenizer may write the first of a text otherwise
 _MARK = "slime.4f1d.turn"  # stands for the model's words while the chat template renders what comes after them
+
+
+class ModelTurn(TypedDict):
+    """One turn of the model; ``end`` and ``finish`` are None in a turn that an abort interrupted.
+
+    ``start`` and ``end`` are token offsets in the response, ``finish`` is a value of :class:`Sample.Status`.
+    """
+
+    start: int
+    end: int | None
+    text: str
+    finish: str | None
+    answered: bool
 
 
 class Conversation:
@@ -58,12 +72,12 @@ class Conversation:
         self,
         args: Args,
         sample: Sample,
-        sampling_params: Mapping[str, Any],
+        sampling_params: SamplingParams,
         evaluation: bool = False,
         max_turns: int | None = None,
     ) -> None:
         self.args, self.sample, self.evaluation = args, sample, evaluation
-        self.params = dict(sampling_params)
+        self.params: SamplingParams = {**sampling_params}
         self.max_turns = max_turns or args.max_turns
         self.state = GenerateState(args)
         self._calls = 0
@@ -73,12 +87,10 @@ class Conversation:
             sample.metadata = {**sample.metadata, TURNS: []}
 
     @property
-    def turns(self) -> list[dict[str, Any]]:
-        """Per turn of the model ``start``, ``end`` (token offsets in the response), ``text``, ``finish``, ``answered``.
-
-        ``end`` and ``finish`` are None in a turn that an abort cut.
-        """
-        return self.sample.metadata[TURNS]
+    def turns(self) -> list[ModelTurn]:
+        """Where each turn of the model lies in the response."""
+        turns: list[ModelTurn] = self.sample.metadata[TURNS]
+        return turns
 
     @property
     def answered(self) -> list[str]:
@@ -133,14 +145,14 @@ class Conversation:
         """
         return self._append(encode(self.state.tokenizer, text)[:limit], None if limit else text)
 
-    def reply(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> bool:
         """Close the model's turn and append chat messages (``tool``, ``user``) as the chat template renders them,
         up to where the model's next turn begins. Returns as :meth:`observe`.
 
         Media parts (``{"type": "image", "image": path, URL, data URI or bytes}``) join those of the sample: engine
         and trainer get them from here on.
         """
-        state, new = self.state, Sample(multimodal_inputs=collect_media(messages))  # type: ignore[arg-type]
+        state, new = self.state, Sample(multimodal_inputs=collect_media(messages))
         renderer = state.processor if new.multimodal_inputs and state.processor is not None else state.tokenizer
         said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         text = render(renderer, self.sample, [*said, *map(dict, messages)])
@@ -180,8 +192,8 @@ class Conversation:
             metadata["tool_timeouts"] = metadata.get("tool_timeouts", 0) + 1
             return f"error: no answer within {timeout:g} s"
 
-    def _parameters(self, stop: Sequence[str], max_tokens: int | None, turn: Mapping[str, Any]) -> dict[str, Any]:
-        params = dict(self.params)
+    def _parameters(self, stop: Sequence[str], max_tokens: int | None, turn: ModelTurn) -> SamplingParams:
+        params: SamplingParams = {**self.params}
         given = params.get("stop") or []
         params["stop"] = [*([given] if isinstance(given, str) else given), *stop] or None
         if max_tokens is not None:  # generate() counts the whole response
@@ -190,7 +202,7 @@ class Conversation:
             params["sampling_seed"] = derive_seed(params["sampling_seed"], "turn", self._calls)
         return params
 
-    async def _generate_turn(self, turn: dict[str, Any], params: dict[str, Any]) -> str | None:
+    async def _generate_turn(self, turn: ModelTurn, params: SamplingParams) -> str | None:
         """Generate ``turn``, or the rest of a turn that an abort interrupted."""
         sample, before = self.sample, self.sample.response_length
         written = len(sample.response)
@@ -214,7 +226,7 @@ class Conversation:
             own = self.state.tokenizer.decode(sample.tokens[len(sample.tokens) - sample.response_length + before : -1])
             sample.cut_response(sample.response_length - 1, sample.response[:written] + own)
 
-    def _cut_at_stop(self, turn: dict[str, Any], before: int, stop: Sequence[str]) -> None:
+    def _cut_at_stop(self, turn: ModelTurn, before: int, stop: Sequence[str]) -> None:
         """End a turn that went on after an abort where a stop string lies across the two requests: an engine
         looks for it in what it generates alone."""
         sample, decode = self.sample, self.state.tokenizer.decode
@@ -222,9 +234,8 @@ class Conversation:
         length = first_stop(decode, ids, before, stop)
         if length is not None:
             text = decode(ids[:length])
-            sample.cut_response(
-                turn["start"] + length, sample.response[: len(sample.response) - len(turn["text"])] + text
-            )
+            before_turn = sample.response[: len(sample.response) - len(turn["text"])]
+            sample.cut_response(turn["start"] + length, before_turn + text)
             turn["text"], sample.status = text, Sample.Status.COMPLETED
 
     def _append(self, tokens: list[int], text: str | None) -> bool:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
+from slime.types import GenerateOutput
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -24,7 +25,7 @@ def request_seconds(args: Args) -> float:
     return float(args.sglang_router_request_timeout_secs)
 
 
-async def reward_func(args: Args, sample: Sample, **kwargs: Any) -> float:
+async def reward_func(args: Args, sample: Sample, **kwargs: object) -> float:
     """Set ``sample.teacher_log_probs`` ([response_length]) from the teacher at ``--rm-url``, unless the trainer
     has one; the reward itself is 0.
 
@@ -52,7 +53,7 @@ async def reward_func(args: Args, sample: Sample, **kwargs: Any) -> float:
 reward_func.deadline = request_seconds  # type: ignore[attr-defined]
 
 
-def teacher_log_probs(answer: dict[str, Any], sample: Sample) -> list[float]:
+def teacher_log_probs(answer: GenerateOutput, sample: Sample) -> list[float]:
     """Log-probs of the response out of the teacher's ``input_token_logprobs`` (entry 0, the first token's, is None)."""
     scored = answer["meta_info"].get("input_token_logprobs") or []
     if len(scored) != len(sample.tokens):

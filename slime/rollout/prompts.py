@@ -5,24 +5,32 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.data.media import MultimodalTypes, load_image, processor_inputs
-from slime.data.sample import Sample
+from slime.data.media import load_image, processor_inputs
+from slime.data.sample import Message, Sample
 from slime.rollout.state import GenerateState
+from slime.types import GenerateBody, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 
-def render(tokenizer: Any, sample: Sample, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> str:
-    """Messages as text by the tokenizer's chat template, with the sample's tools and template arguments."""
-    return tokenizer.apply_chat_template(
+def render(
+    renderer: Tokenizer | ProcessorMixin, sample: Sample, messages: Sequence[Message], generation_prompt: bool = True
+) -> str:
+    """Messages as text by the chat template of a tokenizer or processor, with the sample's tools and template
+    arguments."""
+    text = renderer.apply_chat_template(
         list(messages),
         tools=sample.metadata.get("tools") or None,
         tokenize=False,
         add_generation_prompt=generation_prompt,
         **sample.apply_chat_template_kwargs,
     )
+    return str(text)
 
 
 def prompt_text(state: GenerateState, sample: Sample) -> str:
@@ -42,7 +50,7 @@ def _processor(state: GenerateState, sample: Sample) -> Any:
     return state.processor
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of ``text``, no special tokens added: a rendered prompt holds its own."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
@@ -71,15 +79,15 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
     return ids
 
 
-def media_fields(sample: Sample) -> dict[str, list[str]]:
-    """``image_data``, ``video_data``, ``audio_data`` of an engine request. Images are data URIs, because an engine,
-    whose port others may reach, fetches nothing. Videos and audio given as URLs or paths go as they are."""
-    fields = {}
-    for kind in MultimodalTypes.ALL:
-        items = (sample.multimodal_inputs or {}).get(kind.processor_key)
-        if items:
-            fields[f"{kind.name}_data"] = [_as_uri(item, kind.name) for item in items]
-    return fields
+def add_media(fields: GenerateBody, sample: Sample) -> None:
+    """Add the media to an engine request. Videos and audio given as URLs or paths go as they are."""
+    media = sample.multimodal_inputs or {}
+    if media.get("images"):
+        fields["image_data"] = [_as_uri(item, "image") for item in media["images"]]
+    if media.get("videos"):
+        fields["video_data"] = [_as_uri(item, "video") for item in media["videos"]]
+    if media.get("audio"):
+        fields["audio_data"] = [_as_uri(item, "audio") for item in media["audio"]]
 
 
 def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
@@ -99,7 +107,7 @@ def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
         sample.cut_response(length, state.tokenizer.decode(response[:length].tolist(), skip_special_tokens=skip))
 
 
-def _as_uri(item: Any, kind: str) -> str:
+def _as_uri(item: object, kind: str) -> str:
     if isinstance(item, str) and (item.startswith("data:") or kind != "image"):
         return item
     if kind == "image":  # read here: the engine may be on another host

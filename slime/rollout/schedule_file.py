@@ -6,10 +6,12 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from slime.observability.best_effort import AppendedFile, warn
 
+ScheduleLine: TypeAlias = dict[str, Any]
+"""One line: a JSON object whose keys the docstring of :mod:`slime.rollout.weight_timeline` lists."""
 MOST_WAITING = 64 * 2**20
 """Bytes of lines that wait in memory while the disk is full: some 600,000 lines."""
 
@@ -55,7 +57,7 @@ class ScheduleFile:
         except OSError as error:
             self._lose(str(error))
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Mapping[str, object]) -> None:
         if self._file is None:
             return
         self._file.write(json.dumps(line, separators=(",", ":")))
@@ -90,7 +92,7 @@ class ScheduleFile:
         )
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path) -> Iterator[ScheduleLine]:
     """The lines of a schedule. A last line that was cut in the middle, as by a kill, is left out.
 
     Raises:

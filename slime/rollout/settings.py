@@ -6,10 +6,11 @@ Users' functions get ``args`` itself; nothing else in this room reads from it af
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.config.seeds import derive_seed
 from slime.data.sample import Sample
+from slime.types import SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -17,45 +18,15 @@ if TYPE_CHECKING:
 _POLICIES_WITH_KEYS = ("consistent_hashing", "manual")
 
 
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How training responses are sampled; ``seed`` is the run's (``--rollout-seed``)."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    stop: list[str] | None
-    stop_token_ids: list[int] | None
-    skip_special_tokens: bool
-    seed: int
-
-    @classmethod
-    def from_args(cls, args: Args) -> SamplingSettings:
-        return cls(
-            temperature=args.rollout_temperature,
-            top_p=args.rollout_top_p,
-            top_k=args.rollout_top_k,
-            max_new_tokens=args.rollout_max_response_len,
-            stop=args.rollout_stop,
-            stop_token_ids=args.rollout_stop_token_ids,
-            skip_special_tokens=args.rollout_skip_special_tokens,
-            seed=args.rollout_seed,
-        )
-
-    def request_params(self) -> dict[str, Any]:
-        """SGLang's ``sampling_params`` of a training request, without its seed."""
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_new_tokens": self.max_new_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "skip_special_tokens": self.skip_special_tokens,
-            "no_stop_trim": True,
-            "spaces_between_special_tokens": False,
-        }
+def request_params(args: Args) -> SamplingParams:
+    """SGLang's ``sampling_params`` of a training request, without its seed."""
+    return {
+        "temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
+        "max_new_tokens": args.rollout_max_response_len,
+        "stop": args.rollout_stop, "stop_token_ids": args.rollout_stop_token_ids,
+        "skip_special_tokens": args.rollout_skip_special_tokens,
+        "no_stop_trim": True, "spaces_between_special_tokens": False,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,8 +99,8 @@ def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
 
 
 def seeded(
-    seed: int, params: dict[str, Any], sample: Sample, position: int, purpose: str = "sampling"
-) -> dict[str, Any]:
+    seed: int, params: SamplingParams, sample: Sample, position: int, purpose: str = "sampling"
+) -> SamplingParams:
     """A copy of ``params`` with the seed of this sample's next request.
 
     Args:
@@ -141,6 +112,6 @@ def seeded(
     """
     prompt = sample.group_index if sample.group_index is not None else sample.index
     if prompt is None:  # a data source that numbers nothing: one seed for all prompts would be worse than none
-        return dict(params)
+        return {**params}
     turn = len(sample.weight_versions)
     return {**params, "sampling_seed": derive_seed(seed, purpose, prompt, position, turn)}

@@ -6,9 +6,10 @@ Use with ``--rollout-function-path slime.rollout.sft_rollout.generate_rollout --
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slime.data.sample import Sample
+from slime.data.sample import Sample, flatten
+from slime.data.source import DataSource
 from slime.observability import progress
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.prompts import encode_conversation
@@ -16,9 +17,12 @@ from slime.rollout.state import GenerateState
 
 if TYPE_CHECKING:
     from slime.config.args import Args
+    from slime.data.masks import MultiTurnLossMaskGenerator
 
 
-def generate_rollout(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     """``--rollout-batch-size`` groups of conversations with their loss masks (``--loss-mask-type``).
 
     Raises:
@@ -32,13 +36,13 @@ def generate_rollout(args: Args, rollout_id: int, data_source: Any, evaluation: 
     masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type)
     groups = data_source.get_samples(args.rollout_batch_size)
     for done, group in enumerate(groups):
-        for sample in group:
+        for sample in flatten(group):
             _fill(sample, state, masks)
         progress.report("generate", done + 1, len(groups))
     return RolloutFnTrainOutput(samples=groups)
 
 
-def _fill(sample: Sample, state: GenerateState, masks: Any) -> None:
+def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerator) -> None:
     if not isinstance(sample.prompt, list):
         raise ValueError(
             f"sample {sample.index}: SFT needs a list of messages, but its prompt is a "

@@ -5,8 +5,9 @@ The pieces that users' functions import from here live in small files next to th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from slime.data.source import DataSource
 from slime.rollout.abort import abort
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.evaluate import eval_rollout
@@ -19,20 +20,13 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 __all__ = [
-    "GenerateState",
-    "abort",
-    "eval_rollout",
-    "generate",
-    "generate_and_rm",
-    "generate_and_rm_group",
-    "generate_rollout",
-    "generate_rollout_async",
-    "get_model_url",
-]
+    "GenerateState", "abort", "eval_rollout", "generate", "generate_and_rm", "generate_and_rm_group",
+    "generate_rollout", "generate_rollout_async", "get_model_url",
+]  # fmt: skip
 
 
 def generate_rollout(
-    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """One rollout (``--rollout-batch-size`` groups) or one evaluation. Blocks; works on the shared event loop."""
     from slime.engines.background import run
@@ -42,6 +36,6 @@ def generate_rollout(
     return run(generate_rollout_async(args, rollout_id, data_source))
 
 
-async def generate_rollout_async(args: Args, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
+async def generate_rollout_async(args: Args, rollout_id: int, data_source: DataSource) -> RolloutFnTrainOutput:
     """:func:`generate_rollout` for training, for callers with an event loop of their own."""
     return await RolloutLoop(args, rollout_id, data_source).run()

@@ -17,7 +17,6 @@ import orjson
 from slime.data.sample import Sample
 from slime.engines.http import HttpError, retrying, session
 from slime.observability.trace_utils import trace_span
-from slime.rollout.context import says_too_long
 from slime.rollout.generate import (
     append_output,
     build_generate_body,
@@ -28,7 +27,9 @@ from slime.rollout.generate import (
     without_room,
 )
 from slime.rollout.prompts import prompt_ids
+from slime.rollout.rm_hub.outcome import says_too_long
 from slime.rollout.state import GenerateState
+from slime.types import GenerateBody, GenerateOutput, MetaInfo, SamplingParams
 
 if TYPE_CHECKING:
     import aiohttp
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.5  # how often the abort flag is looked at while no token comes
 
 
-async def generate_streaming(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+async def generate_streaming(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
     """Like the default generate function, over server-sent events.
 
     When the engine is lost on the way, the tokens that came are kept, and the rollout loop goes on from there.
@@ -54,7 +55,8 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: dict[s
     params = remaining(state, sample, sampling_params)
     if params is None:
         return without_room(state, sample)
-    body = {**build_generate_body(state, sample, params), "stream": True}
+    body = build_generate_body(state, sample, params)
+    body["stream"] = True
     answer = StreamedAnswer()
     with trace_span(sample, "sglang_generate_stream"):
         async with asyncio.timeout(state.requests.timeout):
@@ -85,16 +87,16 @@ class StreamedAnswer:
     def __init__(self, on_text: Callable[[str], None] | None = None) -> None:
         self.on_text = on_text
         self.scored: list[Any] = []
-        self.meta: dict[str, Any] | None = None
+        self.meta: MetaInfo | None = None
         self._parts: list[str] = []
         self._length = 0  # characters
-        self._nuclei: list[tuple[str, str]] = []
+        self._nuclei: list[tuple[Any, Any]] = []
 
     @property
     def text(self) -> str:
         return "".join(self._parts)
 
-    def add(self, chunk: dict[str, Any]) -> None:
+    def add(self, chunk: GenerateOutput) -> None:
         meta, text = chunk["meta_info"], chunk["text"]
         scored = meta.get("output_token_logprobs") or []
         nuclei = [(meta["top_p_token_ids"], meta["top_p_token_offsets"])] if "top_p_token_ids" in meta else []
@@ -115,24 +117,22 @@ class StreamedAnswer:
     def ended(self) -> bool:
         return self.meta is not None and self.meta.get("finish_reason") is not None
 
-    def output(self, aborted: bool) -> dict[str, Any]:
-        meta = {**(self.meta or {}), "output_token_logprobs": self.scored}
+    def output(self, aborted: bool) -> GenerateOutput:
+        meta: MetaInfo = {**(self.meta or {}), "output_token_logprobs": self.scored}
         if self._nuclei:
-            meta |= join_nuclei(self._nuclei)
+            meta["top_p_token_ids"], meta["top_p_token_offsets"] = join_nuclei(self._nuclei)
         if aborted:
             meta["finish_reason"] = {"type": "abort"}
         return {"text": self.text, "meta_info": meta}
 
 
-def join_nuclei(parts: Sequence[tuple[str, str]]) -> dict[str, str]:
+def join_nuclei(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
     """``top_p_token_ids`` and ``top_p_token_offsets`` of an answer from those of its pieces: base64 of int32."""
     decoded = [[np.frombuffer(base64.b64decode(item), np.int32) for item in part] for part in parts]
     sizes = np.concatenate([[0], *(np.diff(offsets) for _, offsets in decoded)])
-    joined = {
-        "top_p_token_ids": np.concatenate([ids for ids, _ in decoded]),
-        "top_p_token_offsets": np.cumsum(sizes).astype(np.int32),
-    }
-    return {name: base64.b64encode(value.tobytes()).decode() for name, value in joined.items()}
+    joined = np.concatenate([ids for ids, _ in decoded]), np.cumsum(sizes).astype(np.int32)
+    ids, offsets = (base64.b64encode(value.tobytes()).decode() for value in joined)
+    return ids, offsets
 
 
 class Lines:
@@ -152,7 +152,7 @@ class Lines:
         return done
 
 
-async def read_stream(state: GenerateState, sample: Sample, body: dict[str, Any], answer: StreamedAnswer) -> None:
+async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer) -> None:
     """One try of a streaming request; ``answer`` takes what comes, until the end, an abort or a lost engine.
 
     Raises:
@@ -179,13 +179,13 @@ async def read_stream(state: GenerateState, sample: Sample, body: dict[str, Any]
         raise HttpError(f"the stream of sample {sample.index} ended before the first token")
 
 
-def _status(error: Any) -> int:
+def _status(error: object) -> int:
     """Of an error inside a stream: an engine that refuses sends an object, at times with a code; text is a router's
     that lost its engine."""
     return int(error.get("code") or 400) if isinstance(error, dict) else 500
 
 
-async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[Any]:
     """``data:`` lines as objects, until ``[DONE]``, the end of the stream or an abort."""
     lines, part = Lines(), None
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from slime.observability import progress
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def sleep(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+def sleep(args: Args, rollout_id: int, data_source: object, evaluation: bool = False) -> NoReturn:
     """Sleep until the run is stopped, at most ``--phase-timeout`` seconds; then raises TimeoutError."""
     seconds = args.phase_timeout
     logger.info("engines are up at %s:%s; sleeping", args.sglang_router_ip, args.sglang_router_port)

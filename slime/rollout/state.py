@@ -9,14 +9,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.config.hf_config import media_token_ids
 from slime.config.machine import connection_limit
 from slime.config.rollout import context_limit, served_context
 from slime.data.sample import Group
-from slime.rollout.settings import RequestSettings, SamplingSettings
+from slime.rollout.settings import RequestSettings, request_params
 from slime.rollout.weight_timeline import WeightTimeline
+from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -28,10 +29,12 @@ Observer = Callable[[str, Group, dict[str, Any]], None]
 ``generated`` (all its samples are finished and scored), then one of ``accepted`` (``rollout_id``: the step that trains
 it), ``filtered`` (``reason``), ``replaced`` (its verifier gave no answers), ``given_back`` (to the data source)."""
 
+Reference: TypeAlias = "weakref.ref[Args] | Args"
+"""Weak, except to a value that cannot be referred to weakly, as a test's SimpleNamespace."""
 _KEPT_WITHOUT_WEAKREF = 8
 _MOST_THREADS = 4096  # a process cannot have many more; plain functions beyond it wait for their turn
 _lock = threading.Lock()
-_states: OrderedDict[int, tuple[Any, GenerateState]] = OrderedDict()
+_states: OrderedDict[int, tuple[Reference, GenerateState]] = OrderedDict()
 
 
 class GenerateState:
@@ -40,8 +43,8 @@ class GenerateState:
     It lives as long as ``args`` does, so nothing leaks from one run into the next in the same process.
 
     Attributes:
-        sampling: how training responses are sampled.
-        sampling_params: ``sampling`` as a request has it; copy before changing.
+        seed: from which the seeds of all samples are derived (``--rollout-seed``).
+        sampling_params: of a training request; copy before changing.
         requests: how a request is sent.
         context: tokens that prompt and response may have together; None where nothing says so.
         served: tokens of the longest sequence that the engines take, see :func:`~slime.config.rollout.served_context`.
@@ -57,21 +60,7 @@ class GenerateState:
         warned_of_media: an engine read a sample with media as other tokens, and a warning said so.
     """
 
-    sampling: SamplingSettings
-    requests: RequestSettings
-    sampling_params: dict[str, Any]
-    context: int | None
-    served: int | None
-    media_token_ids: frozenset[int]
-    aborted: bool
-    rollout_id: int | None
-    eval_rollout_id: int | None
-    eval_datasets: dict[bytes, Any]
-    encoded: tuple[str, list[int]]
     pool: Any
-    observer: Observer | None
-    schedule: WeightTimeline | None
-    warned_of_media: bool
 
     def __new__(cls, args: Args) -> GenerateState:
         with _lock:
@@ -94,18 +83,18 @@ class GenerateState:
         self._args = _reference(args)
         self.context, self.served = context_limit(args), served_context(args)
         self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
-        self.sampling, self.requests = SamplingSettings.from_args(args), RequestSettings.from_args(args)
-        self.sampling_params = self.sampling.request_params()
+        self.seed, self.requests = args.rollout_seed, RequestSettings.from_args(args)
+        self.sampling_params = request_params(args)
         if self.media_token_ids:  # the model must not write them: see prompts.cut_at_sampled_media
             given = self.sampling_params["stop_token_ids"] or []
             self.sampling_params["stop_token_ids"] = sorted({*given, *self.media_token_ids})
-        self.eval_datasets = {}
-        self.encoded = "", []
+        self.eval_datasets: dict[bytes, Any] = {}
+        self.encoded: tuple[str, list[int]] = "", []
         self.pool = None
-        self.observer = None
-        self.schedule = None
+        self.observer: Observer | None = None
+        self.schedule: WeightTimeline | None = None
         self.warned_of_media = False
-        self.eval_rollout_id = None
+        self.eval_rollout_id: int | None = None
         self._semaphores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
         )
@@ -114,15 +103,17 @@ class GenerateState:
     @property
     def args(self) -> Args:
         """What users' functions get."""
-        return _target(self._args)
+        args = _target(self._args)
+        assert args is not None, "a state is reached through its args only, so they are alive"
+        return args
 
     def reset(self) -> None:
         """Prepare for another rollout."""
         self.aborted = False
-        self.rollout_id = None
+        self.rollout_id: int | None = None
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """Tokenizer of ``--hf-checkpoint``, loaded when first asked for."""
         from slime.data.tokenizers import load_tokenizer
 
@@ -177,18 +168,20 @@ def engine_count(args: Args) -> int:
     return max(1, engines - (args.prefill_num_servers or 0))
 
 
-def _reference(args: Args) -> Any:
+def _reference(args: Args) -> Reference:
     try:
         return weakref.ref(args, functools.partial(_forget, id(args)))
     except TypeError:  # SimpleNamespace
         return args
 
 
-def _target(reference: Any) -> Any:
+def _target(reference: Reference) -> Args | None:
     return reference() if isinstance(reference, weakref.ref) else reference
 
 
-def _forget(key: int, reference: Any, states: OrderedDict[int, tuple[Any, GenerateState]] = _states) -> None:
+def _forget(
+    key: int, reference: Reference, states: OrderedDict[int, tuple[Reference, GenerateState]] = _states
+) -> None:
     held = states.get(key)  # an argument, since the module's names may be gone when the interpreter ends
     if held is not None and held[0] is reference:
         states.pop(key, None)

@@ -21,11 +21,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slime.data.sample import Group, Sample, flatten
 from slime.data.staleness import step_of
-from slime.rollout.schedule_file import ScheduleError, ScheduleFile, read_lines
+from slime.rollout.schedule_file import ScheduleError, ScheduleFile, ScheduleLine, read_lines
+from slime.types import GenerateBody, GenerateOutput, MetaInfo
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -36,6 +37,7 @@ SETTINGS = (
     "rollout_max_response_len", "rollout_temperature", "deterministic",
 )  # fmt: skip
 
+Send: TypeAlias = Callable[[GenerateBody], Awaitable[GenerateOutput | None]]
 TIMELINE: ContextVar[WeightTimeline | None] = ContextVar("weight_timeline", default=None)
 """Set in the tasks that generate training samples of an asynchronous run; evaluations are not scheduled."""
 
@@ -64,7 +66,7 @@ class Recording:
         ScheduleError: it is not one, or ``settings`` differ from those of the run that wrote it.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
         self.path = path
         lines = read_lines(path)
         first = next(lines, {})
@@ -113,7 +115,7 @@ class Recording:
             "there on it is not repeated"
         )
 
-    def _add(self, line: Mapping[str, Any]) -> None:
+    def _add(self, line: ScheduleLine) -> None:
         index, turn = line["request"], line["turn"]
         later = turn + 1
         while self.requests.pop((index, later), None) is not None:
@@ -148,7 +150,7 @@ class WeightTimeline:
         if self.file.is_new:
             self.file.append({"settings": settings_to_compare(args)})
 
-    def __call__(self, event: str, group: Group, facts: Mapping[str, Any]) -> None:
+    def __call__(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
         """The observer of the rollout loops, see :data:`slime.rollout.state.Observer`."""
         number = next((sample.group_index for sample in flatten(group) if sample.group_index is not None), None)
         if event == "started":
@@ -170,9 +172,7 @@ class WeightTimeline:
             async with self._newer:
                 await self._newer.wait_for(lambda: self.step >= step)
 
-    async def ask(
-        self, sample: Sample, body: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[dict[str, Any] | None]]
-    ) -> dict[str, Any] | None:
+    async def ask(self, sample: Sample, body: GenerateBody, send: Send) -> GenerateOutput | None:
         """``send(body)``, when and as the recording says, and logged."""
         turn = len(sample.weight_versions)
         recorded = None
@@ -188,26 +188,28 @@ class WeightTimeline:
             self.over[recorded.last] += 1
         return output
 
-    async def _repeat(self, recorded: Recorded, body: dict[str, Any], send: Any) -> dict[str, Any] | None:
+    async def _repeat(self, recorded: Recorded, body: GenerateBody, send: Send) -> GenerateOutput | None:
         async with self._newer:
             await self._newer.wait_for(lambda: self.step >= recorded.first)
         if not recorded.tokens and recorded.end == "abort":
-            version, reason = f"{self.attempt}.{recorded.first}", {"type": "abort"}
-            meta = {"weight_version": version, "finish_reason": reason, "output_token_logprobs": []}
-            return {"text": "", "meta_info": meta}
+            version = f"{self.attempt}.{recorded.first}"
+            ended: MetaInfo = {"weight_version": version, "finish_reason": {"type": "abort"}}
+            ended["output_token_logprobs"] = []
+            return {"text": "", "meta_info": ended}
         params = body["sampling_params"]
         if recorded.end == "abort":
             params = {**params, "max_new_tokens": recorded.tokens}
-        plan = [[start, f"{self.attempt}.{step}"] for start, step in recorded.spans]
-        output: dict[str, Any] | None = await send({**body, "sampling_params": params, "weight_version_plan": plan})
+        plan: list[list[int | str]] = [[start, f"{self.attempt}.{step}"] for start, step in recorded.spans]
+        output = await send({**body, "sampling_params": params, "weight_version_plan": plan})
         if output is not None and recorded.end == "abort":
             output["meta_info"]["finish_reason"] = {"type": "abort"}
         return output
 
-    def _log(self, sample: Sample, turn: int, meta: Mapping[str, Any]) -> None:
+    def _log(self, sample: Sample, turn: int, meta: MetaInfo) -> None:
         tokens = len(meta.get("output_token_logprobs") or [])
-        given = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0}]
-        spans = [[part["start"], step] for part in given if (step := step_of(str(part["version"]))) is not None]
+        given = [(part["start"], part["version"]) for part in meta.get("weight_versions") or ()]
+        given = given or [(0, meta.get("weight_version") or "")]
+        spans = [[start, step] for start, version in given if (step := step_of(str(version))) is not None]
         if not spans:
             return
         finish = meta.get("finish_reason")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from slime.data import schedule
@@ -18,6 +18,7 @@ def build_dp_schedule(
     *,
     global_batch_size: int,
     rollout_indices: Sequence[int],
+    prompts: Sequence[tuple[Hashable, int]] | None = None,
 ) -> schedule.Schedule:
     """:func:`slime.data.schedule.build_dp_schedule` with the settings of ``args``."""
     return schedule.build_dp_schedule(
@@ -26,4 +27,5 @@ def build_dp_schedule(
         total_lengths,
         global_batch_size=global_batch_size,
         rollout_indices=rollout_indices,
+        prompts=prompts,
     )

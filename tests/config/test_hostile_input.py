@@ -51,13 +51,14 @@ def test_words_that_are_not_utf8(workplace) -> None:
 )
 def test_yaml_that_is_none(workplace, option: str, content: bytes, part: str) -> None:
     from slime.data.validate import check_data
+    from slime.rollout.rm_hub import check_label
 
     file = workplace.root / "x.yaml"
     file.write_bytes(content)
     backend = ["--rollout-backend", "sglang"] if option == "--sglang-config" else []
     problems = workplace.problems(" ".join([*backend, option, str(file)]))
     if option == "--eval-config":
-        problems += check_data(workplace.load_unchecked([option, str(file)]))
+        problems += check_data(workplace.load_unchecked([option, str(file)]), check_label)
     assert any(str(file) in problem and part in problem for problem in problems) or not part, problems
     assert all("\n" not in problem for problem in problems)
 
@@ -87,20 +88,22 @@ def test_a_file_cannot_set_what_is_no_flag(workplace, name: str, option: str) ->
 )
 def test_settings_of_evaluation_sets_have_types(workplace, setting: str) -> None:
     from slime.data.validate import check_data
+    from slime.rollout.rm_hub import check_label
 
     key = setting.partition(":")[0]
     text = f"eval: {{datasets: [{{name: a, path: {workplace.data}, {setting}}}]}}"
     if key == "path":
         text = f"eval: {{datasets: [{{name: a, {setting}}}]}}"
-    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]))
+    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]), check_label)
     assert len(problems) == 1 and f"{key} needs" in problems[0], problems
 
 
 @pytest.mark.parametrize("text", ["eval: {datasets: 5}", "eval: {defaults: 5, datasets: [1]}", "eval: {datasets: [5]}"])
 def test_evaluation_files_of_another_shape(workplace, text: str) -> None:
     from slime.data.validate import check_data
+    from slime.rollout.rm_hub import check_label
 
-    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]))
+    problems = check_data(workplace.load_unchecked(["--eval-config", workplace.write("e.yaml", text)]), check_label)
     assert len(problems) == 1 and "eval" in problems[0]
 
 

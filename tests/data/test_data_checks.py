@@ -9,22 +9,19 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import slime.data
+from slime.config.args import Args
 from slime.data.validate import check_data
+from slime.rollout.rm_hub import check_label
 
 
-def make_args(**more: Any) -> SimpleNamespace:
-    defaults: dict[str, Any] = {
-        **{"prompt_data": None, "input_key": "prompt", "label_key": "label", "metadata_key": "metadata"},
-        **{"tool_key": "tools", "multimodal_keys": None, "rm_type": None, "custom_rm_path": None},
-        **{"eval_prompt_data": None, "eval_config": None},
-    }
-    return SimpleNamespace(**{**defaults, **more})
+def make_args(**more: Any) -> Args:
+    """As the flags say, without what is derived from them: no reward type follows from a label."""
+    return Args(**{"input_key": "prompt", "label_key": "label", **more})
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -41,7 +38,7 @@ def numbers_only(rm_type: str, label: Any, metadata: Mapping[str, Any]) -> str |
 def test_good_data_has_no_problems(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "4"}])
     args = make_args(prompt_data=path, eval_prompt_data=["one", path, "two", path + "@[:1]"])
-    assert check_data(args) == [], "with the label check of the rewards themselves"
+    assert check_data(args, check_label) == [], "with the label check of the rewards themselves"
 
 
 def test_everything_is_reported_together(tmp_path: Path) -> None:
@@ -68,7 +65,7 @@ def test_rows_that_no_run_could_copy_or_write(tmp_path: Path, suffix: str) -> No
             {"prompt": "p", "label": "1", "metadata": {"x": deep}}]  # fmt: skip
     path = str(tmp_path / f"rows{suffix}")
     Path(path).write_text(json.dumps(rows) if suffix == ".json" else "\n".join(map(json.dumps, rows)))
-    found = check_data(make_args(prompt_data=path, rm_type="math"))
+    found = check_data(make_args(prompt_data=path, rm_type="math"), check_label)
     assert len(found) == 2 and "half of a surrogate pair" in found[0] and "nests more than 100" in found[1]
     assert re.search(r":2: |row 2: ", found[0]) and re.search(r":4: |row 4: ", found[1])
 
@@ -130,9 +127,9 @@ def test_a_bad_eval_list_is_a_problem_too(tmp_path: Path) -> None:
 def test_the_shared_data_sets_pass(datasets_dir: Path) -> None:
     dapo = f"{datasets_dir}/dapo/dapo_math_17k.parquet@[:500]"
     args = make_args(prompt_data=dapo, label_key="reward_model.ground_truth", rm_type="dapo")
-    assert check_data(args) == []
+    assert check_data(args, check_label) == []
     args = make_args(prompt_data=f"{datasets_dir}/math500/math500.jsonl", input_key="problem", label_key="answer")
-    assert check_data(args) == []
+    assert check_data(args, check_label) == []
 
 
 def test_every_argument_that_this_room_reads_exists() -> None:
@@ -157,10 +154,11 @@ def test_no_torch_and_no_transformers(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "label": "4"}])
     code = f"""
 import sys
-from types import SimpleNamespace
+from slime.config.args import Args
 from slime.data.validate import check_data
-args = SimpleNamespace(**{vars(make_args(prompt_data=path, eval_prompt_data=["a", path]))!r})
-assert check_data(args) == [], check_data(args)
+from slime.rollout.rm_hub import check_label
+args = Args(input_key="prompt", label_key="label", prompt_data={path!r}, eval_prompt_data=["a", {path!r}])
+assert check_data(args, check_label) == [], check_data(args, check_label)
 import slime.data.source, slime.data.convert, slime.data.packing, slime.data.masks, slime.utils.processing_utils
 heavy = {{"torch", "transformers", "ray", "pyarrow", "aiohttp", "PIL"}} & set(sys.modules)
 assert not heavy, heavy
@@ -207,10 +205,10 @@ def test_instructions_without_a_checker_are_told_by_row_though_no_row_has_a_labe
 
     good = [row("punctuation:no_comma"), row("count:numbers", N=3, keyword=None)]
     path = write(tmp_path / "rows.jsonl", [*good, row("words:start_verb"), row("count:numbers")])
-    first, second = check_data(make_args(prompt_data=path, rm_type="ifbench"))
+    first, second = check_data(make_args(prompt_data=path, rm_type="ifbench"), check_label)
     assert first.startswith(
         f"{path}:3: reward type ifbench: instruction id 'words:start_verb' has no built-in checker; "
     )
     assert "--custom-rm-path" in first and "allenai/IFBench" in first
     assert second.startswith(f"{path}:4: reward type ifbench: instruction count:numbers: its kwargs are N; missing: N")
-    assert check_data(make_args(prompt_data=write(tmp_path / "good.jsonl", good), rm_type="ifbench")) == []
+    assert check_data(make_args(prompt_data=write(tmp_path / "good.jsonl", good), rm_type="ifbench"), check_label) == []

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slime.config.args import Args
 from slime.utils.eval_config import resolve_eval_datasets
 
 
-def make_args(**more: Any) -> SimpleNamespace:
-    return SimpleNamespace(
-        **{"eval_config": None, "eval_prompt_data": None, "rollout_temperature": 1.0, "input_key": "q", **more}
-    )
+def make_args(**more: Any) -> Args:
+    return Args(**{"input_key": "q", **more})
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -41,7 +39,7 @@ eval:
     - {name: a, path: a.jsonl, temperature: 0.0, rm_type: f1}
     - {name: b, path: b.jsonl, input_key: question, metadata_overrides: {x: 1}}
 """
-    args = make_args(eval_config=write(tmp_path, text), rm_type="math", top_p=0.9, rollout_top_p=0.8)
+    args = make_args(eval_config=write(tmp_path, text), rm_type="math", rollout_top_p=0.8)
     a, b = resolve_eval_datasets(args)
     assert (a.temperature, a.rm_type, a.n_samples_per_eval_prompt, a.top_p, a.input_key) == (0.0, "f1", 4, 0.8, "q")
     assert (b.temperature, b.rm_type, b.input_key, b.metadata_overrides) == (0.6, "math", "question", {"x": 1})

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ from make_args import make_args
 from slime.backends.token_batch import PER_TOKEN, TokenBatch
 from slime.data import wire
 from slime.data.convert import samples_to_train_data
-from slime.data.fields import BY_NAME, FIELDS, LOSS_FIELDS, RankBatch, on_hook_names, page
+from slime.data.fields import BY_NAME, FIELDS, LOSS_FIELDS, RankBatch, on_hook_names
 from slime.data.sample import Sample
-
-PAGE = Path(__file__).parents[2] / "docs" / "en" / "reference" / "batch.md"
+from tools import batch_page
 
 
 def batch(**entries: Any) -> RankBatch:
@@ -36,7 +34,7 @@ def batch(**entries: Any) -> RankBatch:
 
 
 def test_the_documentation_shows_the_table() -> None:
-    assert PAGE.read_text() == page(), "write it anew: python -m slime.data.fields > docs/en/reference/batch.md"
+    assert batch_page.PAGE.read_text() == batch_page.page(), "write it again: python tools/batch_page.py"
 
 
 def test_names_are_unique_under_both_kinds_of_names() -> None:

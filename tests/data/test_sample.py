@@ -8,13 +8,13 @@ import enum
 import json
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.config.args import Args
 from slime.data.sample import PrefixCacheInfo, Sample, SpecInfo, groups_from_dicts, groups_to_dicts
 
 
@@ -188,13 +188,13 @@ def test_speculative_counters_only_when_asked() -> None:
     sample.append_response_tokens(tokens=[1], log_probs=[0.0], meta_info=meta)
     assert sample.spec_info == SpecInfo()
     sample.append_response_tokens(
-        SimpleNamespace(sglang_speculative_algorithm="EAGLE"), tokens=[1], log_probs=[0.0], meta_info=meta
+        Args(sglang={"speculative_algorithm": "EAGLE"}), tokens=[1], log_probs=[0.0], meta_info=meta
     )
     assert sample.spec_info.accept_rate == 0.75 and sample.spec_info.accept_length == 4.0
 
 
 def test_routed_experts_are_small_integers() -> None:
-    args = SimpleNamespace(num_layers=2, moe_router_topk=2)
+    args = Args(megatron={"num_layers": 2, "moe_router_topk": 2})
     sample = Sample(tokens=[1])
     meta = answer("stop", routed_experts=encode(list(range(8))))
     sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
@@ -213,7 +213,7 @@ def experts(first: int, last: int, generation: int) -> str:
 @pytest.mark.parametrize("from_token", ["the first", "the part"])
 def test_a_continued_answer_keeps_the_experts_of_its_first_parts(from_token: str) -> None:
     """Aborted twice; an answer has rows from the start, or from the first token that has none so far."""
-    args = SimpleNamespace(num_layers=2, moe_router_topk=2)
+    args = Args(megatron={"num_layers": 2, "moe_router_topk": 2})
     sample = Sample(tokens=[1, 2, 3])
     for generation, count in enumerate((2, 0, 3, 1)):
         known = 0 if sample.rollout_routed_experts is None else len(sample.rollout_routed_experts)
@@ -233,13 +233,13 @@ def test_a_continued_answer_keeps_the_experts_of_its_first_parts(from_token: str
 
 def test_routed_experts_take_their_shape_from_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_experts_per_tok": 2}))
-    args = SimpleNamespace(hf_checkpoint=str(tmp_path), num_layers=0, moe_router_topk=None)  # without MODEL_ARGS
+    args = Args(hf_checkpoint=str(tmp_path))  # without MODEL_ARGS
     sample = Sample(tokens=[1])
     meta = answer("stop", routed_experts=experts(0, 2, 0))
     sample.append_response_tokens(args, tokens=[2, 3], log_probs=[0.0, 0.0], meta_info=meta)
     assert sample.rollout_routed_experts is not None and sample.rollout_routed_experts.shape == (2, 2, 2)
     with pytest.raises(ValueError, match=r"config\.json of --hf-checkpoint has no num_hidden_layers"):
-        sample.append_response_tokens(SimpleNamespace(), tokens=[4], log_probs=[0.0], meta_info=meta)
+        sample.append_response_tokens(None, tokens=[4], log_probs=[0.0], meta_info=meta)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_routed_experts_take_their_shape_from_the_model(tmp_path: Path) -> None:
     [(encode([1] * 6), "6 routed experts are not rows of 2 layers"), (encode([1] * 4), "begin at token 4")],
 )
 def test_routed_experts_that_do_not_fit(value: str, message: str) -> None:
-    args = SimpleNamespace(num_layers=2, moe_router_topk=2)
+    args = Args(megatron={"num_layers": 2, "moe_router_topk": 2})
     sample = Sample(tokens=[1, 2])
     sample.append_response_tokens(args, tokens=[3], log_probs=[0.0], meta_info={"routed_experts": experts(0, 2, 0)})
     with pytest.raises(ValueError, match=message):
@@ -275,8 +275,8 @@ def test_saved_groups_share_nothing_with_the_living_ones() -> None:
 
 
 def test_reward_key() -> None:
-    args = SimpleNamespace(reward_key="score")
-    assert Sample(reward=0.5).get_reward_value(SimpleNamespace(reward_key=None)) == 0.5
+    args = Args(reward_key="score")
+    assert Sample(reward=0.5).get_reward_value(Args()) == 0.5
     assert Sample(reward={"score": -1.0, "acc": 0}).get_reward_value(args) == -1.0
     with pytest.raises(KeyError, match="acc"):
         Sample(reward={"acc": 0}).get_reward_value(args)

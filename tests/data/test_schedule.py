@@ -220,3 +220,9 @@ def test_settings_from_flags() -> None:
         args, {"dp_size": 2}, lengths, global_batch_size=4, rollout_indices=range(8)
     )
     assert of_args == schedule(settings, lengths, 4, 2), "the documented import path takes args"
+    shared = PackingSettings(dynamic=True, max_tokens=10, balanced=True)
+    args = make_args(balance_data=True, use_dynamic_batch_size=True, max_tokens_per_gpu=10)
+    config, sizes, prompts = {"dp_size": 1}, {"global_batch_size": 4, "rollout_indices": range(4)}, [("p", 7)] * 4
+    of_args = dp_schedule.build_dp_schedule(args, config, [8] * 4, **sizes, prompts=prompts)
+    assert of_args == build_dp_schedule(shared, config, [8] * 4, **sizes, prompts=prompts)
+    assert of_args != build_dp_schedule(shared, config, [8] * 4, **sizes), "four samples with one prompt fit together"

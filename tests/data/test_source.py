@@ -6,13 +6,13 @@ import logging
 import pickle
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slime.config.args import Args
 from slime.data.sample import Group, Sample, flatten
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 
@@ -34,8 +34,8 @@ class Prompts:
         random.Random(epoch_id).shuffle(self.order)
 
 
-def make_args(**more: Any) -> SimpleNamespace:
-    return SimpleNamespace(**{"n_samples_per_prompt": 2, "rollout_shuffle": True, "save": None, "load": None, **more})
+def make_args(**more: Any) -> Args:
+    return Args(**{"n_samples_per_prompt": 2, "rollout_shuffle": True, **more})
 
 
 def buffered(count: int = 5, **more: Any) -> RolloutDataSourceWithBuffer:
@@ -87,7 +87,9 @@ def test_a_buffer_filter_may_be_assigned() -> None:
             return [buffer.pop() for _ in range(num_samples)]
 
     for method in (False, True):
-        source = Newest(make_args(method=method))
+        args = make_args()
+        args.declare("method", method)
+        source = Newest(args)
         groups = [[Sample(index=2 * i), Sample(index=2 * i + 1)] for i in range(3)]
         source.add_samples(groups)
         assert source.get_samples(1)[0] is groups[2 if method else 0] and len(source.buffer) == 2

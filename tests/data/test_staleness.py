@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slime.config.args import Args
 from slime.data.sample import Sample
 from slime.data.staleness import (
     UNKNOWN,
@@ -16,10 +17,6 @@ from slime.data.staleness import (
     staleness_metrics,
     token_staleness,
 )
-
-
-class Args:
-    update_weight_pause_mode = "in_place"
 
 
 def answer(version: str, count: int, spans: list[tuple[str, int]] | None = None, end: str = "stop") -> dict:
@@ -68,9 +65,10 @@ def test_parts_of_one_answer_get_their_versions_with_the_last() -> None:
 
 def test_tokens_over_a_cache_of_older_weights_are_labelled() -> None:
     sample = Sample(tokens=[9])
-    sample.append_response_tokens(Args(), **answer("0.1", 4, [("0.0", 2), ("0.1", 2)]))
+    args = Args(update_weight_pause_mode="in_place")
+    sample.append_response_tokens(args, **answer("0.1", 4, [("0.0", 2), ("0.1", 2)]))
     other = Sample(tokens=[9])
-    other.append_response_tokens(Args(), **answer("0.1", 4, [("0.1", 4)]))
+    other.append_response_tokens(args, **answer("0.1", 4, [("0.1", 4)]))
     assert sample.metadata["kv_of_older_weights"] is True and "kv_of_older_weights" not in other.metadata
     metrics = staleness_metrics([sample, other], 2)
     assert metrics == {

@@ -10,13 +10,13 @@ from collections import Counter
 from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slime.config.args import Args
 from slime.data import chunks as chunks_module
 from slime.data import rows as rows_module
 from slime.data.dataset import Dataset
@@ -49,7 +49,7 @@ def write(path: Path, count: int) -> Path:
 
 
 def source(path: Path, shuffle: bool, **options: Any) -> RolloutDataSourceWithBuffer:
-    args = SimpleNamespace(n_samples_per_prompt=1, rollout_shuffle=shuffle, save=None, load=None)
+    args = Args(n_samples_per_prompt=1, rollout_shuffle=shuffle)
     return RolloutDataSourceWithBuffer(args, Dataset(str(path), Words(), seed=7, **options))
 
 
@@ -203,14 +203,14 @@ def test_only_too_long_prompts(tmp_path: Path) -> None:
 
 MEASURE = """
 import resource, sys
-from types import SimpleNamespace
+from slime.config.args import Args
 from slime.data.dataset import Dataset
 from slime.data.source import RolloutDataSource
 from slime.data.validate import check_data
-args = SimpleNamespace(n_samples_per_prompt=8, rollout_shuffle=True, prompt_data=sys.argv[1], streaming_data=True,
-    input_key="prompt", label_key="label", metadata_key="metadata", tool_key="tools", multimodal_keys=None,
-    rm_type="random", custom_rm_path=None, eval_prompt_data=None, eval_config=None)
-assert check_data(args) == []
+from slime.rollout.rm_hub import check_label
+args = Args(n_samples_per_prompt=8, rollout_shuffle=True, prompt_data=sys.argv[1], streaming_data=True,
+    input_key="prompt", label_key="label", rm_type="random")
+assert check_data(args, check_label) == []
 data = Dataset(sys.argv[1], streaming=True)
 source = RolloutDataSource(args, data)
 for _ in range(int(sys.argv[2])):

@@ -152,14 +152,6 @@ STRINGS: dict[tuple[str, str], str] = {
 }
 """Dotted paths of modules above that must be strings, each with the reason."""
 
-KNOWN: set[tuple[str, str]] = {
-    ("slime.data.eval_config", "slime.rollout.rm_hub.dispatch"),
-    ("slime.data.validate", "slime.rollout"),
-    ("slime.data.validate", "slime.rollout.data_source"),
-    ("slime.data.validate", "slime.rollout.rm_hub"),
-}
-"""What still runs up. This set only shrinks: who mends one takes its line out, and nobody adds one."""
-
 
 def test_each_room_has_its_line() -> None:
     rooms = {p.name for p in ROOT.iterdir() if (p / "__init__.py").is_file()}
@@ -168,14 +160,14 @@ def test_each_room_has_its_line() -> None:
 
 @pytest.mark.parametrize("kind", ["import", "type", "string"])
 def test_a_room_uses_only_what_lies_below_it(kind: str) -> None:
-    wrong = [a for a in upward(all_arrows()) if a.kind == kind and (a.module, a.target) not in KNOWN | STRINGS.keys()]
+    wrong = [a for a in upward(all_arrows()) if a.kind == kind and (a.module, a.target) not in STRINGS]
     assert not wrong, "these lead to a room that MAY_IMPORT does not allow:\n" + "\n".join(map(str, wrong))
 
 
 def test_the_exceptions_are_still_needed() -> None:
     there = {(arrow.module, arrow.target) for arrow in upward(all_arrows())}
-    gone = (KNOWN | STRINGS.keys()) - there
-    assert not gone, f"mended, so take them out of KNOWN and STRINGS: {sorted(gone)}"
+    gone = STRINGS.keys() - there
+    assert not gone, f"mended, so take them out of STRINGS: {sorted(gone)}"
 
 
 def test_no_two_files_import_each_other() -> None:

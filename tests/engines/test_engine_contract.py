@@ -24,7 +24,7 @@ from slime.engines.flat import Bucket
 from slime.engines.handle import EngineHandle
 from slime.engines.process import free_port
 from slime.engines.sglang_api import Broadcast, EngineError
-from slime.rollout.context import says_too_long
+from slime.rollout.rm_hub.outcome import says_too_long
 from slime.utils.async_utils import run
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # a server starts with the first test

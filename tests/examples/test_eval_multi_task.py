@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from example_scripts import load_example, small_datasets
 
+from slime.config.args import Args
 from slime.data.eval_config import resolve_eval_datasets
 from slime.rollout.rm_hub import async_rm
 from slime.utils.types import Sample
@@ -22,9 +23,7 @@ def rows(path: str) -> list[dict]:
 
 def test_each_set_has_settings_of_its_own(tmp_path: Path) -> None:
     config = prepare.prepare(tmp_path, None, rows=5)
-    args = SimpleNamespace(
-        eval_config=str(config), n_samples_per_eval_prompt=3, rollout_temperature=1.0, rm_type="math"
-    )
+    args = Args(eval_config=str(config), n_samples_per_eval_prompt=3, rollout_temperature=1.0, rm_type="math")
     sets = {entry.name: entry for entry in resolve_eval_datasets(args)}
     assert {name: (s.n_samples_per_eval_prompt, s.temperature, s.max_response_len) for name, s in sets.items()} == {
         "sum": (1, 0.0, 16),
@@ -49,7 +48,7 @@ def test_answers_are_right_and_the_same_each_time(tmp_path: Path) -> None:
 
 async def test_the_shared_sets_keep_labels_that_their_verifiers_read(tmp_path: Path) -> None:
     config = prepare.prepare(tmp_path / "out", small_datasets(tmp_path / "sets"), rows=1)
-    sets = resolve_eval_datasets(SimpleNamespace(eval_config=str(config)))
+    sets = resolve_eval_datasets(Args(eval_config=str(config)))
     assert [entry.name for entry in sets] == ["gsm8k", "math500", "aime"]
     for entry in sets:
         (row,) = rows(entry.path)
@@ -61,5 +60,5 @@ async def test_the_shared_sets_keep_labels_that_their_verifiers_read(tmp_path: P
 @pytest.mark.needs_datasets
 def test_the_real_sets_are_read_whole(datasets_dir: Path, tmp_path: Path) -> None:
     config = prepare.prepare(tmp_path, datasets_dir, rows=10_000)
-    counts = [len(rows(entry.path)) for entry in resolve_eval_datasets(SimpleNamespace(eval_config=str(config)))]
+    counts = [len(rows(entry.path)) for entry in resolve_eval_datasets(Args(eval_config=str(config)))]
     assert counts == [1319, 500, 30]

@@ -14,6 +14,7 @@ from slime.config.args import FLAGS
 from slime.config.parser import check_args
 from slime.data.validate import check_data
 from slime.engines.plan import plan_engines
+from slime.rollout.rm_hub import check_label
 from slime.rollout.rm_hub.checks import check_rewards
 
 CASES, CHUNKS = 300, 20
@@ -64,7 +65,7 @@ def test_command_lines(workplace: Any, chunk: int, monkeypatch: pytest.MonkeyPat
         line = [*workplace.required, *words(random_, workplace.root)]
         try:
             args, problems = check_args(line)
-            problems += [] if problems else [*check_data(args), *check_rewards(args)]
+            problems += [] if problems else [*check_data(args, check_label), *check_rewards(args)]
             if not problems and not args.debug_train_only:
                 plan_engines(args)
         except SystemExit as leaving:  # --help

@@ -435,7 +435,7 @@ def test_model_urls():
 
 async def test_images_go_to_the_engine_as_data(tokenizer_dir, tmp_path):
     PIL = pytest.importorskip("PIL.Image")
-    from slime.rollout.prompts import media_fields
+    from slime.rollout.prompts import add_media
 
     PIL.new("RGB", (2, 2)).save(tmp_path / "a.png")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
@@ -443,7 +443,8 @@ async def test_images_go_to_the_engine_as_data(tokenizer_dir, tmp_path):
     url = f"http://127.0.0.1:{server.server_port}/a.png"
     as_data = "data:image/png;base64,AAAA"
     sample = Sample(multimodal_inputs={"images": [PIL.new("RGB", (2, 2)), url, as_data], "audio": [b"ab"]})
-    fields = media_fields(sample)
+    fields = {}
+    add_media(fields, sample)
     server.shutdown()
     server.server_close()
     first, fetched, given = fields["image_data"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-def call_dynamic_filter(fn: Callable[..., Any], args: Args, group: Group) -> DynamicFilterOutput:
+def call_dynamic_filter(fn: Callable[..., object], args: Args, group: Group) -> DynamicFilterOutput:
     """Call ``fn(args, group)`` and accept a bare bool.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.data.sample import Group, flatten
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -11,19 +11,15 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 
-def check_reward_nonzero_std(args: Args, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: Args, samples: Group, **kwargs: object) -> DynamicFilterOutput:
     """Keep a group whose rewards differ; one without a difference has no advantage to learn from."""
-    rewards = _rewards(args, samples)
+    rewards = [float(sample.get_reward_value(args)) for sample in flatten(samples) if not sample.reward_timed_out]
     if len(set(rewards)) > 1:
         return DynamicFilterOutput(keep=True)
     return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}" if rewards else "no_rewards")
 
 
-def check_reward_nonzero_std_with_fallback(args: Args, samples: Group, **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(args: Args, samples: Group, **kwargs: object) -> DynamicFilterOutput:
     """The same, but rather keep a group without a difference than leave the rollout short."""
     answer = check_reward_nonzero_std(args, samples)
     return DynamicFilterOutput(answer.keep, answer.reason, keep_when_insufficient=not answer.keep)
-
-
-def _rewards(args: Args, samples: Group) -> list[float]:
-    return [float(sample.get_reward_value(args)) for sample in flatten(samples) if not sample.reward_timed_out]

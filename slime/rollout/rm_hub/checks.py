@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from slime.data.eval_config import BY_TYPE, resolve_eval_datasets
+from slime.data.eval_config import resolve_eval_datasets
 from slime.rollout.rm_hub import model_rm
 from slime.rollout.rm_hub.dispatch import load_reward
 
@@ -22,7 +22,7 @@ def check_rewards(args: Args) -> list[str]:
         return []
     problems = []
     for where, path in _rewards(args):
-        if path and path != BY_TYPE:
+        if path:
             problems += _class_problem(where, path, args.rm_model_path)
     return list(dict.fromkeys(problems))
 

@@ -86,7 +86,7 @@ class _Host:
         future: asyncio.Future[Any] = self.loop.create_future()
         call.running = True
 
-        def settle(result: Any, error: BaseException | None) -> None:
+        def settle(result: object, error: BaseException | None) -> None:
             if not future.done():
                 future.set_result(result) if error is None else future.set_exception(error)
 
@@ -135,14 +135,6 @@ class _Host:
 
 _left: list[threading.Thread] = []  # threads of plain functions that used up their time and did not end
 _MOST_LEFT = 64
-
-
-def _hanging() -> int:
-    """How many such threads there are now."""
-    _left[:] = [thread for thread in _left if thread.is_alive()]
-    return len(_left)
-
-
 _lock = threading.Lock()
 _host: _Host | None = None
 
@@ -155,7 +147,9 @@ def _current(threads: int) -> _Host:
         return _host
 
 
-async def call_bounded(limit: float, threads: int | None, fn: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+async def call_bounded(
+    limit: float, threads: int | None, fn: Callable[..., object], *args: object, **keywords: object
+) -> Any:
     """Call a reward function, plain or async, from any event loop.
 
     Args:
@@ -166,7 +160,8 @@ async def call_bounded(limit: float, threads: int | None, fn: Callable[..., Any]
         RewardTimeout: it took longer, or blocked the loop of the rewards for longer.
     """
     count = threads or default_workers()
-    if not is_async(fn) and _hanging() >= _MOST_LEFT:
+    _left[:] = [thread for thread in _left if thread.is_alive()]
+    if not is_async(fn) and len(_left) >= _MOST_LEFT:
         raise RewardTimeout(
             f"{_MOST_LEFT} earlier calls of plain reward functions hang in threads that cannot be ended: no more are "
             "begun; give them limits of their own, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
@@ -205,7 +200,7 @@ def _look_after(host: _Host, call: _Call) -> None:
     )
 
 
-def _result(future: asyncio.Future[Any]) -> Any:
+def _result(future: asyncio.Future[object]) -> object:
     try:
         return future.result()
     except RuntimeError as error:

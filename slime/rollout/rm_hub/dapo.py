@@ -21,16 +21,12 @@ def dapo_reward(sample: Sample) -> dict[str, Any]:
     """Score one sample."""
     found = _ANSWER.findall(after_thinking(sample.response)[-_TAIL:])
     pred = _normal(found[-1]) if found else NO_ANSWER
-    correct = pred == gold_text(sample.label)
+    correct = pred == _normal(str(sample.label))
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
-def gold_text(label: Any) -> str:
-    """What predictions are compared with: whole numbers lose ``.0``, all else is normalised text."""
-    return _normal(str(label))
-
-
 def _normal(text: str) -> str:
+    """What answers and labels are compared by: whole numbers lose ``.0``, all else is normalised text."""
     text = text.strip().strip("*").strip()
     boxed = last_boxed(text)
     text = text if boxed is None else boxed

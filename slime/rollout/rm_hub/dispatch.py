@@ -1,8 +1,10 @@
 """Which reward a sample gets, and getting it.
 
 Precedence: the sample's own ``custom_rm_path`` (per data set in evaluation), ``--custom-rm-path``,
-``metadata["rm_type"]``, ``--rm-type``. A ``boxed_`` prefix scores the last boxed part of the response.
-A custom function has ``--reward-timeout`` for its answer; without one its samples are marked, not scored 0.
+``metadata["rm_type"]``, ``--rm-type``. A sample whose ``custom_rm_path`` is empty is scored by its type, whatever
+``--custom-rm-path`` says: an evaluation set that has a type of its own asks for that. A ``boxed_`` prefix scores the
+last boxed part of the response. A custom function has ``--reward-timeout`` for its answer; without one its samples are
+marked, not scored 0.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from slime.config.data import RM_TYPES
 from slime.config.hooks import load_function
-from slime.data.eval_config import BY_TYPE
 from slime.data.sample import Sample
 from slime.rollout.hooks import parameters
 from slime.rollout.rm_hub import dapo, f1, gpqa, ifbench, last_number, math, model_rm, random_rm, remote_rm
@@ -25,29 +27,28 @@ from slime.rollout.rm_hub.text import after_thinking, last_boxed
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-REWARD_TYPES: dict[str, Callable[[Any, Sample], Any]] = {
-    "math": math.math_reward,
-    "deepscaler": math.deepscaler_reward,
-    "dapo": lambda args, sample: dapo.dapo_reward(sample),
-    "f1": lambda args, sample: f1.f1_reward(sample),
-    "gpqa": lambda args, sample: gpqa.gpqa_reward(sample),
-    "ifbench": ifbench.ifbench_reward,
-    "last_number": lambda args, sample: last_number.last_number_reward(sample),
-    "remote_rm": remote_rm.remote_reward,
-    "random": random_rm.random_reward,
-}
+_MODULES = (dapo, f1, gpqa, ifbench, last_number, math, random_rm, remote_rm)
+
+
+def _built_in(name: str) -> Callable[[Args, Sample], Any]:
+    """``<name>_reward`` of one of the modules, which takes ``(args, sample)`` or the sample alone."""
+    function = next(getattr(module, f"{name}_reward") for module in _MODULES if hasattr(module, f"{name}_reward"))
+    return function if "args" in parameters(function)[0] else lambda _, sample: function(sample)
+
+
+REWARD_TYPES = {name: _built_in(name) for name in RM_TYPES}
 _BOXED = "boxed_"
 _COMPARED = ("math", "deepscaler", "dapo", "f1")  # with the label; those that read it otherwise say what it lacks
 
 
-async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
     """The reward of one sample: a float or a dict; None (and the sample marked) when its verifier gave no answer.
 
     Raises:
         ValueError: no reward is configured, or an unknown type.
     """
-    path = sample.custom_rm_path or args.custom_rm_path
-    if not path or path == BY_TYPE:  # these have limits of their own, which begin when a verifier does
+    path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
+    if not path:  # the built-in types have limits of their own, which begin when a verifier does
         return await by_type(args, sample)
     if model_rm.is_model_class(load_reward(path)):
         rewards = await model_rm.model_rewards(args, path, load_reward(path), [sample])
@@ -55,7 +56,7 @@ async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Any:
     return await _custom(args, path, sample, [sample], kwargs)
 
 
-async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
     """Rewards of several samples, in their order: one call of the function with the list, else each by itself.
 
     The function is ``--custom-rm-path``, or the one that all samples name (a data set's own in evaluation;
@@ -84,7 +85,9 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: Any)
     return list(rewards)
 
 
-async def _custom(args: Args, path: str, subject: Any, samples: Sequence[Sample], kwargs: dict[str, Any]) -> Any:
+async def _custom(
+    args: Args, path: str, subject: Sample | list[Sample], samples: Sequence[Sample], kwargs: dict[str, object]
+) -> Any:
     """The answer of a custom function; None and ``samples`` marked when it took too long."""
     function = load_reward(path)
     deadline = getattr(function, "deadline", None)
@@ -116,8 +119,7 @@ def load_reward(path: str) -> Any:
 
 
 async def by_type(args: Args, sample: Sample) -> Any:
-    """By ``metadata["rm_type"]`` or ``--rm-type``, whatever ``--custom-rm-path`` says: an evaluation set with a type
-    of its own names this function."""
+    """The reward by ``metadata["rm_type"]`` or ``--rm-type``, whatever ``--custom-rm-path`` says."""
     name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
     if not name:
         raise ValueError(

@@ -39,14 +39,13 @@ class EmbeddingSimilarity:
                 f"{lost[0]}: scores of random weights mean nothing. Restore the files"
             )
         self.model = model.eval().to(self.device)
-        limits = (
-            getattr(self.model.config, "max_position_embeddings", None),
-            self.tokenizer.model_max_length,
-            _LONGEST,
-        )
+        positions = getattr(self.model.config, "max_position_embeddings", None)
+        limits = (positions, self.tokenizer.model_max_length, _LONGEST)
         self.longest = min(int(limit) for limit in limits if limit)
 
-    def compute_reward(self, prompts: Sequence[Any], responses: Sequence[str], labels: Sequence[Any]) -> list[float]:
+    def compute_reward(
+        self, prompts: Sequence[object], responses: Sequence[str], labels: Sequence[object]
+    ) -> list[float]:
         """In [0, 1]; of several accepted labels (a list) the nearest counts.
 
         Raises:

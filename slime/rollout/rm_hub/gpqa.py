@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.f1 import normalize_answer
@@ -55,18 +54,17 @@ def extract_letter(response: str, letters: str) -> str | None:
     return alone[-1] if len(set(alone)) == 1 else None
 
 
-def valid_letters(metadata: Mapping[str, Any]) -> str:
+def valid_letters(metadata: Mapping[str, object]) -> str:
     """Letters that may be chosen: from metadata, else one per choice, else A to D."""
-    given = metadata.get("valid_letters")
-    if given:
+    given, choices = metadata.get("valid_letters"), metadata.get("choices")
+    if isinstance(given, str | Sequence) and given:
         return "".join(str(letter).upper() for letter in given)
-    choices = metadata.get("choices")
     if isinstance(choices, Mapping):
         return "".join(str(letter).upper() for letter in choices)
-    return string.ascii_uppercase[: len(choices)] if choices else "ABCD"
+    return string.ascii_uppercase[: len(choices)] if isinstance(choices, Sequence) and choices else "ABCD"
 
 
-def correct_letter(label: Any, metadata: Mapping[str, Any], letters: str) -> str | None:
+def correct_letter(label: object, metadata: Mapping[str, object], letters: str) -> str | None:
     """The right letter by ``correct_letter``, else by a label that is a letter, an index or the text of a choice."""
     for value in (metadata.get("correct_letter"), label):
         if (
@@ -84,7 +82,7 @@ def correct_letter(label: Any, metadata: Mapping[str, Any], letters: str) -> str
     return None
 
 
-def unreadable(label: Any, metadata: Mapping[str, Any]) -> str:
+def unreadable(label: object, metadata: Mapping[str, object]) -> str:
     """Why no letter is known."""
     keys = ", ".join(sorted(metadata)) or "none"
     return (
@@ -93,14 +91,14 @@ def unreadable(label: Any, metadata: Mapping[str, Any]) -> str:
     )
 
 
-def _choice_texts(metadata: Mapping[str, Any], letters: str) -> dict[str, Any]:
-    choices = metadata.get("choices") or []
+def _choice_texts(metadata: Mapping[str, object], letters: str) -> dict[str, object]:
+    choices = metadata.get("choices")
     if isinstance(choices, Mapping):
         return {str(letter).upper(): text for letter, text in choices.items()}
-    return dict(zip(letters, choices, strict=False))
+    return dict(zip(letters, choices, strict=False)) if isinstance(choices, Sequence) else {}
 
 
-def _correct_text(label: Any, metadata: Mapping[str, Any], letter: str) -> str | None:
+def _correct_text(label: object, metadata: Mapping[str, object], letter: str) -> str | None:
     text = metadata.get("correct_answer") or metadata.get("answer_text")
     text = text or _choice_texts(metadata, valid_letters(metadata)).get(letter)
     return str(text) if text else (label if isinstance(label, str) and len(label) > 1 else None)

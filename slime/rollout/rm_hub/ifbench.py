@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.ifbench_checks import follows, instructions_problem
@@ -31,7 +31,7 @@ def external() -> bool:
     return importlib.util.find_spec(_MODULE) is not None
 
 
-def unreadable(metadata: Mapping[str, Any]) -> str | None:
+def unreadable(metadata: Mapping[str, object]) -> str | None:
     """What keeps a row's instructions from being scored, and what to do about it; None where nothing does."""
     instructions = metadata.get("instruction_id_list")
     if not instructions:
@@ -68,7 +68,7 @@ async def ifbench_reward(args: Args, sample: Sample) -> float | None:
     )  # fmt: skip
 
 
-def share(prompt: str, response: str, instructions: list[str], kwargs: list[dict[str, Any] | None]) -> float:
+def share(prompt: str, response: str, instructions: list[str], kwargs: list[dict[str, object] | None]) -> float:
     """Runs in a verifier process. Share of the instructions that are followed (IFEval's strict accuracy)."""
     if not external():
         followed = [follows(response, name, given) for name, given in zip(instructions, kwargs, strict=True)]

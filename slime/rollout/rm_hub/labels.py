@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from slime.rollout.rm_hub import gpqa, ifbench
 from slime.rollout.rm_hub.last_number import number_label
 from slime.rollout.rm_hub.math import gold_answer
 from slime.rollout.rm_hub.text import normalize_math
 
-Check = Callable[[Any, Mapping[str, Any]], str | None]
+Check = Callable[[object, Mapping[str, object]], str | None]
 
 
-def check_label(rm_type: str, label: Any, metadata: Mapping[str, Any] | None = None) -> str | None:
+def check_label(rm_type: str, label: object, metadata: Mapping[str, object] | None = None) -> str | None:
     """What is wrong with a label for a reward type, or None. Cheap: no process, no symbolic parser.
 
     Args:
@@ -29,7 +28,7 @@ def check_label(rm_type: str, label: Any, metadata: Mapping[str, Any] | None = N
     return None if problem is None else f"reward type {name}: {problem}"
 
 
-def _present(label: Any) -> str | None:
+def _present(label: object) -> str | None:
     if label is None:
         return "the row has no label"
     if isinstance(label, (dict, list)):
@@ -37,7 +36,7 @@ def _present(label: Any) -> str | None:
     return "the label is empty" if not str(label).strip() else None
 
 
-def _math(label: Any, _: Mapping[str, Any]) -> str | None:
+def _math(label: object, _: Mapping[str, object]) -> str | None:
     missing = _present(label)
     if missing:
         return missing
@@ -52,37 +51,28 @@ def _math(label: Any, _: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _number(label: Any, _: Mapping[str, Any]) -> str | None:
+def _number(label: object, _: Mapping[str, object]) -> str | None:
     missing = _present(label)
     return missing or (None if number_label(label) is not None else f"label {str(label)[:80]!r} is not a number")
 
 
-def _text(label: Any, _: Mapping[str, Any]) -> str | None:
+def _text(label: object, _: Mapping[str, object]) -> str | None:
     if isinstance(label, list) and label:
         return next((problem for part in label if (problem := _present(part))), None)
     return _present(label)
 
 
-def _dapo(label: Any, _: Mapping[str, Any]) -> str | None:
+def _dapo(label: object, _: Mapping[str, object]) -> str | None:
     missing = _present(label)
     return missing or (None if "\n" not in str(label).strip() else f"label {str(label)[:80]!r} has more than one line")
 
 
-def _gpqa(label: Any, metadata: Mapping[str, Any]) -> str | None:
+def _gpqa(label: object, metadata: Mapping[str, object]) -> str | None:
     letters = gpqa.valid_letters(metadata)
     return None if gpqa.correct_letter(label, metadata, letters) else gpqa.unreadable(label, metadata)
 
 
-def _ifbench(_: Any, metadata: Mapping[str, Any]) -> str | None:
-    return ifbench.unreadable(metadata)
-
-
 _CHECKS: dict[str, Check] = {
-    "math": _math,
-    "deepscaler": _math,
-    "dapo": _dapo,
-    "f1": _text,
-    "gpqa": _gpqa,
-    "last_number": _number,
-    "ifbench": _ifbench,
+    **{"math": _math, "deepscaler": _math, "dapo": _dapo, "f1": _text, "gpqa": _gpqa, "last_number": _number},
+    "ifbench": lambda _, metadata: ifbench.unreadable(metadata),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.text import after_thinking, as_number, last_number
@@ -17,7 +16,7 @@ def last_number_reward(sample: Sample) -> float:
     return float(last_number(after_thinking(sample.response)) == gold)
 
 
-def number_label(label: Any) -> Fraction | None:
+def number_label(label: object) -> Fraction | None:
     """Value of a label that is one decimal number; None for anything else, fractions included (no text ends in one)."""
     value = as_number(str(label))
     return value if value is not None and last_number(str(label)) == value else None

@@ -9,7 +9,7 @@ and plain numbers are decided at once; the rest goes to math-verify in a verifie
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from slime.data.sample import Sample
 from slime.rollout.rm_hub.outcome import verify
@@ -34,7 +34,7 @@ _MARK = "####"
 _TAIL = 4000  # characters of an unboxed response in which its last expression is looked for
 
 
-def gold_answer(label: Any) -> str:
+def gold_answer(label: object) -> str:
     """The answer that a label holds: its boxed or ``####`` part where there is one, else all of it."""
     text = as_latex(str(label))
     marked = _marked_answer(text)
@@ -70,7 +70,7 @@ async def math_reward(args: Args, sample: Sample) -> float | None:
     gold_value, value = as_number(gold), last_number(tail)
     if value is None and not any(character in tail for character in "\\$=+*/^0123456789"):
         return float(normalize_math(gold) == normalize_math(tail))
-    if gold_value is not None and gold_value == value and not _has_latex(tail):
+    if gold_value is not None and gold_value == value and "\\" not in tail and "$" not in tail:
         return 1.0
     return _as_reward(await verify(args, sample, _RESPONSE_EQUAL, gold, tail))
 
@@ -98,10 +98,6 @@ def _bare(answer: str) -> str:
     styled = _STYLED.fullmatch(answer.strip())
     answer = styled[1].strip() if styled else answer.strip()
     return answer[1:-1] if answer.startswith("(") and answer.endswith(")") else answer
-
-
-def _has_latex(text: str) -> bool:
-    return "\\" in text or "$" in text
 
 
 def _as_reward(value: bool | None) -> float | None:

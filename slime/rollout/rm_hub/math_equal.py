@@ -23,10 +23,5 @@ def response_equal(gold: str, response: str) -> bool:
     return bool(gold_parsed) and bool(verify(gold_parsed, found, timeout_seconds=None))
 
 
-def readable(gold: str) -> bool:
-    """Whether math-verify makes an expression of a label."""
-    return bool(_bare(gold))
-
-
 def _bare(answer: str) -> list[Any]:
     return parse(f"\\boxed{{{answer}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)

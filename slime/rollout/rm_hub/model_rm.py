@@ -11,13 +11,14 @@ from __future__ import annotations
 import atexit
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from slime.config.hooks import load_function
-from slime.data.sample import Sample
+from slime.data.sample import Message, Sample
 from slime.rollout.hooks import supported_kwargs
 from slime.rollout.rm_hub.outcome import mark_unscored
 from slime.rollout.verifier import VerifierPool
+from slime.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -28,7 +29,7 @@ _pools: dict[tuple[str, str | None], VerifierPool] = {}  # of this process: one 
 _models: dict[tuple[str, str | None], Any] = {}  # in a model's process
 
 
-def is_model_class(function: Any) -> bool:
+def is_model_class(function: object) -> TypeGuard[type]:
     """Whether what ``--custom-rm-path`` names is a class-style reward model."""
     return inspect.isclass(function)
 
@@ -53,7 +54,8 @@ async def model_rewards(args: Args, path: str, model_class: type, samples: Seque
     run = _pool(path, model_path).run
     verdict = await run(f"{_WORKER}:compute", path, model_path, *columns, timeout=args.reward_timeout, setup=setup)
     if verdict.ok:
-        return list(verdict.value)
+        assert isinstance(verdict.value, list), "compute() returns a list"
+        return verdict.value
     if verdict.status == "error":
         raise RuntimeError(f"reward model {path}: {verdict.detail}")
     for sample in samples:
@@ -98,7 +100,12 @@ def load(path: str, model_path: str | None) -> None:
 
 
 def compute(
-    path: str, model_path: str | None, prompts: list[Any], responses: list[str], labels: list[Any], metadata: list[Any]
+    path: str,
+    model_path: str | None,
+    prompts: list[str | list[Message]],
+    responses: list[str],
+    labels: list[JsonValue],
+    metadata: list[JsonObject],
 ) -> list[Any]:
     """Rewards of one batch, as floats or dicts."""
     load(path, model_path)
@@ -107,9 +114,5 @@ def compute(
     if inspect.isawaitable(rewards):
         import asyncio
 
-        rewards = asyncio.run(_awaited(rewards))
+        rewards = asyncio.run(asyncio.wait_for(rewards, None))
     return [dict(reward) if isinstance(reward, dict) else float(reward) for reward in rewards]
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

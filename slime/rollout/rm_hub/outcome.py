@@ -1,4 +1,7 @@
-"""What a reward that could not be computed means for its sample: it is marked, never scored 0."""
+"""Samples without a reward: their verifier gave none, or their prompt leaves no room for a response.
+
+Such a sample is marked and left out of the statistics and of the loss, never scored 0.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 FAILURE_KEY = "reward_failure"
+TOO_LONG = "prompt_too_long"
+_REFUSALS = ("context length", "longer than the model", "maximum allowed length", "leaves no room")
 _warned: set[str] = set()
 
 
@@ -37,10 +42,27 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
         )
 
 
-async def verify(args: Args, sample: Sample, function: str, *call_args: Any) -> Any:
+async def verify(args: Args, sample: Sample, function: str, *call_args: object) -> Any:
     """Run a verifier in the pool under ``--reward-timeout``; without a result, mark the sample and return None."""
     verdict: Verdict = await shared_pool(args.reward_workers).run(function, *call_args, timeout=args.reward_timeout)
     if verdict.ok:
         return verdict.value
     mark_unscored(sample, verdict.status, verdict.detail)
     return None
+
+
+def mark_too_long(sample: Sample, limit: int | None) -> None:
+    """Leave out a sample whose prompt leaves no room for an answer: no engine takes it, and nothing can be trained."""
+    sample.status = Sample.Status.TRUNCATED
+    room = f"of {limit} (--rollout-max-context-len, or the model's context)" if limit else "than the engine takes"
+    mark_unscored(sample, TOO_LONG, f"its {sample.num_tokens} tokens leave no room for an answer {room}")
+
+
+def is_too_long(sample: Sample) -> bool:
+    """Whether :func:`mark_too_long` left it out."""
+    return sample.reward_timed_out and str(sample.metadata.get(FAILURE_KEY, "")).startswith(TOO_LONG)
+
+
+def says_too_long(error: Exception) -> bool:
+    """Whether an engine refused a request for its length."""
+    return any(words in str(error) for words in _REFUSALS)

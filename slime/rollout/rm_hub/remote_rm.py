@@ -22,7 +22,7 @@ UNKNOWN_SERVER_SECONDS = 300.0  # a server that has never answered is more likel
 _FIRST_REPORT = 10.0  # seconds of an outage after which it is reported, then after twice as many each time
 
 
-async def remote_reward(args: Args, sample: Sample) -> Any:
+async def remote_rm_reward(args: Args, sample: Sample) -> Any:
     """Score one sample; see :func:`ask`.
 
     Raises:
@@ -30,11 +30,11 @@ async def remote_reward(args: Args, sample: Sample) -> Any:
     """
     if not args.rm_url:
         raise ValueError("--rm-type remote_rm needs --rm-url, the address of the reward server")
-    payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+    payload: dict[str, object] = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     return await ask(args, sample, args.rm_url, payload)
 
 
-async def ask(args: Args, sample: Sample, url: str, payload: dict[str, Any]) -> Any:
+async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) -> Any:
     """POST and wait for a server that is away, as for engines: connection errors, 5xx, 408 and 429 are tried again for
     ``--phase-timeout`` seconds, with exponential back-off; the wait is reported.
 
@@ -69,7 +69,9 @@ async def ask(args: Args, sample: Sample, url: str, payload: dict[str, Any]) -> 
             if faults >= TRIES and server.last_answer > begun:
                 mark_unscored(sample, "error", f"{url} failed {faults} times on this sample; last: {error}")
                 return None
-            server.failed(error, time.monotonic() - begun, _patience(args.phase_timeout, server))
+            unknown = server.last_answer == float("-inf")
+            patience = min(args.phase_timeout, UNKNOWN_SERVER_SECONDS) if unknown else args.phase_timeout
+            server.failed(error, time.monotonic() - begun, patience)
             retry_after = error.retry_after or 0.0
         await asyncio.sleep(max(pause * random.uniform(0.75, 1.25), retry_after))
         pause = min(2 * pause, LONGEST_PAUSE)
@@ -106,7 +108,3 @@ class _Server:
 
 
 _servers: dict[str, _Server] = {}
-
-
-def _patience(phase: float, server: _Server) -> float:
-    return min(phase, UNKNOWN_SERVER_SECONDS) if server.last_answer == float("-inf") else phase

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from slime.data.sample import Sample
+from slime.data.sample import Message, Sample
 from slime.engines.http import post
+from slime.rollout.prompts import encode
+from slime.types import Tokenizer
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -35,12 +37,12 @@ YES, NO = " Yes", " No"  # the first token of each is what is compared
 _RETRIES = 5
 
 
-async def score(args: Args, sample: Sample, **kwargs: Any) -> float:
+async def score(args: Args, sample: Sample, **kwargs: object) -> float:
     """Score one sample."""
     return (await score_group(args, [sample]))[0]
 
 
-async def score_group(args: Args, samples: Sequence[Sample], **kwargs: Any) -> list[float]:
+async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[float]:
     """Score samples in one request.
 
     Raises:
@@ -60,7 +62,7 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: Any) -> l
 async def _generate(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
     tokenizer, ids = _judge_tokens(args)
     body = {
-        "input_ids": [_encode(tokenizer, _judge_text(args, tokenizer, sample)) for sample in samples],
+        "input_ids": [encode(tokenizer, _judge_text(args, sample)) for sample in samples],
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         "return_logprob": True,
         "token_ids_logprob": [list(ids)] * len(samples),
@@ -75,7 +77,7 @@ async def _generate(args: Args, url: str, samples: Sequence[Sample]) -> list[flo
 
 async def _v1_score(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
     tokenizer, ids = _judge_tokens(args)
-    texts = [_encode(tokenizer, _judge_text(args, tokenizer, sample)) for sample in samples]
+    texts = [encode(tokenizer, _judge_text(args, sample)) for sample in samples]
     body = {
         "query": [],
         "items": texts,
@@ -89,7 +91,7 @@ async def _v1_score(args: Args, url: str, samples: Sequence[Sample]) -> list[flo
 
 async def _classify(args: Args, url: str, samples: Sequence[Sample]) -> list[float]:
     tokenizer = _tokenizer(args)
-    body = {"input_ids": [_encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]}
+    body = {"input_ids": [encode(tokenizer, _conversation(tokenizer, sample)) for sample in samples]}
     answers = await post(url, body, max_retries=_RETRIES)
     return [float(answer["embedding"][0]) for answer in (answers if isinstance(answers, list) else [answers])]
 
@@ -104,25 +106,21 @@ async def _embeddings(args: Args, url: str, samples: Sequence[Sample]) -> list[f
 _FORMS = {"/generate": _generate, "/v1/score": _v1_score, "/classify": _classify, "/v1/embeddings": _embeddings}
 
 
-def _tokenizer(args: Args) -> Any:
+def _tokenizer(args: Args) -> Tokenizer:
     from slime.data.tokenizers import load_tokenizer
 
     return load_tokenizer(args.rm_model_path or args.hf_checkpoint)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _judge_tokens(args: Args) -> tuple[Any, tuple[int, int]]:
+def _judge_tokens(args: Args) -> tuple[Tokenizer, tuple[int, int]]:
     tokenizer = _tokenizer(args)
-    yes, no = (_encode(tokenizer, word)[0] for word in (YES, NO))
+    yes, no = (encode(tokenizer, word)[0] for word in (YES, NO))
     if yes == no:
         raise ValueError(f"the judge's tokenizer begins {YES!r} and {NO!r} with the same token")
     return tokenizer, (yes, no)
 
 
-def _judge_text(args: Args, tokenizer: Any, sample: Sample) -> str:
+def _judge_text(args: Args, sample: Sample) -> str:
     template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
     fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
     for name, value in fields.items():  # not str.format: answers are full of braces
@@ -130,7 +128,7 @@ def _judge_text(args: Args, tokenizer: Any, sample: Sample) -> str:
     return template
 
 
-def _conversation(tokenizer: Any, sample: Sample) -> str:
+def _conversation(tokenizer: Tokenizer, sample: Sample) -> str:
     """As the reward model was trained on it: its chat template where it has one."""
     if isinstance(sample.prompt, str) or not tokenizer.chat_template:
         return _last_words(sample.prompt) + sample.response
@@ -138,7 +136,7 @@ def _conversation(tokenizer: Any, sample: Sample) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
-def _last_words(prompt: Any) -> str:
+def _last_words(prompt: str | list[Message]) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
 
 

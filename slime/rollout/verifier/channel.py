@@ -10,7 +10,8 @@ import json
 import socket
 import struct
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Required, TypedDict
 
 _HEADER = struct.Struct(">I")
 
@@ -19,7 +20,15 @@ class ChannelClosed(ConnectionError):
     """The other end is gone."""
 
 
-def send(sock: socket.socket, message: Any, deadline: float | None) -> None:
+class Request(TypedDict, total=False):
+    """What a pool asks of its worker: call ``function`` with ``args``, or with ``load_only`` just import it."""
+
+    function: Required[str]
+    args: Sequence[object]
+    load_only: bool
+
+
+def send(sock: socket.socket, message: object, deadline: float | None) -> None:
     """Send one message. ``deadline`` is a ``time.monotonic()`` value or None. Raises TimeoutError, ChannelClosed."""
     data = json.dumps(message).encode()
     sock.settimeout(_left(deadline))

@@ -23,16 +23,17 @@ from asyncio import wrap_future
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from slime.rollout.verifier.channel import ChannelClosed, receive, send
+from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
+from slime.types import JsonValue
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY = 2 << 30
 STARTUP_SECONDS = 300.0  # imports of a verifier or reading of a model on a busy machine; not in a call's limit
 _TRIES = 3  # of a call whose process ends, by the system's lack of memory for instance
-Setup = tuple[Any, ...]
+Setup = tuple[str, *tuple[object, ...]]
 """Import path of a function, then its arguments (JSON values)."""
 
 
@@ -52,7 +53,7 @@ class Verdict:
     """
 
     status: Literal["ok", "timeout", "crashed", "error"]
-    value: Any = None
+    value: JsonValue = None
     detail: str = ""
 
     @property
@@ -80,7 +81,7 @@ class _Worker:
         self.sock = ours
         self.loaded: set[str] = set()
 
-    def call(self, function: str, args: tuple[Any, ...], timeout: float, setup: Setup | None = None) -> Verdict:
+    def call(self, function: str, args: tuple[object, ...], timeout: float, setup: Setup | None = None) -> Verdict:
         """Run one call. Afterwards the process may be dead: see :attr:`alive`."""
         if function not in self.loaded:
             self._load(function)
@@ -89,7 +90,7 @@ class _Worker:
             self.loaded.add(str(setup))
         try:
             deadline = time.monotonic() + timeout
-            send(self.sock, {"function": function, "args": args}, deadline)
+            send(self.sock, Request(function=function, args=args), deadline)
             return Verdict(**receive(self.sock, deadline))
         except TimeoutError:
             self.kill()
@@ -97,10 +98,10 @@ class _Worker:
         except ChannelClosed:
             return Verdict("crashed", detail=f"the verifier process ended with {self.kill()}")
 
-    def _load(self, function: str, args: tuple[Any, ...] | None = None) -> None:
+    def _load(self, function: str, args: tuple[object, ...] | None = None) -> None:
         """Import ``function``; with ``args`` call it as well (a model that is read)."""
         deadline = time.monotonic() + STARTUP_SECONDS
-        request = {"function": function, "load_only": True} if args is None else {"function": function, "args": args}
+        request = Request(function=function, load_only=True) if args is None else Request(function=function, args=args)
         try:
             send(self.sock, request, deadline)
             reply = receive(self.sock, deadline)
@@ -134,7 +135,7 @@ class _Worker:
 @dataclass
 class _Job:
     function: str
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     timeout: float
     future: Future[Verdict]
     setup: Setup | None = None
@@ -160,7 +161,7 @@ class VerifierPool:
         self._open_jobs = 0
         self._closed = False
 
-    def submit(self, function: str, *args: Any, timeout: float, setup: Setup | None = None) -> Future[Verdict]:
+    def submit(self, function: str, *args: object, timeout: float, setup: Setup | None = None) -> Future[Verdict]:
         """Queue ``function(*args)``.
 
         Args:
@@ -186,7 +187,7 @@ class VerifierPool:
         self._jobs.put(_Job(function, args, timeout, future, setup))
         return future
 
-    async def run(self, function: str, *args: Any, timeout: float, setup: Setup | None = None) -> Verdict:
+    async def run(self, function: str, *args: object, timeout: float, setup: Setup | None = None) -> Verdict:
         """:meth:`submit`, awaited."""
         return await wrap_future(self.submit(function, *args, timeout=timeout, setup=setup))
 

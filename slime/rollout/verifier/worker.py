@@ -13,11 +13,10 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from slime.config.hooks import load_function
 from slime.config.parent import kill_with_parent
-from slime.rollout.verifier.channel import ChannelClosed, receive, send
+from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 
 
 def _die_with(parent_pid: int) -> None:
@@ -26,20 +25,14 @@ def _die_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _limit(memory_bytes: int) -> None:
-    if memory_bytes > 0:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _answer(request: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+def _answer(request: Request, functions: dict[str, Callable[..., object]]) -> dict[str, object]:
     path = request["function"]
     try:
         if path not in functions:
             functions[path] = load_function(path)
         if request.get("load_only"):
             return {"status": "ok", "value": None}
-        return {"status": "ok", "value": functions[path](*request["args"])}
+        return {"status": "ok", "value": functions[path](*request.get("args", ()))}
     except BaseException as error:  # a verifier may raise SystemExit or KeyboardInterrupt; the pool hears of each
         return {"status": "error", "detail": f"{type(error).__name__}: {error}{_place(error)}"[:2000]}
 
@@ -58,12 +51,14 @@ def main(argv: list[str]) -> None:
     """Serve requests until the parent closes the socket."""
     fd, memory_bytes, parent_pid = (int(value) for value in argv)
     _die_with(parent_pid)
-    _limit(memory_bytes)
+    if memory_bytes > 0:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; the pool ends its workers
     sys.set_int_max_str_digits(20_000)
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # "cannot parse" is an everyday answer
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Callable[..., object]] = {}
     with socket.socket(fileno=fd) as sock:
         try:
             while True:

@@ -41,7 +41,7 @@ def compare(count: int, relation: Relation, bound: int) -> bool:
     return count < bound if relation == "less than" else count >= bound
 
 
-def instructions_problem(instructions: Any, kwargs: Any) -> str | None:
+def instructions_problem(instructions: object, kwargs: object) -> str | None:
     """What keeps the checkers from reading a row's instructions, or None.
 
     Args:
@@ -58,7 +58,7 @@ def instructions_problem(instructions: Any, kwargs: Any) -> str | None:
     return next((problem for problem in found if problem), None)
 
 
-def instruction_problem(instruction_id: Any, kwargs: Any) -> str | None:
+def instruction_problem(instruction_id: object, kwargs: object) -> str | None:
     """What keeps the checker of one instruction from running, or None."""
     if not isinstance(instruction_id, str) or instruction_id not in CHECKERS:
         return f"instruction id {_short(instruction_id)} has no built-in checker"
@@ -74,7 +74,7 @@ def instruction_problem(instruction_id: Any, kwargs: Any) -> str | None:
     return None
 
 
-def arguments(instruction_id: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def arguments(instruction_id: str, kwargs: Mapping[str, object] | None) -> dict[str, Any]:
     """The keyword arguments for a checker: entries that are None are dropped (data sets fill unused columns so).
 
     Raises:
@@ -98,13 +98,15 @@ def _keyword_types(instruction_id: str) -> dict[str, Any]:
     return {p.name: hints[p.name] for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def _converted(name: str, value: Any, hint: Any) -> Any:
+def _converted(name: str, value: object, hint: object) -> Any:
     """``value`` as the type that the annotation asks for; whole floats, as a table's column has them, become ints."""
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (hint is float or (hint is int and (isinstance(value, int) or value.is_integer()))):
-        return hint(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if hint is float:
+            return float(value)
+        if hint is int and (isinstance(value, int) or value.is_integer()):
+            return int(value)
     if hint is str and isinstance(value, str) and value.strip():
         return value
     if hint == list[str] and isinstance(value, list | tuple) and value and all(isinstance(v, str) and v for v in value):
@@ -122,6 +124,6 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
