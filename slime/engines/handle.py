@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +22,7 @@ from slime.engines.sglang_api import (
 if TYPE_CHECKING:
     from slime.engines.flat import Bucket
 
+logger = logging.getLogger(__name__)
 CONTROL_SECONDS = 120.0
 UPDATE_SECONDS = 600.0
 
@@ -127,8 +129,21 @@ class EngineHandle:
     # --- weights -------------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Open a weight update; a no-op where the engine knows no brackets."""
-        if (await self.connect()).capabilities.update_brackets:
+        """Open a weight update; a no-op where the engine knows no brackets.
+
+        An external engine outlives its run. If a trainer died in the middle of an update, that update is still open
+        and the engine generates nothing: it is closed first. The weights are then a mix of two versions, but a run that
+        starts sends every tensor in its first update.
+        """
+        if not (await self.connect()).capabilities.update_brackets:
+            return
+        try:
+            await self._post("/begin_weight_update")
+        except EngineError as error:
+            if "already" not in str(error):
+                raise
+            logger.warning("%s: a weight update was left open, by a trainer that died; it is closed", self.url)
+            await self._post("/end_weight_update", seconds=self.update_seconds)
             await self._post("/begin_weight_update")
 
     async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:

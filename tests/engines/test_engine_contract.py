@@ -352,11 +352,29 @@ def test_updates_need_brackets(handle: EngineHandle, contract_engine: ContractEn
     with pytest.raises(EngineError, match="begin_weight_update"):
         run(handle.push(bucket, "x"))
     run(handle.begin_update())
-    with pytest.raises(EngineError, match="already"):
-        run(handle.begin_update())
     run(handle.end_update("default"))
     with pytest.raises(EngineError, match="begin_weight_update"):
         run(handle.end_update("default"))
+
+
+@pytest.mark.capability("update_brackets")
+def test_an_update_that_a_dead_trainer_left_open_is_taken_over(
+    handle: EngineHandle, contract_engine: ContractEngine, restore: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine has half of the weights of a trainer that is gone. The next trainer sends all, and it generates."""
+    before = greedy_ids(handle.url)
+    weights = list(tensors(contract_engine.other_model).items())
+    run(handle.begin_update())
+    run(handle.push(Bucket(0, weights[: len(weights) // 2]), "1.3"))
+    with pytest.raises(http.HttpError, match="already"):
+        post(handle.url, {}, "/begin_weight_update")
+    run(handle.begin_update())
+    assert "left open" in caplog.text
+    run(handle.push(Bucket(0, list(tensors(contract_engine.model).items()), last=True), "2.0"))
+    run(handle.end_update("2.0"))
+    run(handle.flush_cache())
+    run(handle.continue_generation())
+    assert greedy_ids(handle.url) == before
 
 
 def test_stock_tensor_payload(handle: EngineHandle, contract_engine: ContractEngine, restore: None) -> None:
