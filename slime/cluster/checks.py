@@ -24,18 +24,22 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
     if words is None and REPORTS.attach():
         with contextlib.suppress(ConfigError):  # a file vanished: said below
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
-    from slime.data.validate import check_data
-    from slime.rollout.rm_hub import check_label
-    from slime.rollout.rm_hub.checks import check_rewards
-
     checks = (
-        lambda args: check_data(args, check_label), check_rewards, check_schedules, _check_checkpoints,
+        _check_rows_and_rewards, check_schedules, _check_checkpoints,
         _check_snapshots, _check_save_folder, _check_server_options,
     )  # fmt: skip
     args = parse_args(words, asynchronous=asynchronous, extra_checks=checks, settings=REPORTS.settings)
     if words is None and args.max_restarts and not REPORTS.attached:
         supervise()
     return args
+
+
+def _check_rows_and_rewards(args: Args) -> list[str]:
+    from slime.data.validate import check_data  # not before a check runs: --help needs no numpy
+    from slime.rollout.rm_hub import check_label
+    from slime.rollout.rm_hub.checks import check_rewards
+
+    return [*check_data(args, check_label), *check_rewards(args)]
 
 
 def check_schedules(args: Args) -> list[str]:

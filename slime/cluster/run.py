@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, NoReturn
 from slime.cluster.polling import WaitExpired
 from slime.cluster.ray_actors import kill
 from slime.cluster.ray_wait import NoStatus
-from slime.cluster.rollout_manager import RolloutManager
-from slime.cluster.start import prepare, start
 from slime.cluster.stop_signals import StopRequested
 from slime.cluster.supervisor import LOST_CODE, REPORTS, Settings
 
@@ -49,6 +47,9 @@ def open_run(args: Args, asynchronous: bool = False) -> Iterator[Run]:
     Raises:
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
     """
+    # Imported here, so that --help and a refused command line need neither numpy nor an HTTP client.
+    from slime.cluster.start import prepare, start
+
     parts = prepare(args)
     with RunEnd(args, parts):
         yield start(args, asynchronous, parts)
@@ -119,6 +120,8 @@ def complete(run: Run) -> None:
     Raises:
         LedgerError: a group that was requested is in no place, or in several.
     """
+    from slime.cluster.rollout_manager import RolloutManager
+
     run.snapshots.commit()
     last = -1 if run.trainer.trained is None else run.trainer.trained
     counts = run.manager.call("the ledger to be closed", RolloutManager.close_account, last)
