@@ -139,10 +139,15 @@ def complaint_of(error: BaseException, fn: Hook) -> Complaint:
 
 
 class _Watch:
-    """How long the event loop of a call stands still."""
+    """How long the event loop of a call stands still.
+
+    A stall counts when many looks in a row find the same beat. One look that comes late says nothing: on a busy machine
+    the operating system keeps both threads waiting.
+    """
 
     def __init__(self, file: str) -> None:
         self.file, self.beat, self.longest, self.place = file, 0.0, 0.0, ""
+        self._seen, self._looks = 0.0, 0
 
     async def inside(self, start: Callable[[], object]) -> object:
         beating = asyncio.ensure_future(self._beat())
@@ -163,8 +168,10 @@ class _Watch:
             await asyncio.sleep(_LOOK)
 
     def look(self) -> None:
-        stall = time.monotonic() - self.beat if self.beat else 0.0
-        if stall > max(self.longest, STALL_SECONDS):
+        self._looks = self._looks + 1 if self.beat and self.beat == self._seen else 0
+        self._seen = self.beat
+        stall = time.monotonic() - self._seen
+        if self._looks * _LOOK >= STALL_SECONDS and stall > self.longest:
             self.longest = stall
             self.place = _position(self.file) or self.place
 

@@ -104,10 +104,7 @@ class RunEnd:
 
     def _restarts_after(self, error: Exception) -> bool:
         """Whether the run can continue from its last snapshot; if so, prints the error and what was lost."""
-        if not self.max_restarts or not REPORTS.attached:
-            return False
-        lost = lost_parts(self.parts.actors(), error)
-        if not lost:
+        if not self.max_restarts or not REPORTS.attached or not (lost := lost_parts(self.parts.actors(), error)):
             return False
         saved = self.parts.run.snapshots.saved if self.parts.run is not None else None
         report_loss(lost, error, saved, self.max_restarts - 1, self.parts.log.note)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from slime.cli.check_hooks import check_hooks
 from slime.cli.errors import CommandError
 from slime.cli.hook_bench import Bench
-from slime.cli.hook_guard import HOOK_THREAD
+from slime.cli.hook_guard import HOOK_THREAD, _Watch
 from slime.cli.main import main
 from slime.config.hooks import load_function
 
@@ -170,7 +171,7 @@ def test_surprises_are_notes(check: Callable[..., tuple[int, str]]) -> None:
     assert status == 0 and "note  it gives 0 to all 8 answers, among them \\boxed{label}" in report
     status, report = check("def f(args, group): return False", FILTER, "hooks.py:f")
     assert status == 0 and "drops every group that was tried" in report
-    code = "import time\nasync def f(args, sample, **kw):\n    time.sleep(0.4)\n    return float(sample.index)"
+    code = "import time\nasync def f(args, sample, **kw):\n    time.sleep(1.5)\n    return float(sample.index)"
     status, report = check(code, RM, "hooks.py:f")
     assert status == 0 and "it blocks its event loop for" in report and "hooks.py:3 in f" in report
 
@@ -237,7 +238,7 @@ async def response_only(args, sample, sampling_params):
     return sample
 async def blocks(args, sample, sampling_params):
     import time
-    time.sleep(0.4)
+    time.sleep(1.5)
     return await ask(args, sample, sampling_params)
 async def signature(args, sample): return sample
 async def floats(args, sample, sampling_params):
@@ -409,3 +410,15 @@ def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
         main(["summary", "x", "--no-such-flag"])
     assert stopped.value.code == 2
     assert main(["check-hooks", "--check-timeout"]) == 1
+
+
+def test_a_busy_machine_is_no_blocked_event_loop() -> None:
+    """Where both threads wait for a processor, a look comes late; where the function blocks, many looks find one beat."""
+    watch = _Watch(__file__)
+    for _ in range(20):
+        watch.beat = time.monotonic() - 5.0
+        watch.look()
+    assert watch.longest == 0.0
+    for _ in range(20):
+        watch.look()
+    assert watch.longest >= 5.0
