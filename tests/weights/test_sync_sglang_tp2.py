@@ -70,9 +70,15 @@ Named = Callable[[int], list[NamedTensor]]
 
 
 def sync(
-    engine: EngineHandle, model: Path, named: Named, version: str, audited: bool = True, **more: Any
+    engine: EngineHandle,
+    model: Path,
+    named: Named,
+    version: str,
+    audited: bool = True,
+    probe: Probe | None = None,
+    **more: Any,
 ) -> UpdateReport:
-    """One update by two training ranks, a thread each; ``named`` gives what a rank sends."""
+    """One update by two training ranks, a thread each; ``named`` gives what a rank sends. Then the probe is scored."""
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=SECONDS), wait_for_workers=False)
     settings = WeightSyncSettings.from_args(sglang_args(model, DTYPE, audit_weights=audited))
     results: list[Any] = [None, None]
@@ -100,6 +106,8 @@ def sync(
         if isinstance(result, Exception):
             raise result
     assert isinstance(results[0], UpdateReport)
+    if probe is not None:
+        run(audit.probe_engines(settings, [engine], probe))
     return results[0]
 
 
