@@ -145,7 +145,8 @@ class StandingPool(RolloutLoop):
     def _top_up(self) -> None:
         while not self._drained and (room := self.admission.room()) > 0:
             if not self.unstarted:
-                self._enqueue(self._get(room))
+                # Finished groups that a resumed pool gets wait for their turn, as they did before the run was stopped.
+                self.unstarted.extend(self._get(room))
             self._start_all()
 
     def _add(self, original: Group, task: asyncio.Task[Group] | None = None) -> None:

@@ -151,6 +151,9 @@ class RolloutLoop:
     def _start_all(self) -> None:
         while self.unstarted:
             group = self.unstarted.popleft()
+            if is_finished(group):
+                self._add(group)
+                continue
             self._notify("started", group)
             original = snapshot(group)
             self._add(original, asyncio.ensure_future(self._generate(group, original)))
@@ -321,12 +324,8 @@ class RolloutLoop:
             self._notify("given_back", group)
         if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # the one without a buffer
             self.counts.lost = len(groups)
-            logger.warning(
-                "%d groups are lost: %s has no buffer; "
-                "set --data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer",
-                len(groups),
-                type(self.source).__name__,
-            )
+            name, other = type(self.source).__name__, "slime.rollout.data_source.RolloutDataSourceWithBuffer"
+            logger.warning("%d groups are lost: %s has no buffer; set --data-source-path %s", len(groups), name, other)
 
     async def _cancel_all(self) -> None:
         tasks = [item.task for item in self.in_flight.values() if item.task is not None]

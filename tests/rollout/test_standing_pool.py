@@ -51,6 +51,23 @@ async def test_the_pool_trains_in_the_order_of_admission_and_is_bounded(tokenize
     assert [group[0].group_index for group in source.buffer] == list(range(16, 28))
 
 
+async def test_a_resumed_pool_trains_finished_groups_in_their_turn(tokenizer_dir):
+    """A group that finished before its turn came was trained earlier after a resume than in the replay of that run."""
+    args = arguments(tokenizer_dir)
+    source = source_of(args)
+    async with SmallEngine(jitter=0.02) as engine:
+        pool = StandingPool(engine.serve(args), source)
+        finished = await step(pool, 0)
+        await pool.close()
+        unfinished = source.get_samples(2)
+        saved = [unfinished[0], finished[0], finished[1], unfinished[1]]
+        order = [group[0].group_index for group in saved]
+        source.buffer[:0] = saved
+        pool = StandingPool(args, source)
+        assert [group[0].group_index for group in await step(pool, 0)] == order
+        await pool.close()
+
+
 async def test_nothing_is_asked_for_beyond_the_last_step(tokenizer_dir):
     args = arguments(tokenizer_dir, async_buffer_size=3)
     source = source_of(args)
