@@ -233,6 +233,7 @@ class EnginePool:
                 return call(urls), urls
             except (WeightSyncError, EngineError) as error:
                 if not self.settings.use_fault_tolerance:
+                    error.add_note("--use-fault-tolerance goes on without it")
                     raise
                 # Through Ray, an error arrives as an instance of a derived class with the original in ``cause``.
                 failed = getattr(getattr(error, "cause", error), "failed", {})
