@@ -92,15 +92,15 @@ class EngineManager:
         self.monitor.resume("update")
         return self.fleet.status()
 
-    def lose_engines(self, blamed: dict[str, str]) -> EngineStatus:
+    def lose_engines(self, blamed: dict[str, str] | None) -> EngineStatus:
         """A call to the engines failed. Those that are blamed for it, and those that make no token any more, are
-        lost. Returns URLs by state, as :meth:`begin_update`."""
+        lost; with None, only those whose process has ended. Returns URLs by state, as :meth:`begin_update`."""
         from slime.cluster.engine_actor import ASK_SECONDS
         from slime.cluster.health import unhealthy
 
         gone = self.monitor.processes.ended(ASK_SECONDS)
-        lost = {**blamed, **gone}
-        if not lost:  # torn engines make no token, but then there is blame
+        lost = {**(blamed or {}), **gone}
+        if not lost and blamed is not None:  # torn engines make no token, but then there is blame
             lost = unhealthy(self.fleet.urls(), self.args.rollout_health_check_timeout)
         self.fleet.lose(lost)
         return self.fleet.status()

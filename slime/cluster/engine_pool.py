@@ -220,7 +220,8 @@ class EnginePool:
         """``call(urls)``; if engines are lost during it, the same call again without them.
 
         An engine whose update was interrupted because another one failed is among the remaining ones: the repeated
-        call sends it everything. Without ``--use-fault-tolerance``, and if no engine is to blame, the error propagates.
+        call sends it everything. If no engine is to blame, the error propagates. Without ``--use-fault-tolerance`` only
+        an engine whose process has ended is to blame, and the run ends with what is known of it.
 
         Args:
             replace: if none remains, go on with engines that are started now; otherwise return ``(None, [])``.
@@ -232,12 +233,10 @@ class EnginePool:
             try:
                 return call(urls), urls
             except (WeightSyncError, EngineError) as error:
-                if not self.settings.use_fault_tolerance:
-                    error.add_note("--use-fault-tolerance goes on without it")
-                    raise
                 # Through Ray, an error arrives as an instance of a derived class with the original in ``cause``.
                 failed = getattr(getattr(error, "cause", error), "failed", {})
-                blamed = {url: str(reason) for url, reason in failed.items()}
+                tolerant = self.settings.use_fault_tolerance
+                blamed = {url: str(reason) for url, reason in failed.items()} if tolerant else None
                 lose = self._manager.start(RolloutManager.lose_engines, blamed)
                 alive = self._alive(self._status(lose, "the engines that failed"))
                 left = [url for url in urls if url in alive]

@@ -33,6 +33,7 @@ class FakeManager:
     def __init__(self, said: list[str], serving: list[str], unsynced: list[str] = []) -> None:  # noqa: B006
         self.said, self.serving, self.unsynced = said, list(serving), list(unsynced)
         self.fatal: str | None = None
+        self.fatal_when_lost: str | None = None
         self.found_dead: list[str] = []
         self.replacements: list[str] = []
         self.arguments: dict[str, list[tuple[Any, ...]]] = {}
@@ -59,9 +60,11 @@ class FakeManager:
     def _engines(self) -> EngineStatus:
         return EngineStatus(self.serving, self.unsynced, {}, self.fatal)
 
-    def _lose(self, blamed: dict[str, str]) -> EngineStatus:
-        gone = [*blamed, *self.found_dead]
+    def _lose(self, blamed: dict[str, str] | None) -> EngineStatus:
+        gone = [*(blamed or {}), *self.found_dead]
         self.serving = [url for url in self.serving if url not in gone]
+        if gone:
+            self.fatal = self.fatal or self.fatal_when_lost
         return self._engines()
 
     def _start(self) -> EngineStatus:

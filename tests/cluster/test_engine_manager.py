@@ -45,10 +45,12 @@ class Held:
         ({URLS[0]: "reset"}, {URLS[1]: "ended"}, {URLS[0]: "reset", URLS[1]: "ended"}),
         ({}, {URLS[0]: "ended"}, {URLS[0]: "ended"}),
         ({}, {}, {URLS[1]: "no token"}),
+        (None, {URLS[0]: "ended"}, {URLS[0]: "ended"}),
+        (None, {}, {}),
     ],
 )
 def test_tokens_are_asked_for_only_where_nobody_else_is_to_blame(
-    monkeypatch: pytest.MonkeyPatch, blamed: dict[str, str], gone: dict[str, str], lost: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, blamed: dict[str, str] | None, gone: dict[str, str], lost: dict[str, str]
 ) -> None:
     held = Held(monkeypatch, gone=gone)
     assert held.manager.lose_engines(blamed) == "the status"  # type: ignore[comparison-overlap]

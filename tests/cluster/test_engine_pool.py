@@ -133,7 +133,17 @@ def test_without_fault_tolerance_the_error_propagates() -> None:
     driver.actor.fails = [torn(A)]
     with pytest.raises(WeightSyncError, match=f"engine {A}: EngineError: reset"):
         driver.pool.update_weights()
-    assert "lose_engines" not in driver.said
+    assert driver.actor_manager.arguments["lose_engines"] == [(None,)], "nobody is blamed without a proof"
+
+
+def test_without_fault_tolerance_an_engine_that_ended_is_what_ends_the_run() -> None:
+    """The update finds it where its last request was answered before; the manager knows what became of its process."""
+    driver = Driver(serving=[A, B])
+    driver.actor.fails = [torn(A)]
+    driver.actor_manager.fatal_when_lost = "engine 0 was lost: its process 7 ended"
+    driver.actor_manager.found_dead = [A]
+    with pytest.raises(EnginesLost, match="was lost: its process 7 ended"):
+        driver.pool.update_weights()
 
 
 def test_other_errors_are_not_the_engines() -> None:

@@ -56,7 +56,8 @@ if how in ("vanish", "vanish always", "killed", "asks"):
 if how == "fails":
     REPORTS.over()
     raise SystemExit(5)
-(here / "pid").write_text(str(os.getpid()))
+(here / "pid.part").write_text(str(os.getpid()))
+(here / "pid.part").rename(here / "pid")  # the file is whole from the moment at which a test sees it
 try:
     while True:
         stop.check()

@@ -223,9 +223,8 @@ def test_without_fault_tolerance_the_run_ends_at_once_and_says_why(runner, sabot
     flags = [flag for flag in QUICK if flag != "--use-fault-tolerance"]
     result = runner.run(*sabotage("generate", signal.SIGKILL), *flags, "--rollout-num-gpus", 2)
     assert result.code not in (0, None)
-    # The last requests of a rollout may have been answered when the engine dies: then the weight update finds it.
-    assert "was lost: its process" in result.output or "did not reach every engine" in result.output, result.output
-    assert "--use-fault-tolerance goes on without it" in result.output, result.output
+    for words in ("was lost: its process", "ended", "--use-fault-tolerance goes on without it"):
+        assert words in result.output, result.output
     assert runner.wait_gone() == []
 
 

@@ -198,6 +198,9 @@ def make_arguments(layout: Layout, paths: dict[str, Path], backend: str) -> Any:
     flags = dict(layout.flags)
     if flags.get("kl_coef"):
         flags["ref_load"] = str(paths[f"{layout.model}_reference"])
+    # Adam divides a gradient by its size. With the default epsilon, one that is 0 but for rounding (that of a key's
+    # bias) moves its weight by a part of a step, in a direction that depends on the layout and on the processor.
+    flags.setdefault("adam_eps", 1e-5)
     args = make_args(paths[layout.model], train_backend=backend, world_size=layout.world, **flags)
     args.megatron = dict(layout.megatron) if backend == "megatron" else {}
     return args
