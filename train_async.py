@@ -1,20 +1,24 @@
-"""slime's asynchronous loop: generation goes on while a step trains.
+"""slime's asynchronous loop: engines generate the next rollouts while the trainer runs a step.
 
     python train_async.py --async-buffer-size 4 --update-weights-interval 2 ...   (other flags as for train.py)
 
 ``--async-buffer-size 1 --update-weights-interval 1`` is one-step off-policy. With ``--rollout-function-path
-slime.rollout.fully_async_rollout.generate_rollout_fully_async`` groups continue through an update.
+slime.rollout.fully_async_rollout.generate_rollout_fully_async``, groups that are being generated continue through a
+weight update.
 
-A thread of the driver (``rollouts``) keeps asking for rollouts; the main thread runs the loop below. What each waits
-for, and what ends the wait::
+A second thread of the driver (``rollouts``) requests one rollout after the other, while the main thread runs the loop
+below. This is what each thread waits for, and what ends the wait::
 
     main thread                                          thread of the driver
     next()            waits for a finished rollout  <--  a rollout is generated
     train()           waits for the training ranks       waits for the engines, meanwhile
-    update_weights()  waits until no rollout is          waits until the update is over
-                      under way, then for the engines    (with a standing pool neither waits for the other)
-    next()            the step is over: its place   -->  waits for room in the buffer, and for weights that are
-                      in the buffer is free              new enough (--max-weight-staleness)
+    update_weights()  waits until no rollout is          waits until the update is complete
+                      in progress, then for the engines  (with a standing pool, neither waits for the other)
+    next()            the step is complete: its     -->  waits for room in the buffer, and for weights that are
+                      place in the buffer is free        new enough (--max-weight-staleness)
+
+The standing pool is what the fully asynchronous rollout function keeps: a set of groups in generation that outlives
+single rollouts.
 """
 
 from __future__ import annotations
@@ -26,20 +30,25 @@ from slime.config.args import Args
 
 def train(args: Args) -> None:
     with open_run(args, asynchronous=True) as run:
-        run.update_weights()  # waits until engines hold the trainer's weights, before any rollout starts
+        run.update_weights()  # before any rollout starts, the engines get the trainer's weights
         if run.evaluates_at_start():
             run.evaluate(run.first_rollout)
-        with run.prefetch() as rollouts:  # starts the thread; the exit waits for an evaluation that is under way
+        with run.prefetch() as rollouts:  # starts the thread; the exit waits for an evaluation in progress
             for rollout_id in range(run.first_rollout, run.num_rollout):
                 batch = rollouts.next()  # waits for the oldest finished rollout, and lets the thread start more
-                run.train(rollout_id, batch)  # waits for all training ranks; the thread generates meanwhile
+                run.train(rollout_id, batch)  # waits for all training ranks; generation continues meanwhile
                 if run.is_due(rollout_id, args.save_interval):
-                    rollouts.save(rollout_id)  # waits until no rollout is under way (no standing pool), then saves
+                    # Without a standing pool, waits until no rollout is in progress. No rollout starts between the
+                    # snapshot and the update, so a run resumed from the snapshot generates what this one does.
+                    rollouts.save(rollout_id)
                 if run.is_due(rollout_id, args.update_weights_interval):
-                    rollouts.update_weights()  # waits for an evaluation, and as above; then lets rollouts start
+                    # Waits for an evaluation in progress, since an evaluation measures one version of the weights.
+                    # Without a standing pool, also waits until no rollout is in progress.
+                    rollouts.update_weights()
                 if run.is_due(rollout_id, args.eval_interval):
-                    rollouts.evaluate(rollout_id + 1)  # waits for it; with a standing pool the next update does
-                run.end_step(rollout_id)  # logs the step; commits a snapshot of --async-save that is complete by now
+                    # With a standing pool, only starts the evaluation: the next update waits for its result.
+                    rollouts.evaluate(rollout_id + 1)
+                run.end_step(rollout_id)  # logs the step; commits a snapshot of --async-save once it is fully written
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Ray: placement, train group, rollout manager, deadlines, fault handling."""
+"""The driver and its Ray actors: placement, training ranks, rollout manager, engines, deadlines, fault handling."""
 
 import os
 from pathlib import Path
 
-# A private cluster keeps to the loopback. Ray resolves a loopback address to the host's public one and
-# listens on all interfaces, unless its switch for desktop systems (whatever its name says, it works
-# everywhere) is off. It is read when ray is first imported, and libraries import ray on their own.
+# A private cluster must only listen on the loopback interface. By default, Ray resolves a loopback address to the
+# host's public one and listens on all interfaces. Turning off RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER prevents that, on Linux
+# too. Ray reads the variable when it is first imported, and other libraries may import it, so it is set here.
 if not os.environ.get("RAY_ADDRESS"):
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 elif (Path.home() / ".ray" / "auth_token").exists():
-    # `ray start` asks for a token as soon as one exists, while a joining driver has to be told to send it.
+    # `ray start` requires the token as soon as the file exists, but a joining driver only sends it in this mode.
     os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 class Run:
     """A run that has been started. Every method waits until its phase is complete.
 
-    Each phase is shown while it runs, ends with an error after ``--phase-timeout``, and adds its seconds to the
-    metrics of the step.
+    Each phase is shown while it runs, fails after ``--phase-timeout`` seconds, and adds its duration to the metrics of
+    the step.
 
     Attributes:
-        first_rollout, num_rollout: the loop trains rollouts ``first_rollout .. num_rollout - 1``.
+        first_rollout, num_rollout: the loop trains rollouts ``first_rollout`` to ``num_rollout - 1``.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class Run:
         self._warned_of_zero_lr = False
 
     def generate(self, rollout_id: int) -> RolloutBatch:
-        """Prompts to rewarded samples, split over the data-parallel ranks."""
+        """Generate samples with rewards, split over the data-parallel ranks."""
         with self.log.phase("rollout"):
+            # The trainer is idle here, so engines that were restarted can get the weights during this wait.
             batch = self.manager.wait(
                 self.manager.start(RolloutManager.generate, rollout_id),
                 f"rollout {rollout_id} to be generated",
@@ -61,7 +62,7 @@ class Run:
         return batch
 
     def prefetch(self) -> Prefetcher:
-        """Generation of all rollouts of the loop on a thread of its own, for the asynchronous loop."""
+        """Generate all rollouts of the asynchronous loop on a separate thread."""
         return Prefetcher(
             PrefetchSettings.from_args(self.args),
             range(self.first_rollout, self.num_rollout),
@@ -74,11 +75,11 @@ class Run:
         )
 
     def offload_engines(self) -> None:
-        """Colocated: the engines' memory goes to the trainer."""
+        """In a colocated run, move the accelerator memory from the engines to the trainer."""
         self.pool.offload()
 
     def train(self, rollout_id: int, batch: RolloutBatch) -> None:
-        """Train critic and actor on a rollout; nothing with ``--debug-rollout-only``."""
+        """Train critic and actor on a rollout; does nothing with ``--debug-rollout-only``."""
         if self.trainer.actor is None:
             return
         with self.log.phase("train"):
@@ -90,6 +91,7 @@ class Run:
             if warning is not None and not self._warned_of_zero_lr:
                 self._warned_of_zero_lr = True
                 self.log.note(warning)
+        # The manager keeps the state of each rollout until it is trained, for snapshots; now it can drop this one.
         self.manager.call("the rollout manager to note that a step is trained", RolloutManager.trained, rollout_id)
         self.trainer.log_memory("train")
 
@@ -98,11 +100,11 @@ class Run:
         self.snapshots.save(rollout_id)
 
     def update_weights(self) -> None:
-        """Bring the actor's weights to every engine; see :meth:`EnginePool.update_weights`."""
+        """Send the actor's weights to every engine; see :meth:`EnginePool.update_weights`."""
         self.pool.update_weights()
 
     def evaluate(self, step: int) -> None:
-        """All evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
+        """Run all evaluation sets with the engines' weights, which ``step`` rollouts have trained."""
         self.evaluations.run(step)
 
     def end_step(self, rollout_id: int) -> None:
@@ -111,16 +113,20 @@ class Run:
         phases = self.log.end_step(rollout_id, self.num_rollout)
         self.manager.call("the trace of a rollout to be completed", RolloutManager.add_phases, rollout_id, phases)
 
-    # --- when --------------------------------------------------------------------------------
+    # --- what is due when --------------------------------------------------------------------
 
     def is_due(self, rollout_id: int, interval: int | None) -> bool:
-        """Whether something is done after this rollout that is done every ``interval`` rollouts and after the last."""
+        """Whether an action is due after this rollout: every ``interval`` rollouts and after the last one.
+
+        Without an interval, it is never due.
+        """
         return interval is not None and ((rollout_id + 1) % interval == 0 or rollout_id + 1 == self.num_rollout)
 
     def evaluates_at_start(self) -> bool:
         """Whether to evaluate before the first step.
 
-        A resumed run does so if it was interrupted between a step and the evaluation that was due after it.
+        A resumed run does so if an evaluation was due after the last step of its snapshot: the snapshot was written
+        before that evaluation.
         """
         if self.first_rollout == 0:
             return bool(self.args.eval_interval) and not self.args.skip_eval_before_train

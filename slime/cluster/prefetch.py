@@ -1,4 +1,4 @@
-"""Generation beside training: how far ahead it may be, and what updates and evaluations wait for."""
+"""Generation during training: how far ahead it may run, and what weight updates and evaluations wait for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ POLL_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class PrefetchSettings:
-    """What the prefetcher reads of the flags; ``drains``: of ``--update-weight-pause-mode``."""
+    """The flags that the prefetcher uses.
+
+    Attributes:
+        drains: whether an update waits for the groups in progress (``--update-weight-pause-mode drain``).
+        replays: whether a recorded schedule is repeated (``--replay-schedule``).
+    """
 
     async_buffer_size: int
     update_weights_interval: int
@@ -51,17 +56,17 @@ class PrefetchSettings:
 
 
 class Prefetcher:
-    """Keeps rollouts finished or under way beside the one that trains; they are trained in their order.
+    """Generates rollouts ahead of the one that trains; they are trained in the order of their ids.
 
-    A thread of the driver asks the manager for one rollout after the other, so generation goes on while the main
-    thread waits for a training step. :class:`~slime.rollout.admission.Admission` decides how many may start.
+    A thread of the driver requests one rollout after the other from the manager, so generation continues while the
+    main thread waits for a training step. :class:`~slime.rollout.admission.Admission` decides how many may start.
 
-    With the default rollout function an update waits until no rollout is under way, so that no rollout mixes weights.
-    The fully asynchronous one has a standing pool of groups that an update does not wait for: its engines pause during
-    the update, and the groups continue with the new weights. An evaluation runs beside that pool and beside training
-    steps; an update waits for it, so that it is of one version of the weights.
+    With the default rollout function, an update waits until no rollout is in progress, so that no rollout mixes
+    weights. The fully asynchronous rollout function has a standing pool of groups, for which an update does not wait:
+    the engines pause during the update, and the groups continue with the new weights. An evaluation then runs beside
+    the pool and the training steps. The next update waits for it, because an evaluation measures one weight version.
 
-    Who waits for whom, all through the condition ``changed`` (arrows name what ends the wait)::
+    Who waits for whom, always through the condition ``changed`` (an arrow points from what ends a wait to the wait)::
 
         prefetch thread                                   main thread
         waits for room, and for no hold  <-- _step_is_over (more room), _let_go (end of a hold)
@@ -72,7 +77,7 @@ class Prefetcher:
 
     Args:
         rollouts: the ids of the rollouts to generate.
-        log: gets the metrics of the step under way.
+        log: gets the metrics of the current step.
         stop: a signal ends every wait of the main thread.
     """
 
@@ -99,15 +104,15 @@ class Prefetcher:
             rollouts.start,
         )
         self.finished: deque[RolloutBatch] = deque()
-        self.in_flight = False  # Whether there is a standing pool, whose groups continue through an update.
-        self.generating = False
+        self.in_flight = False  # whether there is a standing pool, whose groups continue through an update
+        self.generating = False  # whether the thread waits for a rollout from the manager
         self.closed = False
-        self.holding = False
+        self.holding = False  # whether the main thread keeps new rollouts from starting
         self.evaluation: tuple[int, ObjectRef[dict[str, float]]] | None = (
             None  # the step, and the reference to its result
         )
-        self.training = False  # A rollout was taken, and its step is not complete yet.
-        self.error: BaseException | None = None
+        self.training = False  # whether a rollout was taken whose step is not complete yet
+        self.error: BaseException | None = None  # of the thread
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
 
@@ -126,9 +131,11 @@ class Prefetcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            # After an error, the engines or the manager may be gone, so the result of the evaluation is given up.
             if kind is None:
                 self._end_evaluation()
         finally:
+            # The thread is a daemon and is not joined: it may be waiting for a rollout that nobody needs any more.
             with self.changed:
                 self.closed = True
                 self.changed.notify_all()
@@ -137,15 +144,17 @@ class Prefetcher:
         import ray
 
         try:
-            # ray.get and not the driver's waiter: signals and the progress display belong to the main thread.
+            # ray.get instead of the driver's Waiter: signals and the progress display belong to the main thread.
             manager, limit = self._manager, self._manager.timeout
             for rollout_id in self.rollouts:
+                # A replay starts each rollout under the recorded weights. A standing pool does that for its groups.
                 if self.settings.replays and not self.in_flight:
                     ray.get(manager.start(RolloutManager.await_recorded, rollout_id), timeout=limit)
                 with self.changed:
                     self.changed.wait_for(lambda: self.closed or (self.admission.room() > 0 and not self.holding))
                     if self.closed:
                         return
+                    # Under the lock that the wait above has taken again, so that _hold cannot miss this rollout.
                     self.admission.admit()
                     self.generating = True
                 batch = ray.get(manager.start(RolloutManager.generate, rollout_id), timeout=limit)
@@ -153,16 +162,17 @@ class Prefetcher:
                     self.generating = False
                     self.finished.append(batch)
                     self.changed.notify_all()
-        except BaseException as error:  # passed to the main thread, which raises it in its next wait
+        except BaseException as error:  # The main thread raises it in its next wait.
             with self.changed:
                 self.generating = False
                 self.error = error
                 self.changed.notify_all()
 
     def _wait(self, ready: Callable[[], object], what: str) -> None:
-        """Wait until ``ready()``; the caller holds the condition.
+        """Wait until ``ready()`` is true; the caller holds the condition.
 
-        The wait is cut into slices, in which signals, errors of the thread and recovered engines are attended to.
+        The wait is cut into short slices. Between them, it looks for signals, an error of the thread, and engines that
+        were restarted and need weights.
         """
         started = time.monotonic()
         while not ready():
@@ -170,16 +180,19 @@ class Prefetcher:
                 raise self.error
             self._stop.check()
             self._pool.sync_recovered_engines(keep_version=self.evaluation is not None)
-            self._announce_version()  # Engines that recovered may have brought newer weights to all of them.
+            # If the trainer has moved on since the last update, a recovered engine causes an update of all engines.
+            self._announce_version()
             if time.monotonic() - started > self._manager.timeout:
                 raise WaitExpired(f"waited {time.monotonic() - started:.0f} s for {what}")
             self.changed.wait(POLL_SECONDS)
 
     def next(self) -> RolloutBatch:
-        """Wait for the oldest finished rollout; the seconds count as phase ``rollout``.
+        """Wait for the oldest finished rollout; the time counts as phase ``rollout``.
 
-        ``perf/staleness_wait_time`` is the part in which the staleness bound kept further rollouts from starting.
+        ``perf/staleness_wait_time`` is the time of this wait if the staleness bound kept further rollouts from
+        starting, otherwise 0.
         """
+        # The previous step ends here if no weight update ended it: save() may have left a hold.
         self._let_go()
         self._step_is_over()
         held = self.admission.limited_by_staleness
@@ -197,7 +210,7 @@ class Prefetcher:
         return batch
 
     def _step_is_over(self) -> None:
-        """The step of the rollout that was taken is complete: more rollouts may start."""
+        """Note that the step of the rollout taken last is complete, so more rollouts may start."""
         if not self.training:
             return
         self.training = False
@@ -209,18 +222,21 @@ class Prefetcher:
     # --- weights and evaluation --------------------------------------------------------------
 
     def save(self, rollout_id: int) -> None:
-        """Write a snapshot with the rollouts that were generated ahead, so that they are not generated again.
+        """Write a snapshot, including the rollouts that were generated ahead: a resumed run trains these.
 
-        No rollout starts between the snapshot and the update that follows it (or the next step). So a run that resumes
-        from a snapshot at an update repeats exactly what this one does.
+        No rollout starts between the snapshot and the update that follows it (or the next step). Otherwise that rollout
+        would have old weights here, but new ones in a run that resumes from the snapshot.
         """
+        # A standing pool continues, since its snapshot is the state after the newest complete rollout. In a replay, the
+        # recording decides when a rollout starts.
         if not self.in_flight and not self.settings.replays:
             self._hold()
         self._snapshots.save(rollout_id)
 
     def update_weights(self) -> None:
-        """Bring the new weights to the engines: beside the groups of a standing pool, else between two rollouts."""
+        """Send the new weights to the engines, between two rollouts or in the middle of a standing pool's groups."""
         self._end_evaluation()
+        # In a replay, the update must not come before the recorded number of tokens was made with the old weights.
         if self.settings.replays:
             self._manager.call("the recorded tokens before the weight update", RolloutManager.await_tokens)
         if not self.in_flight:
@@ -231,14 +247,18 @@ class Prefetcher:
                 self._manager.wait(drained, what, meanwhile=self._pool.sync_recovered_engines)
         try:
             self._pool.update_weights()
-            # First the version, then the room: what starts from now on counts as generated with the new weights.
+            # The version first: _step_is_over makes room, and what starts then must count as made with the new weights.
             self._announce_version()
             self._step_is_over()
         finally:
             self._let_go()
 
     def evaluate(self, step: int) -> None:
-        """Evaluate the engines' weights; with a standing pool beside the next steps, until the next update."""
+        """Evaluate the engines' weights.
+
+        With a standing pool, this only starts the evaluation: it runs during the next steps, and the next update waits
+        for it.
+        """
         if self.in_flight:
             self._end_evaluation()
             self.evaluation = step, self._evaluations.start(step)
@@ -255,13 +275,13 @@ class Prefetcher:
             self.evaluation = None
 
     def _hold(self) -> None:
-        """Wait until no rollout is under way, and start none until :meth:`_let_go`."""
+        """Wait until no rollout is in progress, and let none start before :meth:`_let_go`."""
         with self.changed:
-            self.holding = True
+            self.holding = True  # before the wait, or the thread could start rollouts for ever
             with self._log.phase("drain"):
                 self._wait(
                     lambda: not self.generating,
-                    "the rollout under way to finish before the weights change or are saved",
+                    "the current rollout to finish before the weights change or are saved",
                 )
 
     def _let_go(self) -> None:
@@ -270,7 +290,7 @@ class Prefetcher:
             self.changed.notify_all()
 
     def _announce_version(self) -> None:
-        """If the engines' weights are newer than was said last: what starts from now on is less stale."""
+        """Tell the admission and the manager if the engines hold newer weights: samples started now are less stale."""
         held = self._pool.held_step
         if held > self.admission.version:
             with self.changed:

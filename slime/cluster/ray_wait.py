@@ -1,4 +1,4 @@
-"""Wait for Ray work: with a name, a deadline, a live status, and an end as soon as one rank fails."""
+"""Wait for results from Ray actors. Every wait has a name, a deadline and a live status, and ends if one rank fails."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 POLL_SECONDS = 0.25
-POLLED_ACTORS = 16  # asked for their status at a time
+POLLED_ACTORS = 16  # actors that are asked for their status in one round; bounds the work of a round with many ranks
 
 
 class NoStatus(WaitExpired):
-    """A process that was waited for has not said for too long what it is doing: it is frozen, or cut off."""
+    """A process that is waited for has not answered ``status()`` for too long: it is frozen or unreachable."""
 
 
 class Waiter:
-    """``ray.get`` for the driver.
+    """``ray.get`` for the driver's main thread.
 
     Args:
-        stop: looked at while waiting, unless a wait must not be cut short.
-        on_status: shown what the waited-for processes report, about twice a second.
-        silence: seconds after which an actor that answered ``status()`` before and does not any more counts as lost;
-            None: it is waited for until the deadline.
+        stop: checked during the wait, unless the wait must not be interrupted.
+        on_status: called with what the processes report, about twice a second.
+        silence: seconds without an answer to ``status()`` after which an actor that has answered before counts as
+            lost. None: it is waited for until the deadline.
     """
 
     def __init__(
         self, stop: StopSignals, on_status: Callable[[Progress], None] | None = None, silence: float | None = None
     ) -> None:
         self.stop, self.on_status, self.silence = stop, on_status, silence
-        self._polls: dict[str, _Poll] = {}  # by the names of actors; they outlive a wait
+        # By name of the actor. They outlive a wait: an actor that fell silent in one wait is known in the next.
+        self._polls: dict[str, _Poll] = {}
 
     def get(
         self,
@@ -52,22 +53,23 @@ class Waiter:
         interruptible: bool = True,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[T]:
-        """Results of ``refs`` in order.
+        """Wait for ``refs`` and return their results in order.
 
-        The number of calls to Ray does not grow with the number of refs or actors, except for the call that returns
-        the results.
+        The number of calls to Ray in each round does not grow with the number of refs or actors.
 
         Args:
             what: names the wait, e.g. ``"rollout 3 to be generated"``.
             deadline: seconds from now.
-            actors: name -> actor with a ``status()`` method; asked while waiting and for the report.
-            meanwhile: called about four times a second; what it raises ends the wait.
+            actors: actors with a ``status()`` method, by name. They are asked during the wait, and their answers are
+                part of the report.
+            interruptible: whether a stop signal ends the wait.
+            meanwhile: called about four times a second; an exception that it raises ends the wait.
 
         Raises:
-            WaitExpired: with what each actor says it is doing.
+            WaitExpired: the deadline has passed; the message tells what each actor is doing.
             NoStatus: an actor has not answered for ``silence`` seconds.
             StopRequested: the user asked to stop and the wait is ``interruptible``.
-            RayError: as soon as one of the refs failed, though others are still running.
+            RayError: one of the refs failed; others may still be running.
         """
         import ray
 
@@ -76,8 +78,9 @@ class Waiter:
         pending = list(refs)
         while pending:
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+            # Ranks that wait in a collective for one that failed would never return, so its failure ends the wait.
             if ready:
-                ray.get(ready)  # a failure of one rank ends the wait for all
+                ray.get(ready)
             if pending and status.poll() and self.on_status:
                 self.on_status(next(iter(status.latest.values())))
             if interruptible:
@@ -92,31 +95,32 @@ class Waiter:
             silent = status.silent(self.silence) if pending and self.silence is not None else []
             if silent:
                 raise NoStatus(
-                    f"{', '.join(silent)} said nothing for {self.silence:.0f} s (--status-timeout); waited for {what}\n"
-                    f"{status.report()}"
+                    f"{', '.join(silent)} did not answer for {self.silence:.0f} s (--status-timeout); waited for {what}"
+                    f"\n{status.report()}"
                 )
         return list(ray.get(list(refs)))
 
 
 @dataclass
 class _Poll:
-    """What is known of one actor."""
+    """The status of one actor, as far as it is known."""
 
     actor: ActorHandle
-    asked: ObjectRef[Progress] | None = None  # an answer that has not come yet
+    asked: ObjectRef[Progress] | None = None  # the answer that has not come yet
     asked_at: float = 0.0  # time.monotonic()
-    said: Progress = field(default_factory=Progress)
-    answered: bool = False  # ever: one that is still being started says nothing for a while
+    said: Progress = field(default_factory=Progress)  # the last answer
+    answered: bool = False  # whether it ever did: an actor that is still starting is silent, but not lost
 
 
 class _StatusPoll:
-    """Ask actors what they are doing without ever waiting for the answer, :data:`POLLED_ACTORS` of them at a time.
+    """Asks actors what they are doing, :data:`POLLED_ACTORS` at a time, and never blocks on an answer.
 
     Args:
         known: polls by name, kept from earlier waits.
     """
 
     def __init__(self, actors: Mapping[str, ActorHandle], known: dict[str, _Poll]) -> None:
+        # A restarted actor has the name of its predecessor, but not its unanswered question.
         for name, actor in actors.items():
             if name not in known or known[name].actor is not actor:
                 known[name] = _Poll(actor)
@@ -125,7 +129,7 @@ class _StatusPoll:
         self._turn = list(self.polls)
 
     def poll(self) -> bool:
-        """Ask and collect; True when an answer came."""
+        """Collect answers, and ask those actors again; returns whether an answer came."""
         import ray
 
         names, self._turn = self._turn[:POLLED_ACTORS], self._turn[POLLED_ACTORS:] + self._turn[:POLLED_ACTORS]
@@ -139,6 +143,7 @@ class _StatusPoll:
             except ray.exceptions.RayError as error:
                 poll.said = {"phase": f"does not answer: {type(error).__name__}"}
             self.latest[asked[ref]] = poll.said
+        # At most one question per actor is open, so calls do not pile up at an actor that is frozen.
         for name in names:
             poll = self.polls[name]
             if poll.asked is None:
@@ -146,13 +151,14 @@ class _StatusPoll:
         return bool(done)
 
     def silent(self, seconds: float) -> list[str]:
-        """Names of the actors that have owed an answer for ``seconds``, as of the last :meth:`poll` of each."""
+        """Names of the actors that have not answered a question for ``seconds``."""
         before = time.monotonic() - seconds
         late = {n: poll for n, poll in self.polls.items() if poll.answered and poll.asked and poll.asked_at < before}
         if not late:
             return []
         import ray
 
+        # With many actors, the last poll of one may be a while ago: its answer may have come since.
         came = set(ray.wait([poll.asked for poll in late.values()], num_returns=len(late), timeout=0)[0])
         return [name for name, poll in late.items() if poll.asked not in came]
 

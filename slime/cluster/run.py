@@ -1,11 +1,11 @@
-"""The start and the end of a run: in order, by a signal, with an error, or for a restart from its last snapshot.
+"""Open and close a run. A run ends normally, on a signal, with an error, or in order to restart from a snapshot.
 
 with open_run(args) as run:
     ...
 
-A restart replaces a lost rollout manager, training rank or Ray cluster: their state is in the last snapshot, and a
-resume is exact. The driver ends what is left and asks its supervisor (:mod:`slime.cluster.supervisor`) to execute the
-command line again, at most ``--max-restarts`` times.
+A restart replaces a lost rollout manager, training rank or Ray cluster. Their state is in the last snapshot, and a
+resume is exact. The driver ends the remaining processes and asks its supervisor (:mod:`slime.cluster.supervisor`) to
+execute the command line again, at most ``--max-restarts`` times.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_run(args: Args, asynchronous: bool = False) -> Iterator[Run]:
     """Start engines and trainer, and shut them down at the end, after an error, or when the user stops the run.
 
     Args:
-        asynchronous: rollouts are generated while the one before trains (``train_async.py``).
+        asynchronous: whether rollouts are generated while an earlier one trains (``train_async.py``).
 
     Raises:
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM.
@@ -56,12 +56,12 @@ def open_run(args: Args, asynchronous: bool = False) -> Iterator[Run]:
 
 
 class RunEnd:
-    """Context manager around the start and the loop of a run. Its exit
+    """Context manager around the start and the loop of a run. Its exit does the following, in this order:
 
-    1. completes the run if nothing failed: commits the last snapshot, closes the ledger, prints the summary;
-    2. after Ctrl-C or SIGTERM saves a snapshot, if something was trained since the last one;
-    3. leaves no process behind;
-    4. after an error that a restart can mend (a lost process) lets the supervisor start the driver again.
+    1. If nothing failed, complete the run: commit the last snapshot, close the ledger, print the summary.
+    2. After Ctrl-C or SIGTERM, save a snapshot if a step was trained since the last one.
+    3. End all processes of the run.
+    4. After an error that a restart can repair (a lost process), let the supervisor start the driver again.
     """
 
     def __init__(self, args: Args, parts: Parts) -> None:
@@ -71,6 +71,7 @@ class RunEnd:
 
     def __enter__(self) -> None:
         self.parts.stop.__enter__()
+        # From now on, the supervisor treats an end of this process without a report as a loss (kill -9, say).
         REPORTS.began(self._settings)
 
     def __exit__(
@@ -82,16 +83,17 @@ class RunEnd:
             if error is None and self.parts.run is not None:
                 try:
                     complete(self.parts.run)
-                except Exception as failure:  # a rank may die while it writes the last snapshot
+                except Exception as failure:  # A rank may die while it writes the last snapshot.
                     error = late = failure
             stopped = isinstance(error, StopRequested)
             if isinstance(error, Exception) and not stopped:
                 restarts = self._restarts_after(error)
             if stopped:
+                # Before the snapshot: if this process is killed during it, the supervisor must not restart the run.
                 REPORTS.over()
                 snapshot_before_stop(self.parts)
         finally:
-            # Before the shutdown: Ray may end this process in it, and the supervisor must know by then.
+            # Before the shutdown: Ray may end this process during it, and then nobody could tell the supervisor.
             (REPORTS.lost if restarts else REPORTS.over)()
             shut_down(self.parts, failed=error is not None and not stopped)
             self.parts.stop.__exit__(None, None, None)
@@ -99,11 +101,12 @@ class RunEnd:
             exit_for_restart()
         if stopped:
             sys.exit(130 if str(error) == "SIGINT" else 143)
+        # Python raises an error of the block again by itself, but not one that arose in this method.
         if late is not None:
             raise late
 
     def _restarts_after(self, error: Exception) -> bool:
-        """Whether the run can continue from its last snapshot; if so, prints the error and what was lost."""
+        """Whether the run can continue from its last snapshot; if so, print the error and what was lost."""
         if not self.max_restarts or not REPORTS.attached or not (lost := lost_parts(self.parts.actors(), error)):
             return False
         saved = self.parts.run.snapshots.saved if self.parts.run is not None else None
@@ -115,7 +118,7 @@ def complete(run: Run) -> None:
     """Commit the last snapshot, close the ledger and print the summary.
 
     Raises:
-        LedgerError: a group that was requested is in no place, or in several.
+        LedgerError: a requested group is missing, or was counted more than once.
     """
     from slime.cluster.rollout_manager import RolloutManager
 
@@ -130,14 +133,15 @@ def complete(run: Run) -> None:
 def snapshot_before_stop(parts: Parts) -> None:
     """Save what was trained since the last snapshot, so that ``--load`` continues exactly here."""
     parts.log.note(f"{parts.stop.requested}: shutting down gracefully (press again to kill)")
-    parts.stop.ending = True
+    parts.stop.ending = True  # The waits below must not be interrupted by the request that led here.
     run = parts.run
     if run is None:
         return
-    run.snapshots.commit()
+    run.snapshots.commit()  # A snapshot of --async-save may still be open.
     folder, trained = run.snapshots.settings.folder, run.trainer.trained
     if folder is None or trained is None or trained == run.snapshots.saved:
         return
+    # In a colocated run, the trainer sleeps while the engines generate: it needs their memory in order to save.
     run.pool.end_for_save()
     run.snapshots.save(trained)
     run.snapshots.commit()
@@ -145,7 +149,10 @@ def snapshot_before_stop(parts: Parts) -> None:
 
 
 def shut_down(parts: Parts, failed: bool) -> None:
-    """Leave no process behind; after a failure first print which engines were alive."""
+    """End all processes of the run; after a failure, first print which engines were alive.
+
+    Errors of actors that are dead already are suppressed, so that the steps after them still run.
+    """
     import ray
 
     from slime.cluster.leftovers import sweep_leftovers
@@ -159,7 +166,7 @@ def shut_down(parts: Parts, failed: bool) -> None:
         manager = parts.manager.handle
         if failed and not answers(manager):
             with contextlib.suppress(ray.exceptions.RayError):
-                kill(manager)  # frozen or gone; its engines end with it
+                kill(manager)  # It is frozen or gone. Its engines end with it.
         else:
             if failed and parts.engines_started:
                 with contextlib.suppress(ray.exceptions.RayError):
@@ -174,10 +181,12 @@ def shut_down(parts: Parts, failed: bool) -> None:
         note(f"logs of all processes: {parts.dir.path / 'logs'}")
     parts.log.close()
     if parts.placement is not None:
+        # After a failure, Ray itself may be gone; its error must not hide the one that ended the run.
         with contextlib.suppress(*((ray.exceptions.RayError, RuntimeError, OSError) if failed else ())):
             parts.placement.remove()
     disconnect()
-    sweep_shared_memory()  # Ray kills its workers before torch's own cleanup has run in them.
+    # Last, since files of living processes are kept. Ray kills its workers before torch's own cleanup has run in them.
+    sweep_shared_memory()
     sweep_leftovers()
 
 
@@ -185,16 +194,18 @@ def shut_down(parts: Parts, failed: bool) -> None:
 
 
 def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
-    """What of a failed run died or stopped answering; empty if code is to blame, so that a restart would fail again.
+    """Names of the parts of a failed run that died or do not answer.
+
+    The list is empty if the code itself failed: the same error would come again after a restart.
 
     Args:
-        actors: that hold the run's state, by what an error calls them.
+        actors: the actors that hold the run's state, by the name that a message uses for them.
     """
     import ray
 
     try:
         return _lost_actors(actors, error) if ray.is_initialized() else []
-    except (ray.exceptions.RayError, RuntimeError, OSError):  # Ray itself cannot be asked.
+    except (ray.exceptions.RayError, RuntimeError, OSError):  # Ray itself does not answer.
         from_ray = isinstance(error, ray.exceptions.RayError | WaitExpired | OSError)
         return [f"the Ray cluster ({type(error).__name__})"] if from_ray else []
 
@@ -202,23 +213,26 @@ def lost_parts(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]
 def report_loss(
     lost: Sequence[str], error: Exception, saved: int | None, left: int, note: Callable[[str], None]
 ) -> None:
-    """Print the error, what was lost, where the run goes on, and how many restarts are left after this one."""
+    """Print the error, what was lost, where the run continues, and how many restarts are left after this one."""
     where = "from where it began" if saved is None else f"from the snapshot of rollout {saved}"
     note("".join(traceback.format_exception(error)).rstrip())
     note(f"lost {', '.join(lost)}: going on {where} ({left} more restarts, --max-restarts)")
 
 
 def _lost_actors(actors: Mapping[str, ActorHandle], error: Exception) -> list[str]:
-    """A wait that expired while every actor answers is no loss: a restart would not be faster."""
     import ray
 
+    # All actors are asked at the same time, so the question takes ASK_SECONDS even if many of them are silent.
     asked = {actor.status.remote(): name for name, actor in actors.items()}
     if not asked:
         return []
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=ASK_SECONDS)
     lost = [asked[answer] for answer in answered if _has_died(answer)]
+    # A silent actor counts only if a wait expired. If every actor answers, an expired wait is no loss: the same work
+    # would not be faster after a restart.
     if isinstance(error, WaitExpired):
         lost += [f"{asked[ref]} (which does not answer)" for ref in silent]
+    # An actor was lost, even if every actor answers by now: it may have been unreachable only for a while.
     if not lost and isinstance(error, ray.exceptions.RayActorError | NoStatus) and not _failed_to_start(error):
         return [f"an answer ({type(error).__name__})"]
     return lost
@@ -231,7 +245,7 @@ def _has_died(answer: ObjectRef[object]) -> bool:
         ray.get(answer)
     except ray.exceptions.RayActorError as error:
         return not _failed_to_start(error)
-    except ray.exceptions.RayError:  # it failed otherwise
+    except ray.exceptions.RayError:  # The call failed for another reason, so the actor is alive.
         return False
     return False
 
@@ -248,12 +262,13 @@ def answers(actor: ActorHandle) -> bool:
 
 
 def _failed_to_start(error: Exception) -> bool:
-    """Whether an actor's constructor failed, which it would do again."""
+    """Whether the error comes from an actor's constructor, which would fail again after a restart."""
     return "creation task" in str(error)
 
 
 def exit_for_restart() -> NoReturn:
-    """End this driver after its shutdown, with the exit code on which the supervisor starts it again."""
+    """End this driver after its shutdown, with the exit code that stands for a lost run."""
+    # os._exit flushes nothing and runs no exit handlers.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(LOST_CODE)

@@ -1,4 +1,4 @@
-"""The snapshots of one run: the one that it resumes from, and those that it writes."""
+"""The snapshots of one run: the one from which it resumes, and those that it writes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class StartingPoint:
     """Where a run begins.
 
     Attributes:
-        snapshot: to resume from, or (with ``--finetune``) to take the weights of; None for a fresh start.
-        resumes: whether the run continues the snapshot's.
-        trained: the last rollout that the resumed run has trained; None in a new run.
-        first_rollout: the first one of this process.
-        attempt: how often the run was resumed.
+        snapshot: the snapshot to resume from, or to take only the weights from (``--finetune``); None without one.
+        resumes: whether this run continues the run that wrote the snapshot.
+        trained: the last rollout that a resumed run had trained; None in a new run.
+        first_rollout: the first rollout of this process.
+        attempt: how often the run has been resumed.
     """
 
     snapshot: Snapshot | None = None
@@ -42,7 +42,7 @@ class StartingPoint:
 
     @classmethod
     def from_args(cls, args: Args) -> StartingPoint:
-        """Reads the manifests below ``--load``."""
+        """Read the manifests below ``--load``."""
         from slime.checkpoint.snapshot import latest
 
         snapshot = latest(Path(args.load), args.ckpt_step) if args.load else None
@@ -57,12 +57,12 @@ class StartingPoint:
 
     @property
     def manifest(self) -> Manifest | None:
-        """Of the snapshot that the run continues; None in a new run."""
+        """The manifest of the snapshot that the run continues; None in a new run."""
         return self.snapshot.manifest if self.snapshot is not None and self.resumes else None
 
 
 def settings_of(args: Args) -> JsonObject:
-    """The settings that shape a run, but not those that say what is shown or kept of it."""
+    """The settings that determine the result of a run, without those that control logging and debugging."""
     from slime.checkpoint.manifest import settings
     from slime.config.args import FLAGS
     from slime.config.settings import to_dict
@@ -72,10 +72,10 @@ def settings_of(args: Args) -> JsonObject:
 
 
 def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: ManagerClient, log: StepLog) -> None:
-    """Let the rollout manager continue a resumed run's data source, and warn of settings that have changed.
+    """Restore the data source of a resumed run in the rollout manager, and warn about settings that have changed.
 
     Raises:
-        ResumeError: with these settings the prompts would come in another order.
+        ResumeError: with these settings, the prompts would come in a different order.
     """
     from slime.checkpoint.manifest import changes, check_same_prompts
 
@@ -85,6 +85,8 @@ def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: Manage
     trained = begin.snapshot.iteration
     manager.call("the data source to be restored", RolloutManager.load_state, trained, str(path), begin.attempt)
     log.note(f"resumed from {path}: going on with rollout {trained + 1}")
+    # In a different order of prompts, some groups would be used twice and others never, so that is an error. Any other
+    # change may be intended.
     then = begin.snapshot.manifest.get("settings", {})
     check_same_prompts(then, settings)
     if changed := changes(then, settings):
@@ -93,7 +95,7 @@ def restore_rollouts(begin: StartingPoint, settings: JsonObject, manager: Manage
 
 @dataclass(frozen=True)
 class SnapshotSettings:
-    """Where snapshots go, which are kept, and what their manifests say of the run."""
+    """Where snapshots are written, which of them are kept, and what their manifests say about the run."""
 
     folder: Path | None
     save_hf: str | None
@@ -113,8 +115,10 @@ class SnapshotSettings:
 class Snapshots:
     """Writes snapshots: all ranks and the rollout manager write their parts, then one manifest commits them.
 
+    Until the commit, the parts lie in a temporary folder. A fault before it leaves the previous snapshot the newest.
+
     Args:
-        saved: the rollout of the snapshot that a resumed run began with.
+        saved: the rollout of the snapshot with which a resumed run began.
 
     Attributes:
         saved: the rollout of the newest complete snapshot; None before the first.
@@ -132,21 +136,21 @@ class Snapshots:
     ) -> None:
         self.settings, self.saved = settings, saved
         self._manager, self._trainer, self._pool, self._log, self._stop = manager, trainer, pool, log, stop
-        self._open: tuple[Path, Facts] | None = None  # temporary folder, and what its manifest will say
+        self._open: tuple[Path, Facts] | None = None  # the temporary folder, and the content of its manifest
 
     def save(self, rollout_id: int) -> None:
-        """Write a snapshot of the state after rollout ``rollout_id``, and with ``--save-hf`` the weights as well.
+        """Write a snapshot of the state after rollout ``rollout_id``, and with ``--save-hf`` also the HF weights.
 
-        With ``--async-save`` the ranks only copy their state here and write it while the run goes on; the snapshot
+        With ``--async-save``, the ranks only copy their state here and write it while the run continues. The snapshot
         does not exist before :meth:`commit`.
         """
         from slime.checkpoint import snapshot
 
         assert self.settings.folder is not None, "--save-interval implies --save"
         with self._log.phase("save_model"):
-            self.commit()
-            # A stop saves the same rollout again. If it came in the middle of this save, it would remove the folder
-            # that ranks still write to.
+            self.commit()  # Only one snapshot is open at a time.
+            # A stop request saves the same rollout again. In the middle of this save, it would remove the folder to
+            # which ranks are still writing.
             with self._stop.deferred():
                 temp = snapshot.begin(self.settings.folder, rollout_id)
                 for group in self._trainer.groups:
@@ -164,7 +168,7 @@ class Snapshots:
                 actor.save_hf(self.settings.save_hf.format(rollout_id=rollout_id))
 
     def commit(self) -> None:
-        """Wait until the open snapshot is written, and commit it; nothing if none is open."""
+        """Wait until the open snapshot is written, and commit it; does nothing if none is open."""
         from slime.checkpoint import snapshot
 
         if self._open is None:
@@ -174,11 +178,12 @@ class Snapshots:
         snapshot.commit(temp, facts, written)
         self._open = None
         self.saved = facts["rollout_id"]
-        REPORTS.saved()
+        REPORTS.saved()  # From now on, a restart loads this run's own snapshot.
+        # After the commit, so that there is a complete snapshot at any time.
         if self.settings.keep_last:
             snapshot.prune(temp.parent, self.settings.keep_last, self.settings.retain_interval)
 
     def commit_if_written(self) -> None:
-        """Commit the open snapshot if no rank writes any more."""
+        """Commit the open snapshot if all ranks have finished writing it."""
         if self._open is not None and not any(group.is_saving() for group in self._trainer.groups):
             self.commit()

@@ -1,4 +1,4 @@
-"""The start of a run: connect to Ray, start engines and training ranks side by side, restore a snapshot."""
+"""Start a run: connect to Ray, start engines and training ranks at the same time, restore a snapshot."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ if TYPE_CHECKING:
     from slime.observability.run_dir import RunDir
 
 START_MARGIN_SECONDS = 180.0
-"""Beyond ``--start-timeout``: the process that waits for an engine itself reports first, with the engine's log."""
+"""Added to ``--start-timeout`` in the driver. The engine's own host waits for ``--start-timeout`` and reports a failure
+with the engine's log; the driver must not give up before that report arrives."""
 
 
 @dataclass
 class Parts:
-    """Filled in by :func:`start`, so that a failure at any point of it ends exactly what exists.
+    """What has been started so far.
+
+    :func:`start` fills this in part by part. So after a failure at any point, the shutdown ends exactly what exists.
 
     Attributes:
-        engines_started: the manager has engines, which its report can name.
-        run: once the start is complete.
+        engines_started: whether all engines have answered, so that the manager can report on them.
+        run: None until the start is complete.
     """
 
     dir: RunDir
@@ -55,7 +58,7 @@ class Parts:
     run: Run | None = None
 
     def actors(self) -> dict[str, ActorHandle]:
-        """The Ray actors that hold the run's state, by what an error calls them."""
+        """The Ray actors that hold the run's state, by the name that a message uses for them."""
         named = {"the rollout manager": self.manager.handle} if self.manager is not None else {}
         for group in self.groups:
             named |= {f"the {group.role}'s rank {number}": rank for number, rank in enumerate(group.ranks)}
@@ -63,7 +66,7 @@ class Parts:
 
 
 def prepare(args: Args) -> Parts:
-    """What exists before any process: the snapshot to resume from, the run's folder, and the display."""
+    """Set up what needs no other process: the snapshot to resume from, the run's folder, and the display."""
     from slime.observability.display import Display
     from slime.observability.run_dir import RunDir
 
@@ -73,10 +76,11 @@ def prepare(args: Args) -> Parts:
 
 
 def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
-    """Start everything; what exists is in ``parts`` from the moment on in which it does.
+    """Start all parts of the run; each is stored in ``parts`` as soon as it exists.
 
-    Engines and training ranks load their models at the same time, except where both take memory of the same GPU: an
-    engine takes its share of the memory that it finds free, so there the engines come first and release it again.
+    Engines and training ranks load their models at the same time, unless both use the same GPU. An engine takes its
+    share of the GPU memory that is free when it starts, so in that case the engines start first and release their
+    memory again before the training ranks start.
     """
     from slime.cluster.placement import Placement
     from slime.cluster.session import connect
@@ -84,7 +88,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     begin, log = parts.begin, parts.log
     with log.phase("start"):
         connect(args)
-        parts.stop.install()
+        parts.stop.install()  # again: ray.init has installed signal handlers of its own
         placement = parts.placement = Placement(args)
         args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
         waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None)
@@ -94,14 +98,17 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         urls: list[str] = []
         if engines is not None and args.offload_rollout and placement.on_gpu:
             urls, engines = _wait_for_engines(args, parts, manager, engines, release=shares_memory), None
+        # Without --num-rollout, only the data source knows the length of the run (--num-epoch). The training ranks need
+        # it when they are built: the learning-rate schedule depends on it.
         num_rollout = args.num_rollout
         if num_rollout is None:
             num_rollout = manager.call("the data source", RolloutManager.num_rollout)
-        args = args.with_values(num_rollout=num_rollout)  # on which the learning rate's schedule depends
+        args = args.with_values(num_rollout=num_rollout)
         if placement.slots.train:
             _start_training(args, parts, placement, waiter)
         if args.save:
             _check_save_folder(Path(args.save), manager, parts.groups)
+        # Engines and ranks have been loading their models side by side since they were started above.
         if engines is not None:
             urls = _wait_for_engines(args, parts, manager, engines, release=shares_memory)
         for group in parts.groups:
@@ -110,6 +117,8 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         actor = next((group for group in parts.groups if group.role == "actor"), None)
         critic = next((group for group in parts.groups if group.role == "critic"), None)
         trainer = Trainer(TrainerSettings.from_args(args), actor, critic, old_actor, log, begin.trained)
+        # After the models are loaded, since it measures memory; before the settings of the snapshots are taken from
+        # ``args``, since a resumed run keeps the budget of its snapshot.
         args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)
         settings = settings_of(args)
         restore_rollouts(begin, settings, manager, log)
@@ -130,7 +139,7 @@ def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waite
     from slime.config.layout import ParallelLayout
 
     layout = ParallelLayout.from_args(args) if placement.slots.train else ParallelLayout()
-    # Several threads: status() and engine_status() answer while generate() runs.
+    # With several threads, status() and engine_status() can answer while generate() runs.
     options = actor_class(RolloutManager).options(num_cpus=0, max_concurrency=8)
     handle = options.remote(args, str(parts.dir.path), layout)
     return ManagerClient(handle, waiter, args.phase_timeout)
@@ -139,7 +148,7 @@ def _start_manager(args: Args, parts: Parts, placement: Placement, waiter: Waite
 def _wait_for_engines(
     args: Args, parts: Parts, manager: ManagerClient, starting: ObjectRef[list[str]], release: bool
 ) -> list[str]:
-    """URLs of the engines once all of them answer; ``release``: they have released their memory again."""
+    """Wait until all engines answer and return their URLs; with ``release``, they then release their memory."""
     urls = manager.wait(starting, "the engines to start", args.start_timeout + START_MARGIN_SECONDS)
     parts.engines_started = bool(urls)
     if release and urls:
@@ -148,10 +157,10 @@ def _wait_for_engines(
 
 
 def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Waiter) -> None:
-    """Start the ranks of actor and critic, and let them load their models."""
+    """Start the ranks of actor and critic; they load their models in the background."""
     from slime.cluster.train_group import TrainGroup
 
-    if problems := check_schedules(args):  # the run's length may have been unknown until now
+    if problems := check_schedules(args):  # checked again: the length of the run may have been unknown until now
         raise ConfigError(problems)
     roles: list[Role] = ["actor", "critic"] if args.use_critic else ["actor"]
     snapshot = parts.begin.snapshot
@@ -161,12 +170,12 @@ def _start_training(args: Args, parts: Parts, placement: Placement, waiter: Wait
 
 
 def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainGroup]) -> None:
-    """Every process that writes snapshots reaches the folder in which the driver commits them.
+    """Check that every process that writes snapshots can reach the folder in which the driver commits them.
 
-    This is found out before the models are loaded.
+    This runs while the models are still being loaded, so that a wrong folder is reported as early as possible.
 
     Raises:
-        FolderError: names the processes that do not, and their nodes.
+        FolderError: some processes do not see the folder; the message names them and their nodes.
     """
     from slime.checkpoint.shared_folder import FolderTrial
 
@@ -179,10 +188,10 @@ def _check_save_folder(folder: Path, manager: ManagerClient, groups: list[TrainG
 
 
 def open_metrics(args: Args, parts: Parts) -> MetricsLogger:
-    """The metrics of a resumed run go on without the rows of steps that are made again.
+    """Open the metrics log; a resumed run drops the rows of the steps that it trains again.
 
-    The row of the last step that was saved is added where it is missing: the run was killed between the snapshot and
-    the end of the step.
+    If the previous process was killed after it wrote the snapshot but before it logged that step, the step's row is
+    missing. It is added from the metrics in the snapshot's manifest.
     """
     from slime.observability.metrics import MetricsLogger, read_metrics
 

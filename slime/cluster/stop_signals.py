@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for a graceful shutdown, the second ends the run at once."""
+"""Ctrl-C and SIGTERM: the first one asks for a graceful shutdown, the second one ends the run at once."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class StopRequested(Exception):
 
 
 class StopSignals:
-    """Turn the first SIGINT or SIGTERM into a request that every wait checks; the second ends the process at once.
+    """Turns the first SIGINT or SIGTERM into a request that every wait checks; the second ends the process at once.
 
-    One signal may arrive twice: directly (Ctrl-C reaches the whole process group) and forwarded by the supervisor. The
-    two ways are therefore counted separately, and the larger count decides.
+    One signal may arrive twice: directly, since Ctrl-C reaches the whole process group, and forwarded by the
+    supervisor. The two ways are therefore counted separately, and the larger count decides.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
-        self.ending = False  # the shutdown is under way, so its own waits are not interrupted
+        self.ending = False  # during the shutdown, whose own waits must not be interrupted
         self._previous: dict[int, Handler] = {}
         self._received: Counter[bool] = Counter()  # keyed by whether the supervisor forwarded it
 
@@ -46,6 +46,7 @@ class StopSignals:
             forwarded = FORWARDED.values() if REPORTS.attached else ()
             for number in (signal.SIGINT, signal.SIGTERM, *forwarded):
                 previous = signal.signal(number, self._on_signal)
+                # Only the first call sees the handlers from before the run; later ones see Ray's, or our own.
                 self._previous.setdefault(number, previous)
 
     def __exit__(
@@ -55,6 +56,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Only notes the request: the signal may have interrupted any line, so it is raised by the waits (check).
         meant = _MEANT.get(number, number)
         self._received[meant != number] += 1
         if max(self._received.values()) > 1:
@@ -68,7 +70,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Waits inside this block are not interrupted by a signal; the first wait after it is."""
+        """A signal does not interrupt waits inside this block; it interrupts the first wait after the block."""
         before, self.ending = self.ending, True
         try:
             yield
@@ -80,7 +82,7 @@ def _end_at_once(code: int) -> None:
     """Kill all child processes and exit without saving."""
     import psutil
 
-    REPORTS.over()
+    REPORTS.over()  # first, or the supervisor would take this end for a loss and restart the run
     for child in psutil.Process().children(recursive=True):
         child.kill()
     os._exit(code)

@@ -1,11 +1,13 @@
-"""``python supervisor.py -- SCRIPT FLAGS…``: run a driver, and run it again from its last snapshot when it is lost.
+"""``python supervisor.py -- SCRIPT FLAGS…``: run a driver, and run it again from its last snapshot if it is lost.
 
-A run with ``--max-restarts`` has this small process as the parent of its driver. What ends a run from outside may end
-the driver, too: Ray's C++ code exits the process when the head of the cluster is gone, and the kernel may kill it. So
-the driver only says over a pipe how far it is (:class:`Reports`), and the decision is made here. All processes of the
-run on this machine are descendants of this process, also those whose parents died, and none of them outlives a driver.
+A run with ``--max-restarts`` has this small process as the parent of its driver. A fault that ends a run may end the
+driver as well: Ray's C++ code exits the process when the head of the cluster is gone, and the kernel may kill it. So
+the driver only reports over a pipe how far it is (:class:`Reports`), and the decision to restart is made here. All
+processes of the run on this machine are descendants of this process, even if their parents died, and all of them are
+ended before the next driver starts.
 
-It imports nothing but the standard library and psutil: it lives as long as the run, and must not take part in it.
+This process imports only the standard library, psutil and :mod:`slime.config.parent`. It lives as long as the run, and
+must not be affected by what happens in it.
 """
 
 from __future__ import annotations
@@ -27,18 +29,19 @@ from slime.config.parent import adopt_orphans, kill_with_parent
 
 PIPE_VARIABLE = "SLIME_SUPERVISOR_PIPE"
 SETTINGS_VARIABLE = "SLIME_SUPERVISOR_SETTINGS"
-LOST_CODE = 75  # EX_TEMPFAIL; a driver that asks to be run again ends with it
-LEFT_SECONDS = 2.0  # that processes of a driver which ended have to end by themselves
-KILLED_SECONDS = 30.0  # that they have to end after a SIGKILL; the kernel may hold one for good
+LOST_CODE = 75  # EX_TEMPFAIL: the exit code of a driver that asks to be run again
+LEFT_SECONDS = 2.0  # for the remaining processes of a driver to end by themselves
+KILLED_SECONDS = 30.0  # for them to end after SIGKILL; a process blocked in the kernel may never end
 FORWARDED = {signal.SIGINT: signal.SIGRTMIN + 1, signal.SIGTERM: signal.SIGRTMIN + 2}
-"""What a driver gets for a signal that came here. A signal to the whole process group, as of Ctrl-C, reaches the
-driver by itself as well, and must not count twice."""
+"""Signals by which this process forwards those that it receives. They differ from the originals because Ctrl-C reaches
+the whole process group, and therefore the driver directly as well: the driver must be able to tell a second Ctrl-C from
+the forwarded copy of the first."""
 _POLL_SECONDS = 0.5
 _OF_THE_FIRST_START = ("ckpt_step", "start_rollout_id", "finetune")
 
 
 class Settings(TypedDict):
-    """The arguments that decide whether and how a lost run goes on."""
+    """The arguments that decide whether and how a lost run continues."""
 
     max_restarts: int
     save: str | None
@@ -52,10 +55,14 @@ class Reports:
     def __init__(self) -> None:
         self._pipe: int | None = None
         self.settings: dict[str, object] = {}
-        """Of a driver that is run again: see :func:`restart_settings`."""
+        """Arguments of a restarted driver, see :func:`restart_settings`; empty in the first driver."""
 
     def attach(self) -> bool:
-        """Take the pipe over from the environment, which child processes inherit; whether there is one."""
+        """Take over the pipe that the environment names; returns whether there is one.
+
+        The variables are removed and the pipe is closed in child processes, so that none of them takes itself for the
+        driver.
+        """
         given = os.environ.pop(PIPE_VARIABLE, None)
         self.settings |= json.loads(os.environ.pop(SETTINGS_VARIABLE, "{}"))
         if given is not None:
@@ -68,7 +75,11 @@ class Reports:
         return self._pipe is not None
 
     def began(self, values: Settings) -> None:
-        """From here on an end without :meth:`over` is a loss. ``values``: see :func:`restart_settings`."""
+        """The run has begun: from now on, an end without :meth:`over` is a loss.
+
+        Args:
+            values: see :func:`restart_settings`.
+        """
         self._send({"began": values})
 
     def saved(self) -> None:
@@ -76,16 +87,16 @@ class Reports:
         self._send({"saved": True})
 
     def lost(self) -> None:
-        """A part of the run was lost: whatever happens now, the driver is to be run again."""
+        """A part of the run was lost: the driver must be run again, however this process ends."""
         self._send({"lost": True})
 
     def over(self) -> None:
-        """The run ends, well or not, and is not run again."""
+        """The run ends, successfully or not, and must not be run again."""
         self._send({"over": True})
 
     def _send(self, message: dict[str, object]) -> None:
         if self._pipe is not None:
-            with contextlib.suppress(OSError):  # the supervisor was killed, and this process is about to be
+            with contextlib.suppress(OSError):  # The supervisor was killed; this process is killed with its parent.
                 os.write(self._pipe, json.dumps(message).encode() + b"\n")
 
 
@@ -93,22 +104,28 @@ REPORTS = Reports()
 
 
 def supervise() -> None:
-    """Replace this process by the supervisor of the command line that it was started with."""
+    """Replace this process by a supervisor, which runs the same command line as its child."""
+    # exec drops what is still buffered. -P keeps this file's folder off the import path of the supervisor.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-P", os.path.abspath(__file__), "--", *sys.orig_argv[1:]])
 
 
 def restart_settings(values: Settings, saved: bool) -> dict[str, object]:
-    """Arguments with which a run goes on. They take precedence over the command line and over the files that it names
-    (``--override``, ``--custom-config-path``); None stands for the default.
+    """Arguments with which a lost run continues.
+
+    They take precedence over the command line and over the files that it names (``--override``,
+    ``--custom-config-path``); None stands for the default.
 
     Args:
-        values: as the lost driver had them.
-        saved: ``--save`` holds a snapshot of this run: go on from it. Otherwise from where the run began.
+        values: the values of the lost driver.
+        saved: whether ``--save`` holds a snapshot of this run. If so, the run continues from it, otherwise from where
+            it began.
     """
     settings: dict[str, object] = {name: str(values[name]) for name in ("run_name", "output_dir")}
     settings["max_restarts"] = values["max_restarts"] - 1
+    # --ckpt-step, --start-rollout-id and --finetune chose where the first driver began. With the run's own snapshot
+    # they would lead back there.
     if saved:
         settings |= {"load": str(values["save"]), **dict.fromkeys(_OF_THE_FIRST_START)}
     return settings
@@ -116,7 +133,7 @@ def restart_settings(values: Settings, saved: bool) -> dict[str, object]:
 
 @dataclass
 class Driver:
-    """One driver process, and what it has said so far."""
+    """One driver process, and what it has reported so far."""
 
     child: subprocess.Popen[bytes]
     pipe: int
@@ -124,24 +141,28 @@ class Driver:
     _rest: bytes = b""
 
     def listen(self, seconds: float) -> None:
-        """Take in what it says within ``seconds``, or less where it says something."""
+        """Wait for a report, at most ``seconds``, and take in all that has arrived."""
         if not select.select([self.pipe], [], [], seconds)[0]:
             return
         data = os.read(self.pipe, 65536)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._rest = (self._rest + data).split(b"\n")  # A read may end in the middle of a line.
         for line in lines:
             self.said.update(json.loads(line))
-        if not data:  # it closed the pipe and is about to end
+        # End of file: the driver has closed the pipe and is about to end. select would return at once from now on, so
+        # without this wait the caller would poll in a busy loop.
+        if not data:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.child.wait(seconds)
 
     def ended_in_order(self) -> bool:
-        """Whether it said that the run is over. Then it has ended the run's processes itself, and others that user code
-        left on purpose are none of ours."""
+        """Whether the driver reported that the run is over.
+
+        Then it has ended the processes of the run itself, and any that remain were left by user code on purpose.
+        """
         return "over" in self.said and "lost" not in self.said
 
     def next_settings(self) -> dict[str, object] | None:
-        """Once it has ended: the settings that go on with the run; None where there is nothing to go on with."""
+        """Settings of the next driver, once this one has ended; None if the run must not be restarted."""
         values = self.said.get("began")
         if values is None or values["max_restarts"] < 1 or self.ended_in_order():
             return None
@@ -158,26 +179,27 @@ class Supervisor:
         self.driver: Driver | None = None
 
     def run(self) -> int:
-        """Until a driver ends for good; returns its exit status."""
-        adopt_orphans()
+        """Run drivers until one ends for good; returns its exit status."""
+        adopt_orphans()  # Processes whose parents die become children of this one, so that they can be ended.
         for number in FORWARDED:
             signal.signal(number, self._on_signal)
         while True:
             driver = self._start()
-            if self.stopped_by is not None:  # the signal came when there was no driver to pass it on to
+            if self.stopped_by is not None:  # The signal came when there was no driver to forward it to.
                 driver.child.send_signal(FORWARDED[signal.Signals(self.stopped_by)])
             while driver.child.poll() is None:
                 driver.listen(_POLL_SECONDS)
                 _reap_others(driver.child.pid)
-            driver.listen(0.0)
+            driver.listen(0.0)  # The last reports may have come after the last look into the pipe.
             os.close(driver.pipe)
             code = driver.child.returncode
+            # Before the next driver starts: engines and ranks of the old one still hold GPU memory and ports.
             if not driver.ended_in_order():
                 end_descendants(LEFT_SECONDS)
             following = driver.next_settings()
             if self.stopped_by is not None or following is None:
                 return self._status(code)
-            if "lost" not in driver.said:  # it could not say so itself
+            if "lost" not in driver.said:  # The driver could not print this itself.
                 left = driver.said["began"]["max_restarts"] - 1
                 where = "its last snapshot" if driver.said.get("saved") else "where it began"
                 how = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -207,16 +229,17 @@ class Supervisor:
     def _status(self, code: int) -> int:
         if code >= 0:
             return code
-        if self.stopped_by is not None and -code in FORWARDED.values():  # before it could end in order
+        # A forwarded signal killed the driver before it had installed its handlers. To the user, it was the original.
+        if self.stopped_by is not None and -code in FORWARDED.values():
             return 128 + self.stopped_by
         return 128 - code
 
 
 def end_descendants(seconds: float) -> None:
-    """Wait until the processes below this one have ended, and kill those that have not after ``seconds``.
+    """Wait until all descendants of this process have ended, and kill those that are left after ``seconds``.
 
-    One that does not end for :data:`KILLED_SECONDS` after that (the kernel holds it, or it is another user's) is left
-    behind, and stderr says so.
+    Processes that are still there :data:`KILLED_SECONDS` later (blocked in the kernel, or of another user) are left
+    behind with a message on stderr.
     """
     import psutil
 
@@ -230,6 +253,7 @@ def end_descendants(seconds: float) -> None:
             pids = ", ".join(str(process.pid) for process in left)
             print(f"processes {pids} cannot be killed; they may keep memory or ports", file=sys.stderr, flush=True)
             return
+        # Killed again in every round: a process may start another one while it is being killed.
         if time.monotonic() > until:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -238,8 +262,8 @@ def end_descendants(seconds: float) -> None:
 
 
 def _reap_others(driver: int) -> None:
-    """Bury processes that were given to this one when their parents ended; the driver itself is waited for by its
-    owner."""
+    """Reap ended processes that this one has adopted, but not the driver: its exit status belongs to ``Popen``."""
+    # WNOWAIT leaves a found process unreaped, so it can be told whether it is the driver before its status is taken.
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != driver:
             os.waitpid(found.si_pid, os.WNOHANG)

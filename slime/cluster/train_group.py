@@ -33,7 +33,7 @@ CLOSE_DEADLINE_SECONDS = 10.0
 
 
 class TrainGroup:
-    """All ranks of one role. Every call waits for all ranks, and fails as soon as one of them does."""
+    """All training ranks of one role. Every call waits for all ranks, and fails as soon as one of them fails."""
 
     def __init__(
         self, args: Args, role: Role, placement: Placement, waiter: Waiter, log_dir: Path, load_path: Path | None
@@ -50,10 +50,10 @@ class TrainGroup:
             for rank in range(world_size)
         ]
         self.resident: Literal["everything", "weights", "nothing"] = "everything"
-        """On the accelerator; of interest where trainers and engines take turns."""
+        """What is on the accelerator; changes only if trainers and engines take turns (``--offload-train``)."""
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
         self.host, port = self._call([self.ranks[0].address.remote()], "to start", self.args.start_timeout)[0]
-        # Each rank reads its own shards, and those of others when their number changed.
+        # Each rank reads its own shards, and those of other ranks if their number has changed since the snapshot.
         path = str(load_path) if load_path else None
         self.starting = [rank.init.remote(self.host, port, path) for rank in self.ranks]
 
@@ -61,7 +61,7 @@ class TrainGroup:
         self._call(self.starting, "to load the model", self.args.start_timeout)
 
     def try_folder(self, folder: str, token: str) -> dict[str, Answer]:
-        """What each rank finds in a folder that all of them are to write to, by their names."""
+        """What each rank finds in a folder to which all of them must write, by name of the rank."""
         refs = [rank.try_folder.remote(folder, token, who) for who, rank in self._named.items()]
         answers = self._call(refs, "to look into --save", self.args.start_timeout)
         return dict(zip(self._named, answers, strict=True))
@@ -69,12 +69,14 @@ class TrainGroup:
     def train(
         self, rollout_id: int, batch_refs: Batches, values: Sequence[Values | None] | None = None
     ) -> tuple[TrainResult, list[Values | None]]:
-        """Train every rank on its part; the step is never cut short by a signal.
+        """Train every rank on its part of a rollout. A signal does not interrupt the step.
 
-        Returns the result of rank 0, and the values of all ranks (of a critic).
+        Returns:
+            The result of rank 0, and each rank's values (of a critic, otherwise None).
         """
         layout = ParallelLayout.from_args(self.args)
         refs = [
+            # Ranks of one data-parallel group (tensor, pipeline, context parallel) get the same part of the batch.
             rank.train.remote(rollout_id, [batch_refs[layout.data_rank(i)]], values[i] if values else None)
             for i, rank in enumerate(self.ranks)
         ]
@@ -91,7 +93,12 @@ class TrainGroup:
         slots: Mapping[str, range],
         check_equal: bool = False,
     ) -> UpdateReport:
-        """Returns the report: of several senders, which work at the same time, the longest times."""
+        """Send the weights to the engines.
+
+        Returns:
+            One report. Several ranks may send at the same time; the times are those of the slowest.
+        """
+        # A repeated update has the same version. The random part keeps it from reading store keys of the first attempt.
         token = f"weights-{version}-{secrets.token_hex(8)}"
         update, what = TrainActor.update_weights, f"to send weights {version}"
         results = self._all(what, update, list(engine_urls), version, same_host, dict(slots), token, check_equal)
@@ -104,7 +111,7 @@ class TrainGroup:
         )
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
-        """Largest difference between trainer and engines on a fixed sequence; rank 0 asks."""
+        """Largest log-prob difference between trainer and engines on a fixed sequence; rank 0 asks the engines."""
         ref = self.ranks[0].check_probe.remote(list(engine_urls))
         return float(self._call([ref], "to compare log-probs with the engines", self.args.phase_timeout)[0])
 
@@ -113,7 +120,7 @@ class TrainGroup:
         self._call(saving, "to save", self.args.phase_timeout, interruptible=False)
 
     def is_saving(self) -> bool:
-        """Whether a rank still writes what :meth:`save` began (``--async-save``)."""
+        """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
         return any(self._call(self._start(TrainActor.is_saving), "to say how far it is", 60.0))
 
     def finish_save(self) -> list[FileEntry]:
@@ -135,24 +142,24 @@ class TrainGroup:
         self._all("to refresh old_actor", TrainActor.refresh_old_actor, behind)
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give accelerator memory back, with ``keep_weights`` but for the weights. Nothing if asleep already."""
+        """Release accelerator memory, with ``keep_weights`` all but the weights. Does nothing if already asleep."""
         if self.resident != "nothing":
             self._all("to sleep", TrainActor.sleep, keep_weights)
             self.resident = "weights" if keep_weights else "nothing"
 
     def wake(self) -> None:
-        """Take all of it again. Nothing if awake already."""
+        """Take all accelerator memory again. Does nothing if already awake."""
         if self.resident != "everything":
             self._all("to wake", TrainActor.wake)
             self.resident = "everything"
 
     def memory(self) -> dict[str, float]:
-        """GiB in use, see :func:`slime.observability.memory.memory_in_use`; the largest of any rank."""
+        """GiB in use, the maximum over all ranks; see :func:`slime.observability.memory.memory_in_use`."""
         each = self._all("to say what memory it uses", TrainActor.memory)
         return {name: max(used[name] for used in each) for name in each[0]}
 
     def measure_memory(self, share: float) -> list[Measurement]:
-        """What each rank with a GPU finds."""
+        """The measurement of each rank that has a GPU."""
         measuring = self._start(TrainActor.measure_memory, share)
         found = self._call(measuring, "to measure its memory", self.args.start_timeout)
         return [one for one in found if one is not None]
@@ -161,7 +168,7 @@ class TrainGroup:
         self._all("to take the token budget", TrainActor.set_token_budgets, training, forward_only)
 
     def close(self) -> None:
-        """Let go of what outlives a process. A rank that hangs is not waited for."""
+        """Release what would outlive the processes. The wait is short, so a rank that hangs does not delay the end."""
         import ray
 
         ray.get(self._start(TrainActor.close), timeout=CLOSE_DEADLINE_SECONDS)

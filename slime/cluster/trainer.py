@@ -1,4 +1,4 @@
-"""The training side as the driver sees it: actor and critic, whose turn on the accelerator it is, and which weights the
+"""The training side as the driver sees it: actor and critic, which of them is on the accelerator, and which weights the
 copy ``old_actor`` holds."""
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """``offload_train``: trainers move to CPU memory between their phases. ``colocated``: trainers or engines do, so
-    both share accelerators."""
+    """The flags that the trainer uses.
+
+    Attributes:
+        offload_train: whether training ranks move to CPU memory between their phases.
+        colocated: whether training ranks or engines do so, because both share accelerators.
+    """
 
     offload_train: bool
     colocated: bool
@@ -32,22 +36,24 @@ class TrainerSettings:
 
 
 class OldActor:
-    """Keeps the copy ``old_actor`` equal to the weights that generated the rollout which is trained next.
+    """Keeps the copy ``old_actor`` equal to the weights that generated the rollout that is trained next.
 
-    Where each rollout starts after the previous update, these are the weights that the engines hold. In the
-    asynchronous loop the first rollout that is trained after an update had been generated before the update, with the
-    weights from before it. The rollouts after it, until the next update, were generated with the engines' weights.
+    If each rollout starts after the previous update, these are the weights that the engines hold. In the asynchronous
+    loop, the first rollout that is trained after an update was generated before that update, with the weights from
+    before it. The rollouts after it, until the next update, were generated with the engines' weights.
 
     Args:
         is_kept: ``--keep-old-actor``.
-        lag: updates by which the first rollout after an update is behind, 0 or 1; see :func:`old_actor_lag`.
+        lag: the number of updates by which the first rollout after an update is behind, 0 or 1; see
+            :func:`old_actor_lag`.
     """
 
     def __init__(self, is_kept: bool, lag: int = 0) -> None:
         self.is_kept, self.lag = is_kept, lag
         self._version = ""  # of the last update
         self._steps_behind: int | None = None
-        """Steps since the last update that trained on the weights before it; None once the copy holds the engines'."""
+        """Steps since the last update whose rollouts had the weights from before it; None once the copy holds the
+        engines' weights."""
 
     @classmethod
     def from_args(cls, args: Args, asynchronous: bool) -> OldActor:
@@ -55,14 +61,19 @@ class OldActor:
         return cls(is_kept, (old_actor_lag(args) or 0) if asynchronous and is_kept else 0)
 
     def updated(self, actor: TrainGroup, version: str) -> None:
-        """The engines hold ``version`` of the weights that ``actor`` has; a repeated call does nothing."""
+        """Note that the engines got the weights of ``actor`` as ``version``; a repeated call does nothing.
+
+        Calls are repeated when a weight update is repeated because engines were lost.
+        """
         if self.is_kept and version != self._version:
             self._version = version
             self._steps_behind = 0 if self.lag == 1 else None
             actor.refresh_old_actor(behind=self.lag == 1)
 
     def before_step(self, actor: TrainGroup) -> None:
-        """A rollout is about to be trained."""
+        """Prepare the copy for the rollout that is about to be trained."""
+        # The first rollout after an update still has the weights from before it. With the second one, the copy moves on
+        # to ``rollout_actor``, in which the ranks keep what the engines hold.
         if self._steps_behind == 0:
             self._steps_behind = 1
         elif self._steps_behind == 1:
@@ -71,12 +82,12 @@ class OldActor:
 
 
 class Trainer:
-    """The training side of one run; used by the driver's main thread only.
+    """The training side of one run; used only by the driver's main thread.
 
     Args:
         actor: None in a run that does not train (``--debug-rollout-only``).
-        critic: None without a critic.
-        trained: the last rollout that the snapshot of a resumed run has trained.
+        critic: None in a run without a critic.
+        trained: the last rollout that a resumed run had trained in its snapshot.
 
     Attributes:
         trained: the last rollout whose training is complete; None before the first.
@@ -97,9 +108,10 @@ class Trainer:
         self._log = log
 
     def train(self, rollout_id: int, refs: Batches) -> None:
-        """Train on a rollout: first the critic, whose values the actor's advantages need, then the actor.
+        """Train on a rollout: first the critic, because the actor's advantages need its values, then the actor.
 
-        The metrics go into the step's. The actor rests in the first ``--num-critic-only-steps`` rollouts.
+        The metrics are added to those of the step. In the first ``--num-critic-only-steps`` rollouts, the actor does
+        not train.
         """
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
         pending, values = self._log.pending, None
@@ -117,14 +129,15 @@ class Trainer:
         if interval and (rollout_id + 1) % interval == 0:
             self.take_turn(self.actor)
             self.actor.copy_weights("actor", "ref")
+        # Only now: a stop in the middle of a step must not save a snapshot that claims that this step is trained.
         self.trained = rollout_id
 
-    # --- colocated: who is on the accelerator ------------------------------------------------
+    # --- colocated: which group is on the accelerator ----------------------------------------
 
     def take_turn(self, group: TrainGroup) -> None:
-        """With ``--offload-train``: wake ``group`` after the other has gone to sleep.
+        """With ``--offload-train``, put the other group to sleep and then wake ``group``.
 
-        The accelerator never has to hold actor and critic at the same time.
+        In this order, the accelerator never has to hold actor and critic at the same time.
         """
         if self.settings.offload_train:
             for other in self.groups:
@@ -133,29 +146,30 @@ class Trainer:
             group.wake()
 
     def wake(self) -> None:
-        """With ``--offload-train``: wake the group that trains first."""
+        """With ``--offload-train``, wake the group that trains first: the critic if there is one."""
         if self.settings.offload_train and self.groups:
             with self._log.timed("wake_up"):
                 self.take_turn(self.groups[-1])
             self.log_memory("wake_up")
 
     def sleep(self) -> None:
-        """With ``--offload-train``: all groups give their accelerator memory back."""
+        """With ``--offload-train``, release the accelerator memory of all groups."""
         if self.settings.offload_train:
             for group in self.groups:
                 group.sleep()
 
     def make_room_for_weights(self) -> None:
-        """With ``--offload-train``: only the weights that engines get stay on the accelerator.
+        """With ``--offload-train``, keep only the weights that are sent to engines on the accelerator.
 
-        Optimizer state, gradients and the critic leave before the engines take memory for their copy of the weights.
+        Optimizer state, gradients and the critic must leave before the engines take memory for their copy of the
+        weights.
         """
         if self.settings.offload_train and self.actor is not None:
             self.take_turn(self.actor)
             self.actor.sleep(keep_weights=True)
 
     def log_memory(self, phase: str) -> None:
-        """``memory/<phase>/…``: GiB in use once a phase is over, where trainer and engines share accelerators."""
+        """Log ``memory/<phase>/…``, the GiB in use after a phase, if trainer and engines share accelerators."""
         if self.settings.colocated:
             for group in self.groups:
                 role = "" if group is self.actor else f"{group.role}_"

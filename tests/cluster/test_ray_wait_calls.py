@@ -97,7 +97,7 @@ def test_a_rank_that_stops_answering_ends_the_wait(clock: FakeRay, monkeypatch: 
     waiter = Waiter(StopSignals(), silence=100.0)
     waiter.get([Answer(5)], "to load", 10_000, actors=actors)
     actors["rank 1"].delay = float("inf")
-    with pytest.raises(NoStatus, match=r"^rank 1 said nothing for 100 s \(--status-timeout\); waited for to train"):
+    with pytest.raises(NoStatus, match=r"^rank 1 did not answer for 100 s \(--status-timeout\); waited for to train"):
         waiter.get([Answer(float("inf"))], "to train", 10_000, actors=actors)
 
 

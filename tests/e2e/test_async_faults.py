@@ -193,6 +193,6 @@ def test_a_process_that_is_frozen_is_noticed_long_before_the_phase_is_over(runne
     struck = strike(runner, process, victim, signal.SIGSTOP)
     result = runner.finish(process, "run", 250)
     assert_accounted(result)
-    assert "said nothing for 20 s (--status-timeout)" in result.output and "resumed from" in result.output
+    assert "did not answer for 20 s (--status-timeout)" in result.output and "resumed from" in result.output
     assert runner.wait_gone() == []
     assert not psutil.pid_exists(struck.pid) or psutil.Process(struck.pid).status() == psutil.STATUS_ZOMBIE
