@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a process starts, reported together."""
+"""Checks of the command line before any process starts. All problems are reported together."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = False) -> Args:
-    """Flags, files, rows and labels; prints all problems and exits with 2 if there are any.
+    """Parse the flags and check files, rows and labels; prints all problems and exits with 2 if there are any.
 
-    A run of the command line (``argv`` is None) with ``--max-restarts`` gets a supervisor here: this process becomes
-    one, and the call returns in its child, which checks nothing a second time.
+    If the flags come from the command line (``argv`` is None) and contain ``--max-restarts``, this process becomes the
+    supervisor of the run. Then the call returns in the supervisor's child, which does not repeat the checks.
     """
     from slime.cluster.supervisor import REPORTS, supervise
     from slime.config.parser import ConfigError, load_args, parse_args
 
     words = list(argv) if argv is not None else None
     if words is None and REPORTS.attach():
-        with contextlib.suppress(ConfigError):  # a file vanished: said below
+        with contextlib.suppress(ConfigError):  # A file has vanished since; parse_args reports that below.
             return load_args(asynchronous=asynchronous, settings=REPORTS.settings)
     checks = (
         _check_rows_and_rewards, check_schedules, _check_checkpoints,
@@ -35,7 +35,7 @@ def parse_and_check(argv: Sequence[str] | None = None, asynchronous: bool = Fals
 
 
 def _check_rows_and_rewards(args: Args) -> list[str]:
-    from slime.data.validate import check_data  # not before a check runs: --help needs no numpy
+    from slime.data.validate import check_data  # imported only when it runs, so that --help needs no numpy
     from slime.rollout.rm_hub import check_label
     from slime.rollout.rm_hub.checks import check_rewards
 
@@ -43,7 +43,7 @@ def _check_rows_and_rewards(args: Args) -> list[str]:
 
 
 def check_schedules(args: Args) -> list[str]:
-    """The learning-rate schedules of all roles can be made; nothing is said while the run's length is unknown."""
+    """Problems of the learning-rate schedules of all roles; none as long as the length of the run is unknown."""
     from slime.backends.lr_schedule import LrSchedule
     from slime.config.settings import role_args
 
@@ -59,7 +59,7 @@ def check_schedules(args: Args) -> list[str]:
 
 
 def _check_checkpoints(args: Args) -> list[str]:
-    """The headers of every Hugging Face checkpoint that the run reads fit the model of its config.json."""
+    """Check that the headers of each Hugging Face checkpoint fit the model that its config.json describes."""
     from slime.models.loading import ModelError, check_checkpoint
 
     problems = []
@@ -91,7 +91,7 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
 
 
 def _check_quantized_engines(args: Args) -> list[str]:
-    """SGLang would keep quantized layers, while the trainer sends plain weights."""
+    """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
     from slime.config.hf_config import read_config
     from slime.models.quantized import quantization_of
 
@@ -102,13 +102,13 @@ def _check_quantized_engines(args: Args) -> list[str]:
         return []
     return [
         f"--hf-checkpoint {args.hf_checkpoint} is quantized ({quantization.get('quant_method')}): SGLang would keep "
-        "its quantized layers, and the trainer's plain weights do not fit them. Make a plain checkpoint with "
-        "tools/dequantize_hf.py and name that"
+        "its quantized layers, and the trainer's plain weights do not fit them. Convert it to a plain checkpoint with "
+        "tools/dequantize_hf.py and pass that instead"
     ]
 
 
 def _check_snapshots(args: Args) -> list[str]:
-    """``--load`` and ``--save`` name no checkpoints of another program."""
+    """Refuse ``--load`` and ``--save`` folders with checkpoints of another program or backend."""
     from slime.checkpoint.snapshot import SnapshotError, kind, latest, refuse_foreign
     from slime.config.hf_config import megatron_folder
 
@@ -131,18 +131,18 @@ def _check_snapshots(args: Args) -> list[str]:
 
 
 def _nothing_to_load(named: str, folder: Path) -> list[str]:
-    """A folder that is not empty and holds nothing to go on from: a run would silently start afresh."""
+    """Refuse a folder that is not empty but holds nothing to load: the run would silently start from scratch."""
     entries = folder.iterdir() if folder.is_dir() else ()
     there = sorted(entry.name for entry in entries if not entry.name.startswith("."))
     shown = ", ".join(there[:3]) + (", ..." if len(there) > 3 else "")
     return [
         f"--load {named}: neither snapshots (iter_*), nor a Hugging Face folder (config.json), nor Megatron weights "
-        f"(torch_dist); there is {shown}"
+        f"(torch_dist) were found there, only {shown}"
     ] if there else []  # fmt: skip
 
 
 def _wrong_backend(args: Args, folder: Path) -> list[str]:
-    """Each training backend reads what it wrote."""
+    """Refuse a snapshot of the other training backend."""
     from slime.config.hf_config import megatron_folder
 
     megatron = megatron_folder(str(folder)) is not None
@@ -151,13 +151,13 @@ def _wrong_backend(args: Args, folder: Path) -> list[str]:
         return []
     other = "megatron" if megatron else "fsdp"
     return [
-        f"--load {args.load} was saved with --train-backend {other}, and this is {args.train_backend}: load it with "
-        "that, or convert it to a Hugging Face folder (tools/convert_to_hf.py) and load this"
+        f"--load {args.load} was saved with --train-backend {other}, but this run has {args.train_backend}: use that "
+        "backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) and load the folder"
     ]
 
 
 def _check_save_folder(args: Args) -> list[str]:
-    """This machine can write to ``--save``, and a snapshot has room there."""
+    """Check that this machine can write to ``--save``, and that there is room for a snapshot."""
     from slime.checkpoint.shared_folder import try_to_write
 
     if not args.save:
@@ -167,7 +167,7 @@ def _check_save_folder(args: Args) -> list[str]:
 
 
 def _snapshot_bytes(args: Args) -> int:
-    """About how large one snapshot is: float32 weights and Adam's two moments; 0 where it cannot be known."""
+    """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
     from math import prod
 
     from slime.models.shards import ModelError
@@ -176,7 +176,7 @@ def _snapshot_bytes(args: Args) -> int:
     try:
         folder = local_folder(args.hf_checkpoint) if args.hf_checkpoint else None
         shapes = StoredWeights(folder).shapes() if folder is not None else {}
-    except ModelError:  # told already, or PyTorch's older format
+    except ModelError:  # Another check reports it, or the files have PyTorch's older format.
         return 0
     per_parameter = 4 if args.no_save_optim or args.use_stateless_adam else 12
     count = sum(map(prod, shapes.values()))
@@ -184,7 +184,7 @@ def _snapshot_bytes(args: Args) -> int:
 
 
 def _check_server_options(args: Args) -> list[str]:
-    """Ask the installed SGLang and router; what is wrong with the plan itself is told by the configuration."""
+    """Let the installed SGLang and router check their options."""
     from slime.config.engine import ServerGroupError
     from slime.engines.plan import plan_engines
     from slime.engines.settings import EngineSettings, RouterSettings
@@ -194,6 +194,6 @@ def _check_server_options(args: Args) -> list[str]:
         return []
     try:
         specs = plan_engines(args)
-    except (ServerGroupError, OSError):
+    except (ServerGroupError, OSError):  # The checks of the configuration report a wrong plan.
         return []
     return check_launch(EngineSettings.from_args(args), RouterSettings.from_args(args), specs)

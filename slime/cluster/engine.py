@@ -1,4 +1,4 @@
-"""One engine of a run: where its server process lives, and what state it is in."""
+"""One engine of a run: where its server process runs, and which state it is in."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 State = Literal["starting", "unsynced", "serving", "lost", "given up"]
 GONE: tuple[State, ...] = ("lost", "given up")
-"""States of engines whose processes were killed, with the actor that could be asked about them."""
+"""States of engines whose server process was killed, together with the actor that could report on it."""
 
 
 class ServerFacts(TypedDict):
-    """What the host of an engine says of its server process."""
+    """What the host of an engine reports about its server process."""
 
     url: str
     pid: int
@@ -28,16 +28,24 @@ class ServerFacts(TypedDict):
 
 @dataclass
 class Engine:
-    """One place for an engine. ``host`` is None for a server that is not ours to start."""
+    """One engine position in the run; a restarted engine keeps it.
+
+    Attributes:
+        host: None for an external server, which this run does not start.
+        losses: when the engine was lost (``time.monotonic()``).
+        ready_at: when its last start was complete (``time.monotonic()``).
+        ending: whether it is lost and its processes are still being ended.
+        last_words: the end of its log after a loss, or the reason for the loss.
+    """
 
     spec: EngineSpec
     host: RayEngineHost | None
     url: str = ""
     bootstrap_port: int | None = None
     state: State = "starting"
-    losses: list[float] = field(default_factory=list)  # when, time.monotonic()
-    ready_at: float = 0.0  # time.monotonic(), of its last start
-    ending: bool = False  # lost, and its processes are being ended
+    losses: list[float] = field(default_factory=list)
+    ready_at: float = 0.0
+    ending: bool = False
     last_words: str = ""
 
     @property
@@ -53,7 +61,7 @@ class Engine:
         return Worker(self.url, self.spec.model, self.spec.worker_type, self.bootstrap_port)
 
     def wait_ready(self) -> None:
-        """Block until it answers; its address is new with every start."""
+        """Block until the engine answers. Its address changes with every start."""
         assert self.host is not None
         self.url = self.host.wait_ready()
         self.ready_at = time.monotonic()
@@ -63,12 +71,12 @@ class Engine:
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """The engines that get the trainer's weights, as the driver is told.
+    """The engines that get the trainer's weights, as reported to the driver.
 
     Attributes:
-        serving: URLs of those that hold the current weights and get requests.
-        unsynced: URLs of those that were started again and wait for weights.
-        slots: engine URL to the GPU slots that it occupies, among the rollout's.
+        serving: URLs of the engines that hold the current weights and get requests.
+        unsynced: URLs of the engines that were restarted and wait for weights.
+        slots: by engine URL, the GPU slots that it occupies, among those of the rollout.
         fatal: why the run must end, or None.
     """
 
@@ -79,4 +87,4 @@ class EngineStatus:
 
 
 class EnginesLost(RuntimeError):
-    """The run cannot go on: which engine was lost, why, and what to do."""
+    """The run cannot continue; the message says which engine was lost, why, and what to do."""

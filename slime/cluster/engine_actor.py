@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from slime.config.args import Args
     from slime.engines.plan import EngineSpec
 
-ACTOR_MARGIN_SECONDS = 120.0  # for the actor itself to start, and its placement
-ASK_SECONDS = 15.0  # an actor that does not answer for so long is lost
-SILENT_SECONDS = 2.0  # for further calls to it
+ACTOR_MARGIN_SECONDS = 120.0  # for placing and starting the actor itself
+ASK_SECONDS = 15.0  # An actor that does not answer for this long is lost.
+SILENT_SECONDS = 2.0  # deadline of further calls to such an actor
 KILL_SECONDS = 30.0
 
 
 class EngineActor:
-    """Starts the server, answers for its health, and stops it; the server dies with this process.
+    """Starts the server, reports on its health, and stops it. The server dies with this process.
 
     Args:
-        gpu_ids: GPUs of this node that the server sees; None: those that Ray gave this actor.
-        node: rank, number of nodes and rendezvous of a server that spans nodes.
-        warms_up_sampler: sample with top-p and top-k once before the server counts as ready.
+        gpu_ids: GPUs of this node that the server sees; None means those that Ray assigned to this actor.
+        node: node rank, number of nodes and rendezvous address of a server that spans several nodes.
+        warms_up_sampler: whether to sample with top-p and top-k once before the server counts as ready.
     """
 
     def __init__(
@@ -53,7 +53,11 @@ class EngineActor:
         self.process = start_engine(settings, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
 
     def wait_ready(self) -> str:
-        """Block until the server answers; returns its URL. Raises with the server's last log lines."""
+        """Block until the server answers, and return its URL.
+
+        Raises:
+            ServerFailed: with the server's last log lines.
+        """
         from slime.engines.process import ServerFailed
         from slime.engines.sglang.sampler import warm_up
 
@@ -67,7 +71,6 @@ class EngineActor:
         return self.process.url
 
     def describe(self) -> ServerFacts:
-        """Address and state of the server process."""
         process = self.process
         port = process.bootstrap_port
         return {"url": process.url, "pid": process.pid, "alive": process.alive(), "bootstrap_port": port}
@@ -87,23 +90,23 @@ class EngineActor:
 
 
 class RayEngineHost:
-    """Where the server process of one engine lives, and the hand on it; every call has a deadline.
+    """Controls the server processes of one engine through their actors. Every call has a deadline.
 
     Args:
-        actors: one per node of the engine; the first one's server answers.
-        start_seconds: what the server may take until it answers.
+        actors: one per node of the engine; the server of the first one answers requests.
+        start_seconds: how long the server may take until it answers.
     """
 
     def __init__(self, actors: Sequence[ActorHandle], start_seconds: float) -> None:
         self.actors, self.start_seconds = list(actors), start_seconds
-        self._silent = False  # the last call was not answered
+        self._silent = False  # whether the last call was not answered
 
     def wait_ready(self) -> str:
-        """Block until the server answers; returns its URL. Raises with the server's last log lines."""
+        """Block until the server answers, and return its URL; an error has the server's last log lines."""
         return str(self._get("wait_ready", self.start_seconds + ACTOR_MARGIN_SECONDS)[0])
 
     def describe(self) -> ServerFacts:
-        """Address and state of the server. Raises when a node does not answer."""
+        """Address and state of the server; alive means alive on all nodes. Raises if a node does not answer."""
         said: list[ServerFacts] = self._get("describe")
         return {**said[0], "alive": all(part["alive"] for part in said)}
 
@@ -115,23 +118,28 @@ class RayEngineHost:
         return float(sum(self._get("cpu_seconds")))
 
     def kill(self) -> None:
-        """End the server with all its children at once, also a stopped one, then its actor. Never raises."""
+        """Kill the server with all its children, even if it is stopped (SIGSTOP), then its actor. Never raises."""
         import ray
 
+        # The actor kills the server's whole process tree. If it does not answer, the server still dies with the actor.
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             self._get("kill", KILL_SECONDS)
         for actor in self.actors:
             kill(actor)
 
     def stop(self) -> None:
-        """End it in order."""
+        """Stop the server gracefully; its actor stays."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
             self._get("stop", ACTOR_MARGIN_SECONDS)
 
     def _get(self, method: str, seconds: float = ASK_SECONDS) -> list[Any]:
-        """Answers of all actors. Where the last call was not answered, this one gets :data:`SILENT_SECONDS` only."""
+        """Call a method of all actors and return their answers.
+
+        If the last call was not answered, this one gets only :data:`SILENT_SECONDS`: several calls are made while a
+        lost engine is being ended, and they must not each wait for a node that is gone.
+        """
         import ray
 
         limit = SILENT_SECONDS if self._silent else seconds
@@ -147,14 +155,14 @@ class RayEngineHost:
 def launcher(
     args: Args, specs: Sequence[EngineSpec], placement: Placement, log_dir: Path, environment: dict[str, str]
 ) -> Callable[[int], RayEngineHost]:
-    """Returns a function that starts the engine of a given index, in one actor per node that it spans."""
+    """Return a function that starts the engine with a given index, in one actor per node that it spans."""
     engine_actor = actor_class(EngineActor)
 
     def launch(index: int) -> RayEngineHost:
         spec = specs[index]
         nodes = placement.engine_nodes(spec.slot, spec.num_gpus)
         warms = needs_sampler_warmup(args, spec)
-        # The port may be taken on that node: then this start fails with SGLang's error, and the next one draws another.
+        # The port may be in use on that node. Then this start fails with SGLang's error, and a restart picks another.
         rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
         actors = [
             engine_actor.options(
@@ -168,10 +176,10 @@ def launcher(
 
 
 def needs_sampler_warmup(args: Args, spec: EngineSpec) -> bool:
-    """Whether requests will sample with top-p, top-k or greedily, whose kernels SGLang compiles on first use.
+    """Whether requests will sample with top-p, top-k or greedily, which SGLang compiles kernels for on first use.
 
-    Only rollouts and evaluations count, which go to the model that learns. A server that only prefills or only decodes
-    answers no plain request, so it cannot be warmed up.
+    Only the model that is trained counts, because rollouts and evaluations go to it. A server that only prefills or
+    only decodes answers no plain request, so it cannot be warmed up.
     """
     from slime.data.eval_config import resolve_eval_datasets
     from slime.rollout.settings import restricts_vocabulary
@@ -185,7 +193,7 @@ def needs_sampler_warmup(args: Args, spec: EngineSpec) -> bool:
 
 
 def _host() -> str:
-    """The address that trainers on other nodes reach; loopback on a private cluster."""
+    """The address by which training ranks on other nodes reach this one; loopback in a private cluster."""
     import ray
 
     return str(ray.util.get_node_ip_address())

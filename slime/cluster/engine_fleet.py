@@ -1,7 +1,7 @@
-"""The engines of a run and the router before them: who serves, who was lost, who waits for the current weights.
+"""The engines of a run and the router in front of them: which engines serve, are lost, or wait for weights.
 
-An engine goes ``starting -> unsynced -> serving``, and from anywhere to ``lost``. Only a serving engine is known
-to the router, so an engine that was started again never answers before it holds the current weights.
+The state of an engine goes ``starting -> unsynced -> serving``, and from any state to ``lost``. The router only knows
+serving engines, so a restarted engine gets no request before it holds the current weights.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-MOST_LOSSES = 5  # of one engine within LOSSES_SECONDS: then something else is wrong
+MOST_LOSSES = 5  # losses of one engine within LOSSES_SECONDS after which another restart would not help
 LOSSES_SECONDS = 600.0
 
 
 class EngineFleet:
-    """See the module. Calls come from several threads; what changes the fleet holds its lock.
+    """All engines of a run; see the module's docstring.
+
+    Calls come from several threads, and every change of an engine's state is made under the lock. Calls to hosts and
+    to the router may take long, so they are made without it.
 
     Args:
-        launch: starts the server of one slot and returns at once.
-        specs: of our engines.
-        external: URLs of servers that run already.
+        launch: starts the server of the engine with the given index and returns at once.
+        specs: the engines that this run starts.
+        external: URLs of servers that are already running.
 
     Attributes:
-        addresses: what users' functions read of ``args`` to reach the engines: ``sglang_router_ip`` and ``_port`` (of
-            the first model's router, or of the only engine) and ``sglang_model_routers``.
+        addresses: the values of ``args`` by which users' functions reach the engines: ``sglang_router_ip`` and
+            ``sglang_router_port`` (of the first model's router, or of the only engine) and ``sglang_model_routers``.
     """
 
     def __init__(
@@ -65,14 +68,14 @@ class EngineFleet:
         self.fatal: str | None = None
         self.lost_count = self.restart_count = self.router_restart_count = 0
         self._lock = threading.RLock()
-        self._router_lock = threading.Lock()  # of whoever starts routers again; taken before the other
+        self._router_lock = threading.Lock()  # held while routers are restarted; always taken before _lock
         self._starters = ThreadPoolExecutor(max(count, 1), thread_name_prefix="engine-start")
         self._enders = ThreadPoolExecutor(max(len(self.engines), 1), thread_name_prefix="engine-end")
 
-    # --- who is there ------------------------------------------------------------------------
+    # --- the state of all engines ------------------------------------------------------------
 
     def urls(self, *states: State) -> list[str]:
-        """Of the engines in one of ``states``; without any: those that answer, whatever weights they hold."""
+        """URLs of the engines in one of ``states``; by default of all that answer, whatever weights they hold."""
         with self._lock:
             return [engine.url for engine in self.engines if engine.state in (states or ("serving", "unsynced"))]
 
@@ -84,7 +87,7 @@ class EngineFleet:
         return EngineStatus(serving, unsynced, slots, self.fatal)
 
     def counts(self) -> dict[str, float]:
-        """Since the last call: engines lost and started again, routers started again."""
+        """Metrics: engines lost, engines restarted and routers restarted since the last call."""
         with self._lock:
             counts = {
                 "rollout/engine_lost_count": float(self.lost_count),
@@ -95,7 +98,7 @@ class EngineFleet:
         return counts
 
     def report(self) -> str:
-        """One line per engine, with the last log lines of those that are gone."""
+        """One line per engine, with the last log lines of those whose process is gone."""
         lines = []
         with ThreadPoolExecutor(max(len(self.engines), 1)) as pool:
             answers = list(pool.map(_ask, self.engines))
@@ -111,14 +114,14 @@ class EngineFleet:
     # --- start and end -----------------------------------------------------------------------
 
     def start(self, progress: Callable[[int, int], None]) -> list[str]:
-        """Start all engines at once, then the router; returns their URLs. The first failure propagates."""
+        """Start all engines at the same time, then the router; returns the URLs. The first failure propagates."""
         progress(0, self.count)
         own = self.engines[: self.count]
         for engine in own:
             engine.host = self.launch(engine.index)
         for done, engine in enumerate(own, start=1):
             engine.wait_ready()
-            engine.state = "serving"
+            engine.state = "serving"  # without "unsynced": no request comes before the run's first weight update
             progress(done, self.count)
         self._start_routers()
         return self.status().serving
@@ -127,7 +130,7 @@ class EngineFleet:
         return [engine.worker for engine in self.engines if engine.state == "serving"]
 
     def _start_routers(self) -> None:
-        """Start the routers, unless there is a single engine that needs none, and note :attr:`addresses`."""
+        """Start the routers, unless a single engine needs none, and set :attr:`addresses`."""
         workers = self._workers()
         if not workers:
             return
@@ -144,10 +147,10 @@ class EngineFleet:
         }
 
     def stop(self, at_once: bool = False) -> None:
-        """Router and engines; returns when their processes are gone. Safe to call twice.
+        """Stop router and engines; returns when their processes have ended. Safe to call twice.
 
         Args:
-            at_once: engines are killed: their memory is needed, and what they generate is not.
+            at_once: kill the engines instead of stopping them gracefully, because their memory is needed.
         """
         self._starters.shutdown(wait=False, cancel_futures=True)
         self._enders.shutdown(wait=False)
@@ -157,27 +160,27 @@ class EngineFleet:
         with ThreadPoolExecutor(max(len(hosts), 1)) as pool:
             list(pool.map(lambda host: host.kill() if at_once else host.stop(), hosts))
 
-    # --- losing ------------------------------------------------------------------------------
+    # --- lost engines ------------------------------------------------------------------------
 
     def lose(self, reasons: Mapping[str, str]) -> None:
-        """Take engines out: no more requests, no process. What they were doing is done again elsewhere.
+        """Remove engines from the router and end their processes; their requests are repeated on other engines.
 
-        All of them are ended at the same time, so one whose node does not answer delays no other. Without
-        ``--use-fault-tolerance`` this ends the run (:attr:`fatal`).
+        All of them are ended at the same time, so that one whose node does not answer delays no other. Without
+        ``--use-fault-tolerance``, this ends the run (:attr:`fatal`).
 
         Args:
-            reasons: why each engine is lost, by URL. Engines that are lost already are left alone.
+            reasons: why each engine is lost, by URL. Engines that are already lost are left alone.
         """
         self.end(self.mark_lost(reasons))
 
     def mark_lost(self, reasons: Mapping[str, str]) -> list[Engine]:
-        """The part of :meth:`lose` that does not wait: these engines no longer count. Returns them, for
-        :meth:`end`."""
+        """The part of :meth:`lose` that does not wait: set the state. Returns the lost engines, for :meth:`end`."""
         lost = []
         with self._lock:
             for engine in self.engines:
                 if engine.url not in reasons or engine.state not in ("serving", "unsynced"):
                     continue
+                # ``ending`` keeps restart_lost from starting the engine while its old processes hold memory and ports.
                 engine.state, engine.ending = "lost", True
                 engine.losses.append(time.monotonic())
                 engine.last_words = reasons[engine.url]
@@ -191,7 +194,7 @@ class EngineFleet:
         return lost
 
     def end(self, lost: Sequence[Engine], wait: bool = True) -> None:
-        """End the processes of lost engines, all at once; with ``wait`` return when that is done or given up."""
+        """End the processes of lost engines, all at the same time; with ``wait``, return when that has ended."""
         ending = [self._enders.submit(self._end, engine) for engine in lost]
         if wait:
             for future in ending:
@@ -200,21 +203,26 @@ class EngineFleet:
     def _end(self, engine: Engine) -> None:
         reason = engine.last_words
         try:
+            # Before the kill: it also ends the actor that can read the log, and the requests that fail with it are
+            # repeated, so the router should no longer send them here.
             engine.last_words = _last_words(engine, reason)
             self._forget(engine.url)
             if engine.host is not None:
-                engine.host.kill()  # also resets the connections of requests that hang there
+                engine.host.kill()  # also resets the connections of requests that hang in this engine
         finally:
             with self._lock:
                 engine.ending = False
                 self._after_loss(engine, reason)
 
     def _after_loss(self, engine: Engine, reason: str) -> None:
+        """Decide, under the lock, whether the engine is worth another start and whether the run can continue."""
         what = _lost_words(engine, reason)
         recent = [at for at in engine.losses if at > time.monotonic() - LOSSES_SECONDS]
         if not engine.external and len(recent) >= MOST_LOSSES:
             engine.state = "given up"
             logger.error("%s, %d times in %.0f s: it is not started again", what, len(recent), LOSSES_SECONDS)
+        # Only an engine of the same model and role (regular, prefill or decode) can take over its requests. An external
+        # engine that is lost cannot be restarted by this run.
         kind = (engine.spec.model, engine.spec.worker_type)
         peers = [e for e in self.engines if (e.spec.model, e.spec.worker_type) == kind]
         hopeless = all(e.state == "given up" or (e.state == "lost" and e.external) for e in peers)
@@ -227,13 +235,13 @@ class EngineFleet:
             return
         try:
             self.router.remove_worker(url)
-        except (ServerFailed, OSError) as error:  # the router is dead, too: it is started without this engine
-            logger.warning("the router did not forget %s: %s", url, error)
+        except (ServerFailed, OSError) as error:  # The router is dead as well; its restart leaves this engine out.
+            logger.warning("the router could not remove %s: %s", url, error)
 
-    # --- starting again ----------------------------------------------------------------------
+    # --- restarts ----------------------------------------------------------------------------
 
     def restart_lost(self) -> None:
-        """Start those of ours that were lost again; returns at once."""
+        """Restart the lost engines that this run has started; returns at once."""
         if not self.tolerant or self.fatal is not None:
             return
         with self._lock:
@@ -249,7 +257,7 @@ class EngineFleet:
         try:
             engine.host = self.launch(engine.index)
             engine.wait_ready()
-        except Exception as error:  # whatever it was: the next look starts it again, a few times
+        except Exception as error:  # Whatever the reason was, the next poll tries again, up to MOST_LOSSES times.
             logger.error("engine %d could not be started again: %s", engine.index, error)
             if engine.host is not None:
                 engine.host.kill()
@@ -262,11 +270,12 @@ class EngineFleet:
         with self._lock:
             engine.state = "unsynced"
         logger.warning("engine %d is up again at %s and waits for weights", engine.index, engine.url)
-        if self.args.debug_rollout_only or not engine.spec.updates:  # the checkpoint's weights are the current ones
+        # No update will come for this engine: the weights of the checkpoint are the current ones.
+        if self.args.debug_rollout_only or not engine.spec.updates:
             self.synced([engine.url])
 
     def readmit(self, url: str) -> None:
-        """An external engine answers again: it gets the current weights and then requests."""
+        """Take back an external engine that answers again: it gets the current weights, then requests."""
         with self._lock:
             for engine in self.engines:
                 if engine.url == url and engine.external and engine.state == "lost":
@@ -274,16 +283,17 @@ class EngineFleet:
                     engine.state = "unsynced"
 
     def synced(self, urls: Sequence[str]) -> None:
-        """These hold the current weights and were audited: those that did not serve yet do so from now on."""
+        """Let engines serve that hold the current weights and were audited; those that already serve are left alone."""
         for engine in [engine for engine in self.engines if engine.url in urls and engine.state == "unsynced"]:
             url = engine.url
             try:
-                self.check_router()  # it may have ended during the update, when nobody looked
+                self.check_router()  # It may have ended during the update, while the health checks were paused.
                 if self.router is not None:
                     self.router.add_worker(engine.worker)
             except (ServerFailed, OSError) as error:
                 self.lose({url: f"the router did not take it: {error}"})
                 continue
+            # While the router was called without the lock, the engine may have been lost and even have a new address.
             with self._lock:
                 serves = engine.state == "unsynced" and engine.url == url
                 if serves:
@@ -291,10 +301,14 @@ class EngineFleet:
             if serves:
                 logger.warning("engine %d (%s) serves", engine.index, url)
             else:
-                self._forget(url)  # lost meanwhile
+                self._forget(url)
 
     def settled(self, deadline: float | None = None) -> list[str]:
-        """Wait (``--start-timeout``) until no engine is being started or ended; returns URLs of those that answer."""
+        """Wait until no engine is being started or ended; returns the URLs of those that answer.
+
+        Args:
+            deadline: in seconds; ``--start-timeout`` by default.
+        """
 
         def done() -> bool:
             with self._lock:
@@ -306,9 +320,10 @@ class EngineFleet:
     # --- the router --------------------------------------------------------------------------
 
     def check_router(self) -> None:
-        """Start routers that ended or hang again; one that does not start is tried again at the next look.
+        """Restart routers that ended or hang; one that fails to start is tried again at the next check.
 
-        A start takes a while with many engines. The fleet's lock is free meanwhile, and what changed is made up for.
+        With many engines a start takes a while. The fleet's lock is free during it, so engines that were lost meanwhile
+        are removed from the new router afterwards.
         """
         with self._router_lock:
             if self.router is None or self.fatal is not None:
@@ -328,7 +343,7 @@ class EngineFleet:
                     for worker in workers:
                         if worker.url not in serving:
                             self.router.remove_worker(worker.url)
-                except (ServerFailed, OSError) as error:  # a worker that hangs, say: the checks find it
+                except (ServerFailed, OSError) as error:  # A worker may hang, for example; the health checks find it.
                     logger.error("the router could not be started again: %s", error)
                     continue
                 logger.warning("the router serves again at %s", self.router.by_model[model].url)
@@ -339,7 +354,7 @@ def _ask(engine: Engine) -> Mapping[str, object]:
         return {}
     try:
         return engine.host.describe()
-    except Exception as error:  # the node is gone, say
+    except Exception as error:  # For example, the node is gone.
         return {"alive": False, "error": str(error)}
 
 
@@ -349,7 +364,7 @@ def _lost_words(engine: Engine, reason: str) -> str:
 
 def _last_words(engine: Engine, reason: str) -> str:
     if engine.host is None:
-        return f"{reason}; it is not ours: start it again by hand, it is taken back when it answers"
+        return f"{reason}; this run did not start it: restart it by hand, it is taken back when it answers"
     try:
         return engine.host.log_tail()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The part of the rollout manager that starts engines, watches them, and prepares them for weight updates."""
+"""The part of the rollout manager that starts engines, monitors them, and prepares them for weight updates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EngineManager:
     """Owns the engines, their router and their health checks, in the process of the rollout manager.
 
     Attributes:
-        args: what users' functions get; replaced when the addresses of the engines are known, never changed.
+        args: passed to users' functions. Replaced once the addresses of the engines are known, but never modified.
     """
 
     def __init__(self, args: Args, log_dir: Path) -> None:
@@ -36,7 +36,7 @@ class EngineManager:
         self._monitor: HealthMonitor | None = None
 
     def start_engines(self, placement: Placement) -> list[str]:
-        """Start all engines at once, then the router where there is more than one; returns engine URLs."""
+        """Start all engines at the same time, then the router if it is needed; returns the engine URLs."""
         from slime.cluster.engine_actor import launcher
         from slime.cluster.engine_fleet import EngineFleet
         from slime.cluster.health import HealthMonitor
@@ -46,12 +46,12 @@ class EngineManager:
         from slime.engines.plan import plan_engines
         from slime.observability import progress
 
-        raise_file_limit()  # of the router, too, which is a child of this process
+        raise_file_limit()  # The router inherits the limit, because it is a child of this process.
         args = self.args
         specs = plan_engines(args)
         launch = launcher(args, specs, placement, self.log_dir, thread_environment(args.threads_per_process))
         external = [url if "://" in url else f"http://{url}" for url in args.rollout_external_engine_addrs or []]
-        # Before the start: a shutdown during it ends the engines that were launched.
+        # Stored before the start, so that a shutdown during the start ends the engines that were launched.
         self._fleet = fleet = EngineFleet(args, self.log_dir, launch, specs, external)
         urls = fleet.start(lambda done, total: progress.report("start engines", done, total))
         self.args = self.args.with_values(**fleet.addresses)
@@ -64,7 +64,7 @@ class EngineManager:
             args.start_timeout,
         )
         monitor.start()
-        watch_faults(monitor.wake)
+        watch_faults(monitor.wake)  # A failed request causes a check at once.
         return urls
 
     @property
@@ -78,58 +78,73 @@ class EngineManager:
         return self._monitor
 
     def engine_status(self) -> EngineStatus:
-        """Answers while :meth:`generate` runs."""
+        """The engines by state; answers while :meth:`generate` runs."""
         return self.fleet.status()
 
     def begin_update(self) -> EngineStatus:
-        """Pause the health checks, because the engines will load weights; returns URLs by state."""
+        """Pause the health checks, because the engines will load weights; returns the engines by state."""
         self.monitor.pause("update")
         return self.fleet.status()
 
     def end_update(self, urls: Sequence[str]) -> EngineStatus:
-        """These engines hold the current weights and passed the audit; the health checks go on."""
+        """Let engines serve that hold the current weights and passed the audit; the health checks continue."""
         self.fleet.synced(urls)
         self.monitor.resume("update")
         return self.fleet.status()
 
     def lose_engines(self, blamed: dict[str, str] | None) -> EngineStatus:
-        """A call to the engines failed. Those that are blamed for it, and those that make no token any more, are
-        lost; with None, only those whose process has ended. Returns URLs by state, as :meth:`begin_update`."""
+        """Find out which engines are lost after a call to the engines failed; returns the engines by state.
+
+        Lost are those whose process has ended, and those that are blamed for the failure. If there are none of either
+        kind, those that generate no token are lost.
+
+        Args:
+            blamed: reasons by URL; None: only engines whose process has ended are lost.
+        """
         from slime.cluster.engine_actor import ASK_SECONDS
         from slime.cluster.health import unhealthy
 
         gone = self.monitor.processes.ended(ASK_SECONDS)
         lost = {**(blamed or {}), **gone}
-        if not lost and blamed is not None:  # torn engines make no token, but then there is blame
+        # Only without a culprit: an engine whose update was interrupted generates no token either, but gets all weights
+        # again when the call is repeated.
+        if not lost and blamed is not None:
             lost = unhealthy(self.fleet.urls(), self.args.rollout_health_check_timeout)
         self.fleet.lose(lost)
         return self.fleet.status()
 
     def start_lost_engines(self) -> EngineStatus:
-        """Start them again now, wait for them, and return URLs by state."""
-        self.fleet.settled()  # one whose processes are still being ended would not be started
+        """Restart lost engines now, wait for them, and return the engines by state."""
+        self.fleet.settled()  # restart_lost skips an engine whose processes are still being ended.
         self.fleet.restart_lost()
         self.fleet.settled()
         return self.fleet.status()
 
     def offload(self) -> None:
-        """Engines give their memory to the trainer (colocated runs)."""
+        """Let the engines release their memory for the trainer (colocated runs)."""
+        # The pause first, so that no engine is restarted after the wait: a starting engine would take memory while the
+        # trainer takes it, too.
         self.monitor.pause("offloaded")
-        self.fleet.settled()  # one that is just being started takes its memory first
+        self.fleet.settled()
 
         async def release(engine: EngineHandle) -> None:
-            await flush_when_idle(engine)  # SGLang dies of a release while it is busy
+            await flush_when_idle(engine)  # SGLang crashes if it must release memory while it is busy.
             await engine.release(())
 
         self._on_engines(release)
 
     def onload(self, tags: Sequence[MemoryTag]) -> None:
         self._on_engines(lambda engine: engine.resume(tuple(tags)))
+        # Without its KV cache an engine generates no token, so it would fail every health check.
         if "kv_cache" in tags:
             self.monitor.resume("offloaded")
 
     def _on_engines(self, call: Callable[[EngineHandle], Awaitable[None]]) -> None:
-        """On all engines at once. Those that fail are lost; without ``--use-fault-tolerance`` that is an error."""
+        """Call all engines at the same time. Those that fail are lost.
+
+        Raises:
+            EngineError: an engine failed, and the run is without ``--use-fault-tolerance``.
+        """
         from slime.engines.fan_out import on_each
         from slime.engines.handle import EngineHandle
 
@@ -141,7 +156,7 @@ class EngineManager:
         self.fleet.lose({url: str(error) for url, error in failed.items()})
 
     def fault_counts(self) -> dict[str, float]:
-        """Requests sent again, engines lost and started again, since the rollout before."""
+        """Metrics: requests that were retried, engines lost and restarted, since the previous rollout."""
         from slime.engines.http import take_retries
 
         return {"rollout/http_retry_count": float(take_retries()), **(self.fleet.counts() if self._fleet else {})}
@@ -151,7 +166,7 @@ class EngineManager:
         return self.fleet.report() if self._fleet is not None else "no engine was started"
 
     def end_engines(self, at_once: bool = True) -> None:
-        """Stop router and engines; returns when their processes are gone. What they generate fails."""
+        """Stop router and engines; returns when their processes have ended. Requests in progress fail."""
         if self._monitor is not None:
             self._monitor.stop()
         if self._fleet is not None:
@@ -159,12 +174,12 @@ class EngineManager:
 
 
 async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_SECONDS) -> None:
-    """Flush an engine's cache once nothing runs or waits on it.
+    """Flush an engine's cache as soon as no request runs or waits in it.
 
-    A refusal is tried again: requests that are just ending are in no count.
+    A refused flush is tried again: the engine may still be ending a request that it no longer counts.
 
     Raises:
-        EngineError: still not idle at the deadline (seconds).
+        EngineError: the engine is still not idle after ``deadline`` seconds.
     """
     from slime.engines.sglang_api import EngineError
 
@@ -179,7 +194,7 @@ async def flush_when_idle(engine: EngineHandle, deadline: float = IDLE_DEADLINE_
                 busy = str(error)
         if time.monotonic() > until:
             raise EngineError(
-                f"{engine.url} was not idle {deadline:.0f} s after the rollout ({busy}): it must be to release its "
-                "memory. Who sends it requests?"
+                f"{engine.url} was not idle {deadline:.0f} s after the rollout ({busy}), as it must be to release its "
+                "memory. Find out which program still sends it requests"
             )
         await asyncio.sleep(0.02)

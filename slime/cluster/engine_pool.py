@@ -1,6 +1,6 @@
 """The inference engines as the driver sees them: which are alive, which weights they hold, and how they get new ones.
 
-The order of a weight sync (in brackets: only where trainer and engines share accelerators)::
+The order of a weight update (in brackets: only if trainer and engines share accelerators)::
 
     driver (EnginePool)                 trainer (all ranks)              engines
     begin_update  ------------------------------------------------->    health checks pause
@@ -10,10 +10,10 @@ The order of a weight sync (in brackets: only where trainer and engines share ac
     [sleep        ------------------->  nothing stays]
     [onload       ------------------------------------------------->    memory for the KV cache]
     audit         ------------------->  rank 0 compares log-probs -->   score a fixed sequence
-    end_update    ------------------------------------------------->    health checks go on, requests come
+    end_update    ------------------------------------------------->    health checks continue, requests arrive
 
-Each arrow is a call that the driver waits for; an engine that fails one is left out and the call is repeated.
-Which engines are lost is decided beside them (``engine_fleet.py``, ``health.py``).
+Each arrow is a call for which the driver waits. If an engine fails during one, the call is repeated without it. The
+rollout manager decides which engines are lost (``engine_fleet.py``, ``health.py``).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from slime.weights.update import UpdateReport
 
 T = TypeVar("T")
-POLL_SECONDS = 0.5  # between two questions of sync_recovered_engines
+POLL_SECONDS = 0.5  # between two polls of sync_recovered_engines
 ANSWER_SECONDS = 60.0
 RESTART_SECONDS = 1200.0
 
 
 @dataclass(frozen=True)
 class EnginePoolSettings:
-    """What the pool reads of the flags; ``check_*`` are of ``--check-weight-update-equal``."""
+    """The flags that the pool uses; ``check_*`` belong to ``--check-weight-update-equal``."""
 
     use_fault_tolerance: bool
     offload_train: bool
@@ -69,17 +69,17 @@ class EnginePoolSettings:
 
 
 class EnginePool:
-    """The engines of one run; used by the driver's main thread only, so the trainer is idle during every call.
+    """The engines of one run; used only by the driver's main thread, so the trainer is idle during every call.
 
     Args:
-        urls: of the engines that were started; none in a run without engines.
+        urls: the URLs of the engines that were started; empty in a run without engines.
         attempt: how often the run was resumed, the first part of a weight version.
-        first_rollout: where this process began.
+        first_rollout: the first rollout of this process.
 
     Attributes:
-        urls: of the engines that hold the current weights; never empty in a run with engines, since engines that
-            are all lost are being replaced.
-        version: of the weights that the engines hold: ``<attempt>.<steps that had trained them>``.
+        urls: the URLs of the engines that hold the current weights. Never empty in a run with engines: if all of them
+            are lost, they are replaced.
+        version: the version of the engines' weights, ``<attempt>.<number of steps that had trained them>``.
         held_step: the second part of ``version``.
     """
 
@@ -97,20 +97,21 @@ class EnginePool:
         self.version, self.held_step = "", 0
         self._manager, self._trainer, self._log = manager, trainer, log
         self._attempt, self._first_rollout = attempt, first_rollout
-        self._slots: dict[str, range] = {}  # engine URL to the GPU slots that it occupies, of the rollout's
-        self._trained_at_update: int | None = None  # what ``trainer.trained`` was when the engines got their weights
-        self._updates_since_check: int | None = None  # of --check-weight-update-equal; None before the first
-        self._syncing = False
+        self._slots: dict[str, range] = {}  # by engine URL: the GPU slots that it occupies, among those of the rollout
+        self._trained_at_update: int | None = None  # the value of ``trainer.trained`` at the last update
+        self._updates_since_check: int | None = None  # for --check-weight-update-equal; None before the first check
+        self._syncing = False  # whether sync_recovered_engines is running
         self._next_poll = 0.0  # time.monotonic()
 
     # --- weights -----------------------------------------------------------------------------
 
     def update_weights(self) -> None:
-        """Bring the actor's weights to every engine, as in the picture above; engines that are lost are left out."""
+        """Send the actor's weights to every engine, as in the diagram above; engines that are lost are left out."""
         actor = self._trainer.actor
         if actor is None or not self.urls:
             return
-        # The last engine may be lost after it got its weights. Then the update is repeated with its replacements.
+        # The last engine may be lost after it got its weights. Then the update is repeated with its replacements; in a
+        # colocated run, these must first release the memory that the trainer needs.
         while not self._update_once(actor):
             self.offload()
 
@@ -119,8 +120,11 @@ class EnginePool:
         settings, trainer, log = self.settings, self._trainer, self._log
         with log.phase("update_weights"):
             urls = self._begin_update()
+            # Colocated: the engines take memory for the weights only, because the trainer still holds its copy. The KV
+            # cache comes back below, after the trainer has gone to sleep.
             trainer.make_room_for_weights()
             self._onload("weights")
+            # At the start of a run, nothing was trained here, or --start-rollout-id skips rollouts.
             held = self._first_rollout
             if trainer.trained is not None:
                 held = max(trainer.trained + 1, held)
@@ -138,6 +142,8 @@ class EnginePool:
             with log.timed("onload"):
                 self._onload("kv_cache", "cuda_graph")
             trainer.log_memory("onload")
+        # After the KV cache is back, since an engine needs it to score the probe. Before _end_update, so that a new
+        # engine answers no request before its weights were audited.
         if settings.audit_weights:
             with log.phase("audit_weights"):
                 worst, urls = self._call_with_failover(actor.check_probe, urls)
@@ -156,14 +162,14 @@ class EnginePool:
         send = partial(actor.update_weights, urls, self.version, same_host, self._slots)
         report = send()
         if self._check_is_due():
-            send(check_equal=True)  # The engines hold these weights already: overwrite them, send again, compare.
+            send(check_equal=True)  # The engines already hold these weights: overwrite them, send them again, compare.
         return report
 
     def _check_is_due(self) -> bool:
         """Whether ``--check-weight-update-equal`` applies to this update.
 
-        Where an engine's checksums cannot be predicted, only this check notices that a part of a tensor was not
-        written, so it is repeated every ``--check-weight-update-interval`` updates.
+        If the checksums of an engine cannot be predicted, only this check notices that a part of a tensor was not
+        written. Therefore it is repeated every ``--check-weight-update-interval`` updates.
         """
         count, every = self._updates_since_check, self.settings.check_interval
         due = self.settings.check_equal and (count is None or 0 < every <= count + 1)
@@ -173,7 +179,7 @@ class EnginePool:
     # --- memory of colocated runs ------------------------------------------------------------
 
     def offload(self) -> None:
-        """Colocated: the engines release their memory, and the trainer takes it."""
+        """In a colocated run, let the engines release their memory, then let the trainer take it."""
         if self.settings.offload_rollout and self.urls:
             self._trainer.log_memory("rollout")
             with self._log.phase("offload"):
@@ -189,9 +195,9 @@ class EnginePool:
             self._manager.call(f"the engines to get {', '.join(tags)} back", RolloutManager.onload, tags)
 
     def end_for_save(self) -> None:
-        """Before the last snapshot of a run that is stopped: end the engines where the trainer needs their memory.
+        """Before the last snapshot of a run that is being stopped, end the engines if the trainer needs their memory.
 
-        Engines cannot release memory while they generate, and nobody will use what they generate.
+        Engines cannot release their memory while they generate, and what they are generating will not be used.
         """
         if self.settings.offload_train and self.urls:
             self._manager.call("the engines to end", RolloutManager.end_engines)
@@ -199,10 +205,10 @@ class EnginePool:
     # --- engines that are lost ---------------------------------------------------------------
 
     def _begin_update(self) -> list[str]:
-        """The engines that an update goes to; their health checks are paused until :meth:`_end_update`.
+        """Return the URLs to which an update goes, and pause the health checks until :meth:`_end_update`.
 
         Raises:
-            EnginesLost: the run cannot go on.
+            EnginesLost: the run cannot continue.
         """
         return self._alive(self._pause_checks()) or self._replace()
 
@@ -210,24 +216,24 @@ class EnginePool:
         return self._status(self._manager.start(RolloutManager.begin_update), "the engines before an update")
 
     def _end_update(self, urls: Sequence[str]) -> None:
-        """These engines hold the current weights and passed the audit: they may get requests."""
+        """Let these engines get requests: they hold the current weights and have passed the audit."""
         ended = self._manager.start(RolloutManager.end_update, list(urls))
         self.urls = self._alive(self._status(ended, "the engines after an update")) or self.urls
 
     def _call_with_failover(
         self, call: Callable[[list[str]], T], urls: list[str], replace: bool = False
     ) -> tuple[T | None, list[str]]:
-        """``call(urls)``; if engines are lost during it, the same call again without them.
+        """Call ``call(urls)``; if engines are lost during the call, repeat it without them.
 
-        An engine whose update was interrupted because another one failed is among the remaining ones: the repeated
-        call sends it everything. If no engine is to blame, the error propagates. Without ``--use-fault-tolerance`` only
-        an engine whose process has ended is to blame, and the run ends with what is known of it.
+        If another engine's failure interrupted an engine's update, that engine remains, and the repeated call sends it
+        all weights. If no engine is to blame, the error propagates. Without ``--use-fault-tolerance``, an engine is
+        only to blame if its process has ended; then the run ends with what is known about it.
 
         Args:
-            replace: if none remains, go on with engines that are started now; otherwise return ``(None, [])``.
+            replace: if no engine remains, restart engines and continue with these; otherwise return ``(None, [])``.
 
         Returns:
-            The call's result, and the URLs of the remaining engines.
+            The result of the call, and the URLs of the remaining engines.
         """
         while urls:
             try:
@@ -240,24 +246,24 @@ class EnginePool:
                 lose = self._manager.start(RolloutManager.lose_engines, blamed)
                 alive = self._alive(self._status(lose, "the engines that failed"))
                 left = [url for url in urls if url in alive]
-                if len(left) == len(urls):
+                if len(left) == len(urls):  # No engine is to blame: the same call would fail again.
                     raise
                 lost = ", ".join(url for url in urls if url not in left)
                 self._log.note(f"lost {lost} during a weight update; going on with {', '.join(left) or 'none'}")
                 urls = left
                 if replace and not left:
                     urls = self._replace()
-                    self._onload("weights")  # as _update_once did for those that were lost
+                    self._onload("weights")  # as _update_once did for the engines that were lost
         return None, []
 
     def _replace(self) -> list[str]:
-        """No engine is left: wait until lost ones have been started again, and return their URLs.
+        """Restart the lost engines because none is left; wait until they have started, and return their URLs.
 
-        An engine that starts takes its share of the memory that it finds free, so in a colocated run the trainer gives
-        up all of it first. Afterwards the engines have released theirs, and the trainer's weights are back.
+        An engine takes its share of the memory that is free when it starts, so in a colocated run the trainer first
+        releases all of its memory. On return, the engines have released theirs, and the trainer's weights are back.
         """
         if not self.settings.use_fault_tolerance:
-            raise EnginesLost("no engine is left")
+            raise EnginesLost("no engine is left (--use-fault-tolerance starts lost engines again)")
         self._trainer.sleep()
         restart = self._manager.start(RolloutManager.start_lost_engines)
         urls = self._alive(self._status(restart, "engines that are started again", RESTART_SECONDS))
@@ -269,19 +275,19 @@ class EnginePool:
         return urls
 
     def sync_recovered_engines(self, keep_version: bool = False) -> None:
-        """Give engines that were started again the current weights, after which they get requests.
+        """Send the current weights to engines that were restarted; after that, they get requests.
 
-        Called again and again while the driver waits for generation; asks at most every :data:`POLL_SECONDS`.
+        The driver calls this repeatedly while it waits for generation. It polls at most every :data:`POLL_SECONDS`.
 
         Args:
-            keep_version: as long as an engine serves, none gets newer weights than it has (during an evaluation,
-                which is of one version).
+            keep_version: as long as an engine serves, send no newer weights than it holds. Set during an evaluation,
+                which measures one version.
 
         Raises:
-            EnginesLost: the run cannot go on.
+            EnginesLost: the run cannot continue.
         """
         now = time.monotonic()
-        # The update below waits for the manager, too, and those waits may call this method again.
+        # The update below waits for the manager as well, and that wait may call this method again.
         if self._syncing or now < self._next_poll or not self.urls:
             return
         self._next_poll, self._syncing = now + POLL_SECONDS, True
@@ -294,14 +300,16 @@ class EnginePool:
             self._syncing = False
 
     def _sync_recovered(self, actor: TrainGroup, status: EngineStatus, keep_version: bool) -> None:
-        """The engines of one run never hold different versions.
+        """Send weights to restarted engines such that all engines of the run hold the same version.
 
-        Where the trainer has trained since the last update, the weights of that update are gone; then all engines get
-        the newest.
+        If the trainer has trained a step since the last update, the weights of that update no longer exist. Then all
+        engines get the newest weights.
         """
         if self.settings.offload_train or self.settings.offload_rollout:
+            # While an engine serves, the trainer has no memory: the restarted engines wait for the next update. If none
+            # serves, waiting would not end, because the rollout cannot finish.
             if status.serving:
-                return  # There is no memory for the trainer: the new engines wait for the next update.
+                return
             self.offload()
             self.update_weights()
         elif self._trainer.trained != self._trained_at_update:
@@ -314,10 +322,10 @@ class EnginePool:
             if self.settings.audit_weights:
                 _, urls = self._call_with_failover(actor.check_probe, urls)
             self._end_update(urls)
-        self._log.note(f"started again, with the current weights: {', '.join(status.unsynced)}")
+        self._log.note(f"engines started again, with the current weights: {', '.join(status.unsynced)}")
 
     def _status(self, ref: ObjectRef[EngineStatus], what: str, deadline: float = ANSWER_SECONDS) -> EngineStatus:
-        check_under_way = 4 * self.settings.health_check_timeout  # which the manager may have to wait for
+        check_under_way = 4 * self.settings.health_check_timeout  # The manager may have to wait for a running check.
         return self._manager.wait(ref, what, deadline + check_under_way)
 
     def _alive(self, status: EngineStatus) -> list[str]:
@@ -328,22 +336,23 @@ class EnginePool:
 
 
 class Evaluations:
-    """All evaluation sets, generated and rewarded with the weights that the engines hold."""
+    """Runs all evaluation sets with the weights that the engines hold."""
 
     def __init__(self, manager: ManagerClient, pool: EnginePool, log: StepLog) -> None:
         self._manager, self._pool, self._log = manager, pool, log
 
     def run(self, step: int) -> None:
-        """Evaluate weights that ``step`` rollouts have trained."""
+        """Evaluate the weights, which ``step`` rollouts have trained, and wait for the result."""
         self.finish(step, self.start(step))
 
     def start(self, step: int) -> ObjectRef[dict[str, float]]:
-        """Begin an evaluation. Training may go on, but the weights must not change until :meth:`finish`."""
+        """Start an evaluation. Training may continue, but the engines' weights must not change until :meth:`finish`."""
         return self._manager.start(RolloutManager.eval, step)
 
     def finish(self, step: int, evaluation: ObjectRef[dict[str, float]]) -> None:
-        """Wait for what :meth:`start` returned, and log its metrics."""
+        """Wait for the evaluation that :meth:`start` returned, and log its metrics."""
         with self._log.phase("eval"):
+            # A restarted engine must not bring newer weights into the middle of the evaluation.
             recover = partial(self._pool.sync_recovered_engines, keep_version=True)
             metrics = self._manager.wait(evaluation, "the evaluation", meanwhile=recover)
         self._log.log_evaluation(step, metrics)

@@ -1,4 +1,4 @@
-"""When Python's collector of cyclic garbage looks at what."""
+"""Controls when Python's cyclic garbage collector runs in the process that holds the samples."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ _SHARE = 0.05
 
 
 class GarbageCollection:
-    """Of the process that holds the samples: quick where it makes answers, seldom over all that lives.
+    """Garbage collection that stays cheap with many samples in memory.
 
-    An answer of 1024 tokens is 1024 small lists: looking for cycles every few hundred costs six times as much as
-    decoding them. And by itself Python goes over all samples under way each time their number has grown by a quarter,
-    which was half of the CPU time of scheduling with thousands of groups under way. So young objects are looked at when
-    as many were made as twice those that live, and all by :meth:`collect`; those of now never.
+    With Python's defaults, it is expensive in two ways. A response of 1024 tokens is decoded into 1024 small lists, and
+    a collection every few hundred objects costs six times as much as the decoding. A full collection visits all samples
+    in memory whenever their number has grown by a quarter, which took half of the CPU time of scheduling with thousands
+    of groups in progress.
+
+    Therefore young objects are only collected after as many allocations as twice the number of living objects. Full
+    collections only happen in :meth:`collect`. Objects that exist when this one is created are never visited.
     """
 
     def __init__(self) -> None:
@@ -26,7 +29,7 @@ class GarbageCollection:
         self._ended = time.process_time()
 
     def collect(self) -> None:
-        """Go over all objects, unless that would be more than a twentieth of the process's CPU time."""
+        """Run a full collection, unless it would take more than a twentieth of the process's CPU time."""
         started = time.process_time()
         if self._took <= _SHARE * (started - self._ended):
             gc.collect()

@@ -1,4 +1,4 @@
-"""Notice engines that ended, hang or cannot be reached."""
+"""Health checks: detect engines that ended, hang or cannot be reached."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
     from slime.cluster.engine_fleet import EngineFleet
 
 logger = logging.getLogger(__name__)
-POLL_SECONDS = 1.0  # between questions whether processes live, which cost nothing
+POLL_SECONDS = 1.0  # between checks whether processes live, which cost next to nothing
 RETRY_SECONDS = 1.0
-MAX_MISSED = 2  # checks in a row that an engine may miss before it is replaced
-MAX_MISSED_WITHOUT_TOLERANCE = 3  # the same without fault tolerance, where the run ends
-RECHECK_SECONDS = 5.0  # after a miss, with fault tolerance
-WAKE_SECONDS = 5.0  # between checks that failed requests cause
-PAUSE_SECONDS = 5.0  # that a pause waits for checks under way; an engine that is well answers sooner
+MAX_MISSED = 2  # missed checks in a row after which an engine is replaced
+MAX_MISSED_WITHOUT_TOLERANCE = 3  # the same without fault tolerance, when it ends the run
+RECHECK_SECONDS = 5.0  # until the next check after a miss, with fault tolerance
+WAKE_SECONDS = 5.0  # minimum between checks caused by failed requests
+PAUSE_SECONDS = 5.0  # that a pause waits for a running check; a healthy engine answers sooner
 NO_TOKEN = "no token"
-BUSY_SHARE = 0.1  # of a core: a process that uses less is not at work
+BUSY_SHARE = 0.1  # of one core; a process that uses less is considered idle
 
 
 class HealthMonitor:
     """A thread that checks all engines of a fleet.
 
-    Whether processes live is asked every second; whether an engine makes tokens (``/health_generate``) every
-    ``interval`` seconds, by threads and sockets of its own, so that a busy event loop never makes a healthy
-    engine look dead. No engine is waited for before another is checked: questions that are not answered yet are
-    collected later. Nothing is checked between :meth:`pause` and :meth:`resume`: engines that load weights or have
-    released their memory make no tokens.
+    It checks every second whether the processes live, and every ``interval`` seconds whether each engine generates a
+    token (``/health_generate``). The latter uses separate threads and sockets, so that a busy event loop never makes a
+    healthy engine look dead. All engines are checked at the same time, and late answers are collected in a later round.
+    Nothing is checked between :meth:`pause` and :meth:`resume`, because engines generate no tokens while they load
+    weights or after they have released their memory.
 
     Args:
         interval: seconds between checks.
-        timeout: seconds an engine has to make a token.
-        first_wait: seconds of grace after each pause.
-        start_seconds: age up to which an engine that makes no token but uses the CPU is believed to compile its
-            kernels, and is not lost.
+        timeout: seconds within which an engine must generate a token.
+        first_wait: seconds after a pause during which engines are not asked for a token.
+        start_seconds: age up to which an engine that generates no token but uses the CPU is assumed to compile
+            kernels, and does not count as lost.
     """
 
     def __init__(
@@ -49,11 +49,13 @@ class HealthMonitor:
     ) -> None:
         self.fleet, self.interval, self.timeout, self.first_wait = fleet, interval, timeout, first_wait
         self.start_seconds = start_seconds
-        self.missed: dict[str, int] = {}  # checks in a row, by URL
+        self.missed: dict[str, int] = {}  # by URL: how many checks in a row were missed
         self.processes = ProcessWatch(fleet)
         self._lock = threading.Lock()
-        self._reasons: set[str] = set()
-        self._pauses = 0  # so far: what was asked before a pause and answered after it says nothing
+        self._reasons: set[str] = set()  # of the pauses that have not ended; they may overlap
+        # The number of pauses so far. A check that was started before a pause and ended after it proves nothing, so it
+        # is dropped if this number has changed.
+        self._pauses = 0
         self._ended = threading.Event()
         self._poll_now = threading.Event()
         self._grace = time.monotonic() + first_wait
@@ -72,7 +74,7 @@ class HealthMonitor:
         self._poll_now.set()
 
     def wake(self) -> None:
-        """Poll now, and ask every engine for a token, because a request has just failed. Returns at once."""
+        """Poll now and ask every engine for a token, because a request has just failed. Returns at once."""
         now = time.monotonic()
         if now >= self._wakes_from:
             self._wakes_from = now + WAKE_SECONDS
@@ -80,10 +82,9 @@ class HealthMonitor:
             self._poll_now.set()
 
     def pause(self, reason: str) -> None:
-        """Check nothing until :meth:`resume`: no engine is lost or started again from now on.
+        """Check nothing until :meth:`resume`: from now on, no engine is declared lost or restarted.
 
-        Returns when no engine is asked for a token, but waits no longer than :data:`PAUSE_SECONDS` for one that
-        hangs.
+        Waits until a running check has ended, but at most :data:`PAUSE_SECONDS`, in case an engine hangs.
         """
         with self._lock:
             self._reasons.add(reason)
@@ -105,15 +106,16 @@ class HealthMonitor:
             try:
                 if not self._reasons and not self._ended.is_set():
                     self.poll()
-            except Exception:  # keep monitoring whatever one check raised
+            except Exception:  # The monitor must survive a failed check, or no further loss would be noticed.
                 logger.exception("the health monitor failed")
 
     def poll(self) -> None:
-        """Check processes, then (when it is time) answers, then start what was lost."""
+        """Check the processes, then (if it is time) whether engines generate tokens, then restart lost engines."""
         pauses = self._pauses
-        self._lose(self.processes.ended(POLL_SECONDS), pauses)  # first: a router takes no worker that is dead
+        self._lose(self.processes.ended(POLL_SECONDS), pauses)  # first, because no router starts with a dead worker
         if self._routing is None or self._routing.done():
             self._routing = self._checker.submit(self._check_router)
+        # Under the lock, so that no pause can begin between this test and the start of a check or an engine.
         with self._lock:
             if self._pauses != pauses:
                 return
@@ -140,16 +142,16 @@ class HealthMonitor:
             logger.exception("a health check failed")
 
     def check(self, urls: Sequence[str], pauses: int | None = None) -> None:
-        """Ask these engines for a token; those that do not give one :data:`MAX_MISSED` times in a row are lost.
+        """Ask these engines for a token; one that generates none :data:`MAX_MISSED` times in a row is lost.
 
         Args:
-            pauses: how many there had been when this check was begun. Its results do not count when there was
-                another since.
+            pauses: the number of pauses when this check was started. If there was another one since, the results do
+                not count.
         """
         pauses = self._pauses if pauses is None else pauses
         enough = MAX_MISSED if self.fleet.tolerant else MAX_MISSED_WITHOUT_TOLERANCE
         bad = unhealthy(urls, self.timeout)
-        gone = self.processes.ended(POLL_SECONDS) if bad else {}  # the better reason, if it is one
+        gone = self.processes.ended(POLL_SECONDS) if bad else {}  # An ended process is the better reason.
         bad = {url: reason for url, reason in bad.items() if url not in gone}
         with ThreadPoolExecutor(max(len(bad), 1)) as pool:
             spared = list(pool.map(self._is_compiling, bad, bad.values()))
@@ -166,7 +168,7 @@ class HealthMonitor:
         self._lose({**gone, **lost}, pauses)
 
     def _is_compiling(self, url: str, reason: str) -> bool:
-        """Whether a young engine that makes no token in time uses the CPU all the same."""
+        """Whether an engine that has missed a check was started recently and is using the CPU."""
         engine = next((engine for engine in self.fleet.engines if engine.url == url), None)
         if engine is None or engine.host is None or not reason.startswith(NO_TOKEN):
             return False
@@ -176,22 +178,25 @@ class HealthMonitor:
             before = engine.host.cpu_seconds()
             time.sleep(RETRY_SECONDS)
             used = engine.host.cpu_seconds() - before
-        except Exception:  # its node is gone, say: the next check of processes says so
+        except Exception:  # For example, its node is gone: the next check of processes notices that.
             return False
         if used < BUSY_SHARE * RETRY_SECONDS:
             return False
-        logger.warning("engine %s: %s, but it uses the CPU and is young: it is left alone", url, reason)
+        logger.warning("engine %s: %s, but it was started recently and uses the CPU: it is not lost", url, reason)
         return True
 
     def _lose(self, reasons: Mapping[str, str], pauses: int) -> None:
         with self._lock:
             lost = self.fleet.mark_lost(reasons) if self._pauses == pauses else []
+        # Outside the lock and without waiting: a node that does not answer must not delay pause() or other checks.
         self.fleet.end(lost, wait=False)
 
 
 class ProcessWatch:
-    """Asks the hosts of all engines at once whether their processes live. A host that does not answer is not asked
-    again before its call has ended, and delays nobody."""
+    """Asks the hosts of all engines at the same time whether their server processes live.
+
+    A host that does not answer delays no other, and is not asked again before that call has ended.
+    """
 
     def __init__(self, fleet: EngineFleet) -> None:
         self.fleet = fleet
@@ -200,8 +205,7 @@ class ProcessWatch:
         self._lock = threading.Lock()
 
     def ended(self, seconds: float) -> dict[str, str]:
-        """URLs of engines whose process or node is gone, with the reason, as far as that is known after
-        ``seconds``."""
+        """URLs of the engines whose process or node is gone, with the reason, as far as known after ``seconds``."""
         with self._lock:
             for engine in self.fleet.engines:
                 host = engine.host
@@ -222,7 +226,7 @@ class ProcessWatch:
 
 
 def unhealthy(urls: Sequence[str], timeout: float) -> dict[str, str]:
-    """Which of these engines make no token, and why; all are asked at the same time."""
+    """The engines that generate no token, with the reason; all are asked at the same time."""
     if not urls:
         return {}
     with ThreadPoolExecutor(len(urls), thread_name_prefix="engine-health") as pool:
@@ -231,9 +235,9 @@ def unhealthy(urls: Sequence[str], timeout: float) -> dict[str, str]:
 
 
 def answers(url: str, timeout: float) -> str | None:
-    """None when the engine makes a token within ``timeout`` seconds, else why not.
+    """None if the engine generates a token within ``timeout`` seconds, otherwise the reason why not.
 
-    A refused or reset connection may be a moment's trouble: it is tried once more.
+    A refused or reset connection may be a temporary problem, so the request is tried once more.
     """
     reason = _token(url, timeout)
     if reason is None or reason.startswith(NO_TOKEN):

@@ -1,7 +1,7 @@
-"""Files that killed servers leave behind, which nobody else removes.
+"""Removes files that killed servers leave behind.
 
-SGLang's load counters are a file in shared memory for each server, and torch's shared memory manager is a socket in a
-folder of its own. Both are removed at an orderly end only.
+SGLang keeps the load counters of each server in a shared memory file, and torch's shared memory manager has a socket in
+a folder of its own. Both are only removed when their process ends gracefully.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_AGE_SECONDS = 60.0  # younger ones may be about to be opened
-CONNECT_SECONDS = 1.0  # a manager that is stopped, with a full backlog, would never accept
+LEAST_AGE_SECONDS = 60.0  # A younger file may be about to be opened.
+CONNECT_SECONDS = 1.0  # A stopped manager with a full backlog would never accept a connection.
 _LOADS = re.compile(r"sglang_loads_\w+\.shm", re.ASCII)
 _MANAGERS = re.compile(r"torch-shm-dir-\w{6}", re.ASCII)
 _SOCKET = "manager.sock"
 
 
 def sweep_leftovers() -> list[str]:
-    """Remove such files of this user that no process uses any more; returns their paths."""
+    """Remove the files of this user that no process uses any more; returns their paths."""
     removed = [str(path) for path in _own(SHARED_MEMORY, _LOADS, stat.S_ISREG)]
     if removed:
         used = _mapped(removed)
@@ -35,7 +35,7 @@ def sweep_leftovers() -> list[str]:
 
 
 def _own(folder: Path, name: re.Pattern[str], is_kind: Callable[[int], bool]) -> list[Path]:
-    """Entries of ``folder`` that this user made a while ago."""
+    """Entries of ``folder`` with such a name that this user created more than :data:`LEAST_AGE_SECONDS` ago."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
@@ -49,7 +49,7 @@ def _own(folder: Path, name: re.Pattern[str], is_kind: Callable[[int], bool]) ->
 
 
 def _mapped(paths: list[str]) -> set[str]:
-    """Those of ``paths`` that a process has mapped or open. Only processes of this user, and root's, can."""
+    """The ``paths`` that a process has mapped or open. Only processes of this user and of root can open them."""
     used: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -71,10 +71,10 @@ def _unlink(path: str) -> bool:
 
 
 def _remove_manager(folder: Path) -> bool:
-    """Remove the folder of a shared memory manager that answers no more."""
+    """Remove the folder of a shared memory manager, unless the manager still accepts connections."""
     try:
         entries = {entry.name for entry in folder.iterdir()}
-    except OSError:  # another run removed it meanwhile
+    except OSError:  # Another run has removed it meanwhile.
         return False
     if entries - {_SOCKET}:
         return False
@@ -84,7 +84,7 @@ def _remove_manager(folder: Path) -> bool:
             probe.connect(str(folder / _SOCKET))
         except (ConnectionRefusedError, FileNotFoundError):
             pass
-        except OSError:
+        except OSError:  # For example a timeout, which says nothing about whether the manager lives.
             return False
         else:
             return False

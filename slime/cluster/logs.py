@@ -1,4 +1,4 @@
-"""Each actor writes what it prints to a file of its own in the run directory."""
+"""Redirects the output of each actor to a file of its own in the run directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _LogFile(io.RawIOBase):
-    """A file descriptor that takes every write: what a full disk refuses is lost, and nobody fails for it."""
+    """A file descriptor whose writes never fail: on a full disk, the output is lost, but the run continues."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -39,9 +39,9 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 def redirect_output(log_dir: Path, name: str) -> None:
-    """Send this process's stdout and stderr, C libraries' included, to ``log_dir/name.log``.
+    """Send stdout and stderr of this process, including those of C libraries, to ``log_dir/name.log``.
 
-    ``print``, also in users' functions, does not fail on a full disk.
+    ``print`` does not fail on a full disk, not even in users' functions.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / f"{name}.log"

@@ -32,10 +32,10 @@ class RolloutBatch:
 
 
 class ManagerClient:
-    """Calls of :class:`~slime.cluster.rollout_manager.RolloutManager`, each waited for with a deadline.
+    """Calls :class:`~slime.cluster.rollout_manager.RolloutManager`; every wait has a deadline.
 
     Args:
-        handle: of the manager's actor.
+        handle: the handle of the manager's actor.
         timeout: default deadline of a wait, in seconds (``--phase-timeout``).
     """
 
@@ -58,7 +58,7 @@ class ManagerClient:
     def wait(
         self, ref: ObjectRef[T], what: str, deadline: float | None = None, meanwhile: Callable[[], None] | None = None
     ) -> T:
-        """The result of a call that :meth:`start` began.
+        """Wait for the result of a call that :meth:`start` began.
 
         See :meth:`Waiter.get <slime.cluster.ray_wait.Waiter.get>` for the arguments and errors.
         """

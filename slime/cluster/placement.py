@@ -1,4 +1,4 @@
-"""Which GPU (or, on a CPU machine, which process slot) each actor gets."""
+"""Assigns a GPU (or, on a CPU machine, a process slot) to each actor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 PLACEMENT_DEADLINE_SECONDS = 300.0
-TRAINER_SHARE = 0.4  # of a bundle; the critic takes as much again
+# Fractions of a GPU bundle, which must hold an actor, a critic and an engine at most: 2 x 0.4 + 0.2.
+TRAINER_SHARE = 0.4
 ENGINE_SHARE = 0.2
-CPU_SLOT = 0.01  # Ray's CPUs are logical: two cores must never leave a placement group pending
+CPU_SLOT = 0.01  # Ray's CPUs are only counted, not assigned: a machine with two cores must hold all actors.
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Slots:
 
 
 def plan_slots(args: Args) -> Slots:
-    """Colocated runs share bundles; otherwise engines come after the trainers in the order of nodes and GPUs."""
+    """In colocated runs, engines and trainer share bundles; otherwise the engines' bundles follow the trainer's."""
     train = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     external = bool(args.rollout_external_engine_addrs)
     rollout = 0 if args.debug_train_only or external else int(args.rollout_num_gpus or 0)
@@ -51,7 +52,7 @@ class Placement:
         self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
         check_resources(args, self.slots.total if self.on_gpu else 0)
         bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": CPU_SLOT * 3}
-        # A bundle without a GPU takes next to nothing, so packed all would go to one of several nodes.
+        # A bundle without a GPU takes almost no resources, so with PACK all bundles would go to a single node.
         strategy = "PACK" if self.on_gpu else "SPREAD"
         self.group = placement_group([bundle] * max(self.slots.total, 1), strategy=strategy)
         if not self.group.wait(timeout_seconds=PLACEMENT_DEADLINE_SECONDS):
@@ -62,7 +63,7 @@ class Placement:
         self.places = _sorted_places(self.group, self.slots.total) if self.on_gpu and self.slots.total > 1 else None
 
     def threads_per_process(self) -> int:
-        """CPU threads of each process: trainers and engines of a synchronous run take turns, so both get all cores."""
+        """CPU threads of each process: in a synchronous run, trainer and engines take turns, so both get all cores."""
         return max((os.cpu_count() or 1) // max(self.slots.train, self.slots.rollout, 1), 1)
 
     def options(self, slot: int, share: float) -> dict[str, Any]:
@@ -82,9 +83,9 @@ class Placement:
         return self.options(self.slots.rollout_offset + slot, ENGINE_SHARE)
 
     def engine_nodes(self, slot: int, count: int) -> list[tuple[int, str, list[int] | None]]:
-        """The nodes of an engine of ``count`` slots: its first slot there, the address, and its GPUs.
+        """For each node of an engine with ``count`` slots: its first slot there, the node's address, and its GPUs.
 
-        The GPUs are None where Ray's own ``CUDA_VISIBLE_DEVICES`` says it: for one GPU, and on the CPU.
+        The GPUs are None if the ``CUDA_VISIBLE_DEVICES`` that Ray sets is right: with one GPU, and on the CPU.
         """
         if self.places is None or count == 1:
             return [(slot, "", None)]
@@ -100,14 +101,14 @@ class Placement:
 
 
 def thread_environment(threads: int | None) -> dict[str, str]:
-    """Environment variables of a process that computes on the CPU; threads of several processes share the cores."""
+    """Environment variables for a process that shares the CPU cores with other processes."""
     count = str(threads or 1)
     return {
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
-        # Threads that spin while they wait take the cores from the processes that compute.
+        # Threads that spin while they wait would take the cores from processes that compute.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "2000",  # A short spin: without it small operations are a third slower.
+        "GOMP_SPINCOUNT": "2000",  # Without a short spin, small operations are a third slower.
         "TOKENIZERS_PARALLELISM": "false",
     }
 
@@ -123,7 +124,7 @@ class Place:
 
 
 def _sorted_places(group: PlacementGroup, count: int) -> list[Place]:
-    """Bundles by (node address, GPU id), so that neighbouring ranks share a node."""
+    """Bundles sorted by node address and GPU id, so that neighboring ranks share a node."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

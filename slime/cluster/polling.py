@@ -1,4 +1,4 @@
-"""Every wait has a name, a deadline and a report."""
+"""Waiting by polling; every wait has a name, a deadline and a report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class WaitExpired(TimeoutError):
-    """A wait outran its deadline; the message says who waited for what, since when, and who is alive."""
+    """A wait exceeded its deadline; the message says who waited for what, how long, and which processes are alive."""
 
 
 def wait_for(
@@ -24,16 +24,16 @@ def wait_for(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call ``done`` until it returns something true, and return that.
+    """Call ``done`` until it returns a true value, and return that value.
 
     Args:
         what: names the wait in the error, e.g. ``"engine 0 (pid 123) to become healthy"``.
-        done: polled every ``poll`` seconds; an exception of its own ends the wait and propagates.
+        done: called every ``poll`` seconds; an exception that it raises ends the wait and propagates.
         deadline: seconds from now.
-        report: what to add to the error: living processes, last log lines.
+        report: returns a text to add to the error, such as living processes or last log lines.
 
     Raises:
-        WaitExpired: nothing came in ``deadline`` seconds.
+        WaitExpired: ``done`` returned no true value within ``deadline`` seconds.
     """
     start = clock()
     while True:

@@ -1,6 +1,6 @@
-"""Ray actors: how they are made and ended, and what mypy sees of them.
+"""Create and end Ray actors, and types for them.
 
-Ray's own ``ActorHandle`` declares every method as ``Never``, so mypy would not check the code after a call.
+Ray's own ``ActorHandle`` declares the type of every method as ``Never``, so mypy would not check the code after a call.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class ActorHandle(Protocol):
 
 
 class ActorClass(Protocol):
-    """What ``ray.remote`` makes of a class."""
+    """The result of applying ``ray.remote`` to a class."""
 
     def options(self, **options: object) -> ActorClass:
-        """The same class with the resources, the environment and the threads of its actors."""
+        """Return the same class with the given resources, environment and threads for its actors."""
 
     def remote(self, *arguments: object) -> ActorHandle:
         """Start an actor."""
 
 
 OWN_THREADS = ("status", "try_folder")
-"""Methods that answer while a step runs or a model is loaded, each on one thread of its own. They do not share one: a
-file system that hangs in ``try_folder`` must not keep ``status`` from answering, or the rank would look frozen."""
+"""Methods that answer while a step runs or a model is loaded, each on a thread of its own. They do not share a thread:
+if the file system hangs in ``try_folder``, ``status`` must still answer, or the rank would look frozen."""
 
 
 def actor_class(cls: type) -> ActorClass:

@@ -1,4 +1,4 @@
-"""The Ray actor between data and training: it has the data source and the engines, and runs the rollout functions."""
+"""The Ray actor between data and training: it owns the data source and the engines, and runs the rollout functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class RolloutManager(EngineManager):
-    """One per run. Generation runs on one thread; :meth:`status` answers meanwhile on another."""
+    """One per run. Generation runs on one thread, while :meth:`status` and others answer on further threads."""
 
     def __init__(self, args: Args, run_dir: str, layout: ParallelLayout) -> None:
         import ray
@@ -46,12 +46,12 @@ class RolloutManager(EngineManager):
 
         self.run_dir = Path(run_dir)
         redirect_output(self.run_dir / "logs", "rollout-manager")
-        # For clients in user code and in agent programs, which do use the environment's proxy.
+        # For HTTP clients in user code and in agent programs, which use the proxy that the environment names.
         os.environ.update(exempt_from_proxy(ray.util.get_node_ip_address()))
         self.garbage = GarbageCollection()
         self.layout = layout
         self.data_source: DataSource = load_function(args.data_source_path)(args)
-        if args.num_rollout is None:
+        if args.num_rollout is None:  # Only the data source knows how many rollouts an epoch has.
             per_epoch = max(len(self.data_source) // args.rollout_batch_size, 1)
             args = args.with_values(num_rollout=per_epoch * (args.num_epoch or 1))
         super().__init__(args, self.run_dir / "logs")
@@ -68,17 +68,17 @@ class RolloutManager(EngineManager):
         return answer(folder, token, "rollout manager")
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
-        """Pack by the measured budgets; called before the first rollout."""
+        """Set the measured budgets, by which samples are packed; called before the first rollout."""
         self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
 
     # --- the loop ----------------------------------------------------------------------------
 
     def num_rollout(self) -> int:
-        """Rollouts of the run: ``--num-rollout``, or else those of ``--num-epoch`` epochs of the data source."""
+        """Number of rollouts of the run: ``--num-rollout``, or those in ``--num-epoch`` epochs of the data source."""
         return int(self.args.num_rollout or 0)
 
     def generate(self, rollout_id: int) -> RolloutBatch:
-        """Generate one rollout, or take it from the snapshot that held it."""
+        """Generate one rollout, or take it from the snapshot from which the run resumed."""
         import ray
 
         from slime.cluster.manager_client import RolloutBatch
@@ -94,6 +94,7 @@ class RolloutManager(EngineManager):
         train_data = samples_to_train_data(self.args, groups)
         add_staleness(train_data, flatten(groups), rollout_id)
         parts = split_train_data(self.args, train_data, self.layout.dp, self.layout.schedule())
+        # Only groups that fill whole steps are in the parts. The ledger must not count the others as trained.
         if all("group_indices" in part for part in parts):
             self.state.ledger.left_out(rollout_id, {int(n) for part in parts for n in part["group_indices"]})
         for part in parts:
@@ -101,7 +102,7 @@ class RolloutManager(EngineManager):
         return RolloutBatch([ray.put(part) for part in parts], metrics, texts, take_warnings())
 
     def _new_rollout(self, rollout_id: int) -> Rollout:
-        """Call the rollout function, and cut the account there."""
+        """Call the rollout function, and record in ledger and state that this rollout is complete."""
         from slime.cluster.rollout_state import Rollout
 
         start = time.perf_counter()
@@ -118,25 +119,31 @@ class RolloutManager(EngineManager):
                 save_rollout(args, rollout_id, output.samples)
         metrics = {**(output.metrics or {}), **self.fault_counts()}
         rollout = Rollout(list(output.samples), metrics, time.perf_counter() - start)
-        self.garbage.collect()
+        self.garbage.collect()  # between two rollouts, where no generation of this one waits for it
 
-        async def complete() -> None:  # on the thread that the pool lives on
+        async def complete() -> None:  # runs on the pool's event loop, so the pool cannot change meanwhile
             self.state.complete(rollout_id, rollout)
 
         run(complete())
         return rollout
 
     def open_pool(self, first_step: int, last_step: int, held_step: int) -> bool:
-        """An asynchronous run begins, with engines that hold the weights of ``held_step``: log its schedule. Returns
-        whether the rollout function has a standing pool, which updates go through; if so, it is open."""
+        """Open the standing pool of an asynchronous run, if its rollout function has one, and log its schedule.
 
+        Args:
+            first_step, last_step: the run trains rollouts ``first_step`` to ``last_step - 1``.
+            held_step: the number of steps that have trained the engines' weights.
+
+        Returns:
+            Whether there is a standing pool, whose groups continue through weight updates.
+        """
         schedule = self.state.open_schedule(self.run_dir / "schedule.jsonl", held_step, first_step, last_step)
         GenerateState(self.args).schedule = schedule
         opener = getattr(self.rollout_function, "open_pool", None)
         if opener is None or self.args.load_debug_rollout_data:
             return False
         GenerateState(self.args).observer = self.state.observe
-        ahead = len(self.state.restored)  # rollouts that a snapshot held
+        ahead = len(self.state.restored)  # the number of rollouts that need not be generated
         self.pool = opener(self.args, self.data_source, first_step, last_step, ahead)
         return True
 
@@ -146,18 +153,18 @@ class RolloutManager(EngineManager):
         return self.state.schedule
 
     def weights_are_of(self, step: int) -> None:
-        """The engines of an asynchronous run hold the weights that ``step`` steps have trained."""
+        """Note that the engines of an asynchronous run now hold the weights that ``step`` steps have trained."""
         run(self.schedule.reached(step))
 
     def await_recorded(self, rollout_id: int) -> None:
-        """In a replay: return when the engines hold the weights with which this rollout began."""
+        """In a replay, wait until the engines hold the weights with which this rollout began in the recording."""
         run(self.schedule.may_begin(rollout_id))
 
     def await_tokens(self) -> None:
-        """In a replay: return when all recorded tokens of the weights that the engines hold are there.
+        """In a replay, wait until all tokens have been generated that were recorded with the engines' current weights.
 
         Raises:
-            WaitExpired: they are not within ``--phase-timeout``.
+            WaitExpired: some are still missing after ``--phase-timeout`` seconds.
         """
         from slime.cluster.polling import wait_for
         from slime.engines.http import request
@@ -173,17 +180,17 @@ class RolloutManager(EngineManager):
         wait_for(what, done, self.args.phase_timeout, poll=0.02, report=report)
 
     def advance_pool(self, version: int, taken: bool, trained: bool) -> None:
-        """How far training is: see :meth:`StandingPool.advance`."""
+        """Tell the pool how far training is; see :meth:`StandingPool.advance`."""
         assert self.pool is not None, "open_pool comes first"
         run(self.pool.advance(version, taken, trained))
 
     def drain_pool(self) -> None:
-        """Let the pool's groups finish before an update: see :meth:`StandingPool.drain`."""
+        """Wait until the pool's groups have finished, before an update; see :meth:`StandingPool.drain`."""
         assert self.pool is not None, "open_pool comes first"
         run(self.pool.drain())
 
     def _log(self, rollout_id: int, groups: list[Group], metrics: dict[str, float], seconds: float) -> list[str]:
-        """Add what the samples say to ``metrics``, keep the texts, and return a few to show."""
+        """Add metrics of the samples to ``metrics``, write the sample texts, and return a few of them to show."""
         from slime.data.staleness import staleness_metrics
 
         samples = flatten(groups)
@@ -196,7 +203,7 @@ class RolloutManager(EngineManager):
         return preview(samples)
 
     def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:
-        """The driver's phases up to the end of a step, for the trace of its rollout."""
+        """Add the driver's phases up to the end of a step to the trace of its rollout."""
         self.traces.add_phases(rollout_id, phases)
 
     def eval(self, rollout_id: int) -> dict[str, float]:
@@ -222,29 +229,33 @@ class RolloutManager(EngineManager):
     # --- state -------------------------------------------------------------------------------
 
     def save_state(self, rollout_id: int, directory: str) -> None:
-        """Write data source, account and rollouts generated ahead below ``directory``; step ``rollout_id`` is over."""
+        """Write data source, ledger and rollouts generated ahead below ``directory``, after step ``rollout_id``."""
         self.state.save(rollout_id, Path(directory))
 
     def load_state(self, rollout_id: int, directory: str, attempt: int) -> None:
         self.state.load(rollout_id, Path(directory), attempt)
 
     def trained(self, rollout_id: int) -> None:
-        """Step ``rollout_id`` is over."""
+        """Note that step ``rollout_id`` is complete."""
         self.state.trained(rollout_id)
 
     def close_account(self, trained: int) -> dict[str, int]:
-        """The run ends after step ``trained``; returns the number of groups by state. Raises ``LedgerError``."""
+        """Close the ledger after the last step, ``trained``; returns the number of groups by state.
+
+        Raises:
+            LedgerError: a requested group is missing, or was counted more than once.
+        """
         cut = self.state.close_account(trained)
         return {**cut["counts"], "ahead of training": len(cut["ahead"]), "open": len(cut["open"])}
 
     def status(self) -> Progress:
-        """What is under way; answers while :meth:`generate` runs."""
+        """What this process is doing; answers while :meth:`generate` runs."""
         from slime.observability import progress
 
         return progress.latest()
 
     def shutdown(self) -> list[str]:
-        """Stop router and engines; returns when their processes are gone, with the last warnings of this process."""
+        """Stop router and engines; returns the last warnings of this process when their processes have ended."""
         from slime.observability.best_effort import take_warnings
 
         self.end_engines(at_once=False)

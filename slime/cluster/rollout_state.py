@@ -1,4 +1,4 @@
-"""What a snapshot holds of generation: the data source, the account, and rollouts that were generated ahead."""
+"""The part of a snapshot that concerns generation: the data source, the ledger, and rollouts generated ahead."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class Rollout:
 
 
 class RolloutState:
-    """Belongs to one rollout manager.
+    """The state of one rollout manager that snapshots hold.
 
-    A snapshot after step ``N`` holds the data source as it was after the newest complete rollout ``M``, and the
-    samples of rollouts ``N + 1 .. M``: a resume trains these, it does not make them again. A data source with
-    ``load`` and ``save`` of its own can only go back to ``N`` itself, so there they are made again.
+    A snapshot after step ``N`` holds the data source as it was after the newest complete rollout ``M``, and the samples
+    of rollouts ``N + 1`` to ``M``: a resumed run trains these instead of generating them again. A user's data source
+    with ``load`` and ``save`` methods of its own can only go back to ``N`` itself, so in that case these rollouts are
+    generated again.
     """
 
     def __init__(self, args: Args, run_dir: Path, source: DataSource) -> None:
@@ -49,19 +50,22 @@ class RolloutState:
         if isinstance(source, RolloutDataSourceWithBuffer):
             source.on_dropped = self.ledger.discarded
         self.saves = bool(args.save_interval or args.save)
-        self.sources: dict[int, object] = {}  # state of the data source after each rollout that may yet be saved
-        self.ahead: dict[int, Rollout] = {}
-        self.newest = -1
-        self.restored: dict[int, Rollout] = {}  # from the snapshot that this run continues; taken, not generated
+        self.sources: dict[int, object] = {}  # by rollout: the state of the data source after it, until it is trained
+        self.ahead: dict[int, Rollout] = {}  # complete rollouts that are not trained yet
+        self.newest = -1  # the newest complete rollout
+        self.restored: dict[int, Rollout] = {}  # from the snapshot: used instead of generating these rollouts
         self.schedule: WeightTimeline | None = None  # of an asynchronous run
         self.attempt = 0
-        self._positions: dict[int, int | None] = {}  # how far the schedule's file was after each rollout
-        self._position: int | None = None  # how far it is committed, on a resume
-        self.own_saved = -1  # newest rollout for which the user's data source was told to save
+        self._positions: dict[int, int | None] = {}  # by rollout: the length of the schedule's file after it
+        self._position: int | None = None  # the committed length of that file, in a resumed run
+        self.own_saved = -1  # the newest rollout for which ``save`` of the user's data source was called
 
     def open_schedule(self, path: Path, step: int, first: int, last: int) -> WeightTimeline:
-        """Log the schedule of rollouts ``first .. last - 1``, and repeat that of ``--replay-schedule``; the engines
-        hold the weights of ``step``."""
+        """Open the log of the schedule of rollouts ``first`` to ``last - 1``, and the one of ``--replay-schedule``.
+
+        Args:
+            step: the number of steps that have trained the engines' weights.
+        """
         replayed = self.args.replay_schedule
         recording = Recording(Path(replayed), settings_to_compare(self.args)) if replayed else None
         if recording is not None:
@@ -74,18 +78,21 @@ class RolloutState:
         return self.schedule
 
     def observe(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
-        """What the rollout loops say of a group."""
+        """Record an event of a group, which the rollout loops report."""
         self.ledger(event, group, facts)
         if self.schedule is not None:
             self.schedule(event, group, facts)
 
     def complete(self, rollout_id: int, rollout: Rollout) -> None:
-        """A rollout is generated. Nothing may change the pool meanwhile: it is called on the pool's event loop."""
+        """Record a complete rollout, and keep what a snapshot after it needs.
+
+        It is called on the event loop of the pool, so the pool cannot change while its state is copied.
+        """
         held = getattr(self.source, "open_groups", None)
         counter = self.source.sample_group_index if isinstance(self.source, RolloutDataSource) else None
         self.ledger.complete(rollout_id, rollout.groups, held() if held else None, counter)
         self.newest = max(self.newest, rollout_id)
-        if self.args.debug_rollout_only:  # no step ends, so nothing else would forget the older ones
+        if self.args.debug_rollout_only:  # No step ends that would remove the state of older rollouts.
             self.ledger.cuts = {rollout_id: self.ledger.cuts[rollout_id]}
             self.sources.clear()
         if not self.saves:
@@ -94,28 +101,32 @@ class RolloutState:
             self._positions[rollout_id] = self.schedule.file.position()
         self.sources[rollout_id] = self.source.state_dict() if isinstance(self.source, StatefulDataSource) else None
         if not self.args.debug_rollout_only:
-            groups = [_shallow(group) for group in rollout.groups]  # user hooks that convert them may change them
+            # Copies, because user hooks that convert the samples for training may modify them.
+            groups = [_shallow(group) for group in rollout.groups]
             self.ahead[rollout_id] = Rollout(groups, dict(rollout.metrics), rollout.seconds)
         if self.args.save_interval and (rollout_id + 1) % self.args.save_interval == 0:
-            self._save_own(rollout_id)  # now: at the time of the snapshot a later rollout may be under way
+            # Now, because when the snapshot is written, a later rollout may have advanced the data source.
+            self._save_own(rollout_id)
 
     def trained(self, rollout_id: int) -> None:
-        """All rollouts up to this one have trained."""
+        """Record that all rollouts up to this one have trained, and drop what no later snapshot needs."""
         self.ledger.trained(rollout_id)
         self.ahead = {r: rollout for r, rollout in self.ahead.items() if r > rollout_id}
+        # ``>=``: the next snapshot may be one after this very step, with no rollout complete after it.
         self.sources = {r: state for r, state in self.sources.items() if r >= rollout_id}
         self._positions = {r: position for r, position in self._positions.items() if r >= rollout_id}
 
     def close_account(self, trained: int) -> Line:
-        """The account after step ``trained``, checked and written; see :meth:`Ledger.cut`."""
+        """Check the ledger after step ``trained`` and write its closing line; see :meth:`Ledger.cut`."""
         return self.ledger.cut(trained, self._base(trained))
 
     def _base(self, trained: int) -> int:
-        """The rollout after which the data source is saved, where ``trained`` is the last step."""
+        """The rollout whose data source state belongs to a snapshot after step ``trained``."""
         return trained if self._own("load") else max(self.newest, trained)
 
     def save(self, rollout_id: int, directory: Path) -> None:
-        """Write everything of step ``rollout_id``'s snapshot below ``directory``."""
+        """Write this process's part of the snapshot after step ``rollout_id`` below ``directory``."""
+        # The snapshot refers to a position in the schedule's file, so the file must be on disk up to there.
         if self.schedule is not None:
             self.schedule.file.sync()
         base = self._base(rollout_id)
@@ -132,13 +143,12 @@ class RolloutState:
         self.trained(rollout_id)
 
     def close(self) -> None:
-        """The run ends."""
         self.ledger.close()
         if self.schedule is not None:
             self.schedule.file.close()
 
     def load(self, rollout_id: int, directory: Path, attempt: int) -> None:
-        """Go on from a snapshot."""
+        """Restore the state from the snapshot after step ``rollout_id``."""
         state = read_state(_file(directory, rollout_id))
         if state["data_source"] is not None:
             assert isinstance(self.source, StatefulDataSource), "--data-source-path is not the class that was saved"
@@ -156,19 +166,22 @@ class RolloutState:
             self._positions[self.newest] = self._position
 
     def _save_own(self, rollout_id: int) -> None:
-        """Call ``save`` of the user's data source, once for each rollout that a snapshot holds."""
+        """Call ``save`` of the user's data source, once for each rollout after which a snapshot is written."""
         if self._own("save") and rollout_id > self.own_saved:
             self.own_saved = rollout_id
             self.source.save(rollout_id)
 
     def _own(self, name: str) -> bool:
-        """Whether the data source has a method of the contract that is not the built-in's."""
+        """Whether the data source has a method ``name`` of its own, other than the built-in one."""
         function = getattr(type(self.source), name, None)
         return function is not None and function is not getattr(RolloutDataSource, name)
 
 
 def _is_strict(args: Args, source: DataSource) -> bool:
-    """Whether only built-in code takes groups from the data source and puts them back."""
+    """Whether only built-in code takes groups from the data source and puts them back.
+
+    Only then can the ledger account for every group.
+    """
     built_in = type(source) in (RolloutDataSource, RolloutDataSourceWithBuffer)
     hooks = (args.rollout_all_samples_process_path, args.rollout_sample_filter_path, args.buffer_filter_path)
     hooked = any(hooks) or args.load_debug_rollout_data

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 QUIET_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray would otherwise hide a GPU machine's devices from actors that ask for none of them.
+    # Otherwise Ray would hide the GPUs of a machine from actors that request none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_open_telemetry": "0",
 }
@@ -21,13 +21,13 @@ SHUTDOWN_SECONDS = 3.0
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot do what the flags ask for; the message says what to change."""
+    """The cluster cannot provide what the flags ask for; the message says what to change."""
 
 
 def connect(args: Args) -> None:
-    """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), else start one here.
+    """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), or start a private one.
 
-    A private cluster listens on the loopback interface only and ends with this process.
+    A private cluster listens only on the loopback interface and ends with this process.
     """
     for name, value in QUIET_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -36,12 +36,12 @@ def connect(args: Args) -> None:
     if ray.is_initialized():
         return
     common: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # a submitted job brings its own
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:  # A submitted job has its own runtime environment.
         common["runtime_env"] = {"env_vars": {"PYTHONPATH": _python_path()}}
     if os.environ.get("RAY_ADDRESS"):
         ray.init(address=os.environ["RAY_ADDRESS"], **common)
         return
-    # Nobody starts the head of a private cluster again: to wait a minute for it, as Ray does, helps nobody.
+    # Nobody restarts the head of a private cluster, so waiting a minute for it, which is Ray's default, is useless.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
     ray.init(
         address="local",
@@ -54,15 +54,16 @@ def connect(args: Args) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster; a private one is ended with all its processes.
+    """Leave the cluster. A private one is ended with all its processes.
 
-    Ray's own agents notice only after half a minute that their cluster is gone, and then by polling.
+    Ray's own agents would notice only after half a minute that their cluster is gone, so they are killed here.
     """
     import psutil
     import ray
 
     from slime.engines.process import wait_gone
 
+    # Listed before the shutdown: afterwards their parents are gone, and they are no longer children of this process.
     children = psutil.Process().children(recursive=True)
     ray.shutdown()
     left = wait_gone(children, SHUTDOWN_SECONDS)
@@ -73,10 +74,10 @@ def disconnect() -> None:
 
 
 def _object_store_bytes(shared: str = "/dev/shm") -> int:
-    """A tenth of the memory that is free, but no more than four fifths of the room in shared memory, where it lies.
+    """Size of the object store: a tenth of the free memory, but at most four fifths of the free shared memory.
 
-    That is no strain on a laptop, and takes a rollout of 100,000 samples of 32k tokens (30 GB) on a machine of 300 GB;
-    what does not fit, Ray spills to the disk.
+    This is small enough for a laptop, and on a machine with 300 GB it holds a rollout of 100,000 samples of 32k tokens
+    (30 GB). Ray writes objects that do not fit to the disk.
     """
     import psutil
 
@@ -87,14 +88,14 @@ def _object_store_bytes(shared: str = "/dev/shm") -> int:
 
 
 def _python_path() -> str:
-    """Actors find what the driver finds: hooks beside the user's script, and this package."""
+    """The import path for actors, so that they find hooks in the working directory, and this package."""
     here = str(Path(__file__).resolve().parents[2])
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
     return os.pathsep.join(dict.fromkeys([*known, os.getcwd(), here]))
 
 
 def check_resources(args: Args, gpus_needed: int) -> None:
-    """Raise :class:`ClusterError` in one line when the cluster can never hold the run."""
+    """Raise :class:`ClusterError` if the cluster can never hold the run."""
     import ray
 
     from slime.config.engine import engines_beside_trainer
@@ -112,7 +113,7 @@ def check_resources(args: Args, gpus_needed: int) -> None:
 
 
 def cluster_report() -> str:
-    """One paragraph on what Ray has and what is in use, for errors."""
+    """One line for error messages: Ray's nodes and its free and total resources."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]

@@ -1,4 +1,4 @@
-"""What a run shows and records of its steps: phases, notes and metrics."""
+"""Display and metrics of the steps of a run: phases, notes and metrics."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ if TYPE_CHECKING:
     from slime.observability.timers import Span
 
 MOST_SPANS = 500
-"""Timed phases that are kept for the trace of a rollout, the newest ones."""
+"""How many of the newest timed phases are kept for the trace of a rollout."""
 
 
 class StepLog:
-    """Collects the metrics of the step under way and times its phases; one per run, in the driver.
+    """Collects the metrics of the current step and times its phases; one per run, in the driver.
 
     Attributes:
-        pending: metrics of the step under way, by name.
+        pending: metrics of the current step, by name.
     """
 
     def __init__(self, display: Display) -> None:
         self.display = display
         self.pending: dict[str, float] = {}
         self._metrics: MetricsLogger | None = None
-        self._phase: Phase | None = None  # the innermost one that is open
+        self._phase: Phase | None = None  # the innermost open phase
         self._spans: list[Span] = []
         self._step_started = time.perf_counter()
 
     def begin_steps(self, metrics: MetricsLogger) -> None:
-        """The start is over: metrics go to ``metrics``, and the first step's time begins now."""
+        """Begin to measure the first step, after the start is complete.
+
+        Args:
+            metrics: where the metrics of all steps are logged.
+        """
         self._metrics = metrics
-        self.display.pop_times()  # the seconds of the start belong to no step
+        self.display.pop_times()  # The time of the start belongs to no step.
         self._step_started = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show a phase while it runs; its seconds become ``perf/<name>_time``."""
+        """Show a phase while it runs; its duration in seconds becomes ``perf/<name>_time``."""
         outer = self._phase
         with self.display.phase(name) as self._phase:
             try:
@@ -56,28 +60,31 @@ class StepLog:
         return self.display.timers(name)
 
     def show_status(self, status: Progress) -> None:
-        """Show what a process that is waited for reports, beside the phase that is open."""
+        """Show the status of a process that the driver waits for, beside the open phase."""
         if self._phase is not None:
             self._phase.update(status)
 
     def note(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a line."""
         self.display.note(text)
 
     def add_rollout(self, batch: RolloutBatch) -> None:
-        """Count a rollout's metrics into the step under way, and show a few of its texts and its warnings."""
+        """Add a rollout's metrics to the current step, and show a few of its texts and its warnings."""
         self.pending.update(batch.metrics)
         self.display.samples(batch.texts)
         for warning in batch.warnings:
             self.note(f"warning: {warning}")
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Log an evaluation of the weights that ``step`` rollouts have trained."""
+        """Log an evaluation of the weights that ``step`` rollouts had trained."""
         self._logger.log(metrics, step, "eval/step")
         self.display.eval_line(step, metrics)
 
     def end_step(self, rollout_id: int, num_rollout: int) -> list[Span]:
-        """Log the step's metrics and begin the next step; returns the newest phases, for the rollout's trace."""
+        """Log the step's metrics and begin the next step; returns the newest phases, for the rollout's trace.
+
+        ``perf/wait_time_ratio`` is the fraction of the step outside of ``perf/train_time``, at most 1.
+        """
         now = time.perf_counter()
         self._spans = [*self._spans, *self.display.timers.pop_spans()][-MOST_SPANS:]
         times = self.display.pop_times()

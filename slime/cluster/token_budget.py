@@ -1,4 +1,4 @@
-"""The default of ``--max-tokens-per-gpu`` on GPUs: measured when the models are built, kept by a resume."""
+"""The default of ``--max-tokens-per-gpu`` on GPUs: it is measured after the models are built, and a resume keeps it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 SHARE = 0.85
-"""Of the memory that a trainer can have, which its largest micro-batch may fill: the rest is for fragmentation."""
+"""Fraction of the trainer's available memory that the largest micro-batch may fill; the rest is for fragmentation."""
 SHARE_WITH_EXPERTS = 0.7
-"""Tokens choose experts, so some ranks get more of them than in the measurement."""
+"""The same with experts: tokens choose their experts, so some ranks get more tokens than in the measurement."""
 
 
 def settle_token_budget(
@@ -30,11 +30,14 @@ def settle_token_budget(
     manifest: Manifest | None,
     note: Callable[[str], None],
 ) -> Args:
-    """Find the budget and pass it to all processes that pack; nothing where the flag is given, or without a GPU.
+    """Find the token budget and pass it to all processes that pack samples into micro-batches.
+
+    Does nothing if the flag is given, or without a GPU.
 
     Args:
-        manifest: of the snapshot that the run resumes. On as many GPUs, the run packs as it did before.
-        note: gets one line that explains the result.
+        manifest: the manifest of the snapshot from which the run resumes. With the same number of GPUs, the run packs
+            as it did before.
+        note: called with one line that explains the result.
 
     Returns:
         ``args`` with the budget.
@@ -44,8 +47,8 @@ def settle_token_budget(
     if trainer.actor is None or not on_gpu:
         return args
     if args.deterministic or args.train_dtype == "float32":
-        # Two deterministic runs pack alike even if one finds less memory. In float32 there is no varlen kernel on
-        # GPUs: memory grows with the square of a sample's length, which the measurement does not see.
+        # Two deterministic runs must pack alike, even if one finds less free memory. In float32 there is no varlen
+        # kernel on GPUs, so memory grows with the square of a sample's length, which the measurement does not cover.
         return args
     same_ranks = manifest is not None and manifest.get("world_size") == len(trainer.actor.ranks)
     tokens = manifest.get("settings", {}).get("max_tokens_per_gpu") if manifest is not None and same_ranks else None
@@ -53,7 +56,7 @@ def settle_token_budget(
         note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
         found: list[Measurement] = []
-        for group in reversed(trainer.groups):  # the actor is awake at the end
+        for group in reversed(trainer.groups):  # the actor last, so that it is awake afterwards
             trainer.take_turn(group)
             found += group.measure_memory(memory_share(args))
         tokens = budget(found, longest_per_gpu(args))
@@ -75,7 +78,7 @@ def memory_share(args: Args) -> float:
 
 
 def explanation(args: Args, tokens: int, found: list[Measurement]) -> str:
-    """One line: what was measured, and what follows."""
+    """One line that says what was measured, and what follows from it."""
     least = min(found, key=lambda one: one.tokens)
     said = (
         f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in training, and the "

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 Role = Literal["actor", "critic"]
 Batches: TypeAlias = "Sequence[ObjectRef[Wire]]"
-"""References to the shares of a rollout that data-parallel ranks train."""
+"""References to the parts of a rollout, one for each data-parallel rank."""
 Values: TypeAlias = "Sequence[ObjectRef[list[torch.Tensor]]]"
-"""One reference to a critic's values of one rank's samples, from before the update."""
+"""One reference to a critic's values for the samples of one rank, computed before the critic's update."""
 
 
 class TrainResult(TypedDict):
-    """What a rank returns of a step. The metrics are equal on all ranks."""
+    """What a rank returns after a step. The metrics are equal on all ranks."""
 
     metrics: dict[str, float]
     timings: dict[str, float]
@@ -44,7 +44,7 @@ class TrainResult(TypedDict):
 
 
 class TrainActor:
-    """One rank. All calls but :meth:`status` run on one thread, in the order they came."""
+    """One rank. All calls run on one thread in the order of their arrival, except those in ``OWN_THREADS``."""
 
     def __init__(self, args: Args, role: Role, rank: int, world_size: int, log_dir: str) -> None:
         from slime.cluster.logs import redirect_output
@@ -55,18 +55,18 @@ class TrainActor:
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self.weight_sync = WeightSyncSettings.from_args(args)
         self.profiler = Profiler(args, Path(log_dir).parent / "traces", role, rank)
-        self.backend: TrainBackend  # made by init, the first call of every rank
+        self.backend: TrainBackend  # created by init
         self.transport: Transport | None = None
         self.same_host = True
         self.probe: Probe | None = None
         self.calibration: Calibration | None = None
         self.audit_memory: AuditMemory | None = None  # what earlier updates sent, for the audit of later ones
-        self.written: list[FileEntry] = []  # what the last save wrote
+        self.written: list[FileEntry] = []  # the files of the last save
         self.master = ("", 0)  # address and port of the process group's key-value store
         self.store: Store | None = None  # a connection to it
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 will listen for the process group."""
+        """Address and port on which rank 0 will listen for the rendezvous of the process group."""
         import ray
 
         from slime.engines.process import free_port
@@ -75,14 +75,14 @@ class TrainActor:
         return host, free_port(host)
 
     def init(self, master_addr: str, master_port: int, load_path: str | None) -> None:
-        """Join the process group, build the model, and read a snapshot if there is one."""
+        """Join the process group, build the model, and load a snapshot if ``load_path`` names one."""
         import ray
 
         from slime.backends.create import create_backend
 
         progress.report(f"load {self.role}")
         self.master = (master_addr, master_port)
-        local_rank = 0 if ray.get_gpu_ids() else self.rank
+        local_rank = 0 if ray.get_gpu_ids() else self.rank  # Ray shows an actor only its own GPU, as device 0.
         self.backend = create_backend(
             self.args, self.role, self.rank, self.world_size, master_addr, master_port, local_rank
         )
@@ -93,8 +93,9 @@ class TrainActor:
         """Train on this rank's part of a rollout.
 
         Args:
-            batch_ref: holds one reference; Ray would fetch a bare one before the call, on the thread that calls.
-            values_ref: of a critic, for the advantages of the actor.
+            batch_ref: a list with one reference. Ray would resolve a bare reference before the call, and hand over the
+                data instead.
+            values_ref: the critic's values, from which the actor's advantages are computed.
         """
         import ray
 
@@ -107,11 +108,12 @@ class TrainActor:
             batch["old_values"] = ray.get(values_ref[0])
         with self.profiler.rollout(rollout_id):
             metrics, timings = train_on_rollout(self.backend, self.args, batch, self.profiler)
+        # After a step, since the first one creates the optimizer's state, of which the memory must hold a copy.
         if self.args.async_save and self.args.save:
             self.backend.take_save_memory()
         if self.args.save_debug_train_data and self.role == "actor":
             save_train_batches(self.args, rollout_id, batch.under_hook_names(), self.backend)
-        if self.args.offload_train or self.args.offload_rollout:  # engines on the same accelerator get memory next
+        if self.args.offload_train or self.args.offload_rollout:  # Engines on the same accelerator take memory next.
             self.backend.clear_memory()
         values: Values | None = [ray.put(batch["old_values"])] if self.role == "critic" else None
         return {"metrics": metrics, "timings": timings, "values": values}
@@ -125,14 +127,14 @@ class TrainActor:
         token: str,
         check_equal: bool = False,
     ) -> UpdateReport | None:
-        """Send this group's weights to the engines; ranks that have engines to serve return a report.
+        """Send this group's weights to the engines; ranks that send to engines return a report.
 
-        Checksums are compared at once; the probe comes later (:meth:`check_probe`), since colocated
-        engines have no cache to score with yet.
+        Checksums are compared at once. The probe is scored later (:meth:`check_probe`), since colocated engines have no
+        KV cache for it yet.
 
         Args:
-            slots: engine URL to its places, see :func:`ranks_of_engines`.
-            token: names this call, the same on all ranks.
+            slots: by engine URL, its GPU slots; see :func:`ranks_of_engines`.
+            token: names this call; the same on all ranks.
             check_equal: the engines hold these weights already; see :func:`slime.weights.sync.sync_weights`.
         """
         from slime.weights.changes import AuditMemory
@@ -144,10 +146,12 @@ class TrainActor:
         urls = [url for url in engine_urls if ranks[url][0] == self.rank]
         if any(self.rank in places for places in ranks.values()):
             self._choose_transport(same_host)
-        elif self.transport is not None:  # other ranks send to its engines now: these must not wait in its group
+        # Other ranks send to this rank's former engines now; these engines must not wait in its process group.
+        elif self.transport is not None:
             run(self.transport.close())
         peers = self._peers(ranks, token)
         self.audit_memory = self.audit_memory or AuditMemory()
+        # Scored now, while all ranks hold the weights: before the audit, a colocated trainer goes to sleep.
         if self.weight_sync.audit:
             self.probe = self._score_probe()
         report = sync_weights(
@@ -161,12 +165,12 @@ class TrainActor:
             peers=peers,
             memory=self.audit_memory,
         )
-        if self.args.offload_rollout:  # the engines take their KV cache back next
+        if self.args.offload_rollout:  # The engines take memory for their KV cache next.
             self.backend.clear_memory()
         return report
 
     def _peers(self, ranks: Mapping[str, range], token: str) -> PeerLink | None:
-        """None where every engine reads from one training rank."""
+        """The link between ranks that serve one engine together; None if every engine reads from one training rank."""
         from slime.weights.transports.peers import PeerLink, connect_store
 
         if all(len(places) == 1 for places in ranks.values()):
@@ -175,7 +179,7 @@ class TrainActor:
         return PeerLink(self.store, token, self.rank, ranks, self.args.phase_timeout)
 
     def _choose_transport(self, same_host: bool) -> None:
-        """Once, and again when engines come back on other hosts; a folder is one for all."""
+        """Create the transport, and again if engines come back on other hosts; a folder serves all hosts."""
         from slime.weights.transports import create_transport
 
         if self.transport is not None and same_host != self.same_host and self.weight_sync.transport != "disk":
@@ -185,8 +189,11 @@ class TrainActor:
             self.transport, self.same_host = create_transport(self.weight_sync, colocated_host=same_host), same_host
 
     def check_probe(self, engine_urls: Sequence[str]) -> float:
-        """Let the engines score the probe, and compare them with one another; returns the largest difference.
-        Raises ``WeightAuditError``."""
+        """Let the engines score the probe; returns the largest log-prob difference from the trainer.
+
+        Raises:
+            WeightAuditError: an engine differs too much from the trainer or from the other engines.
+        """
         from slime.weights.audit import Calibration, probe_engines
 
         self.calibration = self.calibration or Calibration()
@@ -196,7 +203,7 @@ class TrainActor:
         )
 
     def _score_probe(self) -> Probe:
-        """A fixed sequence as the trainer scores it now; all ranks take part."""
+        """Score a fixed token sequence with the trainer's weights; all ranks take part in this."""
         from transformers import AutoConfig
 
         from slime.backends.train_loop import score_probe
@@ -210,11 +217,11 @@ class TrainActor:
         self.backend.copy_weights(source, target)
 
     def refresh_old_actor(self, behind: bool) -> None:
-        """The engines have got the actor's weights: make ``old_actor`` equal to them (``--keep-old-actor``).
+        """Update the copy ``old_actor`` after the engines have got the actor's weights (``--keep-old-actor``).
 
         Args:
-            behind: make it equal to what the engines held before instead, if they held anything. Those weights are
-                the copy ``rollout_actor``, which exists from the first call on.
+            behind: make the copy equal to the weights that the engines held before, if there are any, instead of the
+                new ones. The copy ``rollout_actor``, which exists from the first call on, keeps what the engines hold.
         """
         before: ModelTag = "rollout_actor" if behind and "rollout_actor" in self.backend.moving_copies else "actor"
         self.backend.copy_weights(before, "old_actor")
@@ -251,7 +258,10 @@ class TrainActor:
         return memory_in_use()
 
     def measure_memory(self, share: float) -> Measurement | None:
-        """How many tokens a micro-batch may hold within ``share`` of the memory; a collective. None without CUDA."""
+        """Measure how many tokens fit into a micro-batch within ``share`` of the memory; None without CUDA.
+
+        All ranks must call this together, since it runs collectives.
+        """
         from slime.backends.token_budget import CudaMeter, measure
 
         if self.backend.device.type != "cuda":
@@ -259,12 +269,11 @@ class TrainActor:
         return measure(self.backend, share, CudaMeter())
 
     def set_token_budgets(self, training: int, forward_only: int) -> None:
-        """In place of the flags' own."""
+        """Replace the values of the flags by measured ones."""
         self.args = self.args.with_values(max_tokens_per_gpu=training, log_probs_max_tokens_per_gpu=forward_only)
 
     def close(self) -> None:
-        """Leave the groups and the shared memory of weight updates."""
-
+        """Leave the process groups of weight updates, and free their shared memory."""
         if self.transport is not None:
             run(self.transport.close())
 
@@ -275,5 +284,4 @@ class TrainActor:
         return answer(folder, token, who)
 
     def status(self) -> Progress:
-
         return progress.latest()

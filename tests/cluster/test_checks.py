@@ -54,7 +54,7 @@ def test_a_folder_with_nothing_to_load_is_no_silent_fresh_start(tmp_path: Path) 
     assert _check_snapshots(args) == []  # empty: a first run
     (tmp_path / "load" / "logs").mkdir()
     (problem,) = _check_snapshots(args)
-    assert "neither snapshots" in problem and problem.endswith("there is logs")
+    assert "neither snapshots" in problem and problem.endswith("only logs")
     args.save = args.load
     assert _check_snapshots(args) == []
 
