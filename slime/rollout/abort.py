@@ -1,4 +1,4 @@
-"""End what the engines still generate, and wait until its tasks are done."""
+"""Abort all requests on the engines, and wait until the tasks that sent them are done."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-RETRY_SECONDS = 1.0  # a multi-turn function may send another request after an abort
-ANSWER_SECONDS = 10.0  # an engine that hangs must not hold up the others
+RETRY_SECONDS = 1.0  # the abort is repeated, because a multi-turn function may send another request after it
+ANSWER_SECONDS = 10.0  # short, so that an engine that hangs does not delay the others
 _MOST_TRIES = 10
 _LONGEST_REST_SECONDS = 5.0
 
 
 async def worker_urls(args: Args) -> list[str]:
-    """Addresses of the engines: those the router lists, or the only engine, which has no ``/workers``."""
+    """Return the URLs of all engines behind the router.
+
+    Without a router the address is that of the only engine, which has no ``/workers``; the list is then this address.
+    """
     from slime.engines.http import HttpError, request, retrying
     from slime.engines.router import engine_url
 
@@ -39,56 +42,57 @@ async def worker_urls(args: Args) -> list[str]:
 
 
 async def abort(args: Args) -> None:
-    """Set the abort flag and tell every engine to end all requests; they answer with what they have.
+    """Set the abort flag and tell every engine to abort all requests; they reply with the tokens so far.
 
-    An engine or router that cannot be reached is only logged: its requests fail by themselves.
+    An engine or router that cannot be reached is only logged, because its requests fail without an abort.
     """
     from slime.engines.http import HttpError, request
 
-    GenerateState(args).aborted = True
+    GenerateState(args).aborted = True  # first: tasks that continue after the abort must not send new requests
     try:
         urls = await worker_urls(args)
     except HttpError as error:
-        logger.warning("the router did not say who its engines are: %s", error)
+        logger.warning("the router did not list its engines, so their requests are not aborted: %s", error)
         return
     body = {"rid": "", "abort_all": True}
     calls = (request("POST", f"{url}/abort_request", body, ANSWER_SECONDS) for url in urls)
     for url, answer in zip(urls, await asyncio.gather(*calls, return_exceptions=True), strict=True):
         if isinstance(answer, BaseException):
-            logger.warning("engine %s did not take the abort: %s", url, answer)
+            logger.warning("engine %s did not accept the abort: %s", url, answer)
 
 
 def rest_seconds(what: str, tries: int) -> float:
-    """How long to wait before something goes on that an engine ended though nobody asked.
+    """Return the seconds to wait before a request continues that an engine ended without an abort from this process.
 
     Args:
-        tries: in a row without a new token.
+        what: What was ended, for the error message.
+        tries: Number of attempts in a row that brought no new token.
 
     Raises:
-        RuntimeError: too many.
+        RuntimeError: There were more than 10 such attempts in a row.
     """
     if tries > _MOST_TRIES:
-        raise RuntimeError(f"{what} was aborted by its engines {tries} times without a new token")
+        raise RuntimeError(f"{what} was aborted by its engines {tries} times in a row without a new token")
     return min(0.1 * 2**tries, _LONGEST_REST_SECONDS) if tries else 0.0
 
 
 async def abort_and_drain(args: Args, tasks: Collection[asyncio.Task[Group]], deadline: float) -> None:
-    """Abort until all ``tasks`` are done.
+    """Abort repeatedly until all ``tasks`` are done.
 
     Args:
-        deadline: a ``time.monotonic()`` value.
+        deadline: A ``time.monotonic()`` value.
 
     Raises:
-        TimeoutError: some went on.
+        TimeoutError: Some tasks were not done at the deadline.
     """
     pending = set(tasks)
     while pending:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError(f"{len(pending)} groups went on after the engines were told to abort (--phase-timeout)")
+            raise TimeoutError(f"{len(pending)} groups did not end after the abort of all requests (--phase-timeout)")
         try:
             async with asyncio.timeout(max(left, 1.0)):
                 await abort(args)
         except TimeoutError as error:
-            raise TimeoutError("the engines did not take the order to abort (--phase-timeout)") from error
+            raise TimeoutError("the engines did not accept the abort within the deadline (--phase-timeout)") from error
         _, pending = await asyncio.wait(pending, timeout=min(RETRY_SECONDS, left))

@@ -1,8 +1,12 @@
-"""Calling users' generate functions, and making what they return fit to train on.
+"""Call users' generate functions, and complete and check the samples that they return.
 
-Two forms: ``async fn(args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]``, and the
-list form ``async fn(args, samples[, evaluation])`` that works on all samples of a prompt at once,
-told apart by the parameter's name.
+A generate function has one of two forms:
+
+* ``async fn(args, sample, sampling_params[, evaluation]) -> Sample | list[Sample]`` generates one sample. A list means
+  that the sample fanned out.
+* ``async fn(args, samples[, evaluation])``, the list form, generates all samples of a prompt at once.
+
+The form is recognized by the name of the parameter, ``sample`` or ``samples``.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _warned: set[Callable[..., Any]] = set()
 
 
 def generate_function(args: Args, sample: Sample) -> Callable[..., Any]:
-    """The sample's own generate function, else the run's, else the default."""
+    """Return the generate function of the sample if it has one, otherwise that of the run, otherwise the default."""
     path = sample.generate_function_path or args.custom_generate_function_path
     return load_function(path, "custom_generate") if path else generate
 
@@ -44,8 +48,13 @@ def takes_list(fn: Callable[..., object]) -> bool:
 async def call_single(
     fn: Callable[..., object], args: Args, sample: Sample, params: SamplingParams, evaluation: bool
 ) -> Generated:
-    """Call the one-sample form and check what it gives."""
-    if fn is generate:
+    """Call the one-sample form, and complete and check its result.
+
+    Raises:
+        TypeError: The function returned neither a Sample nor a list of them.
+        ValueError: The fields of a returned sample do not fit together.
+    """
+    if fn is generate:  # the default appends tokens itself and needs neither a copy of the prompt nor checks
         return await generate(args, sample, params)
     prompt = _prepare(sample)
     threads = GenerateState(args).threads
@@ -54,7 +63,12 @@ async def call_single(
 
 
 async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool) -> list[Generated]:
-    """Call the list form on the samples of one prompt; None means that it changed them in place."""
+    """Call the list form on the samples of one prompt. It may return None if it changed the samples in place.
+
+    Raises:
+        TypeError: The function returned something else than one Sample, or list of them, for each sample.
+        ValueError: The fields of a returned sample do not fit together.
+    """
     prompts = [_prepare(sample) for sample in samples]
     threads = GenerateState(args).threads
     result = await call(fn, args, list(samples), threads=threads, **supported_kwargs(fn, evaluation=evaluation))
@@ -62,7 +76,7 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
     if not isinstance(result, list) or len(result) != len(samples):
         got = f"{len(result)} results" if isinstance(result, list) else type(result).__name__
         raise TypeError(
-            f"generate function {_name(fn)} returned {got} for {len(samples)} samples: return the list of samples"
+            f"generate function {_name(fn)} returned {got} for {len(samples)} samples; it must return one for each"
         )
     return [
         _finish_all(fn, args, sample, prompt, part)
@@ -71,11 +85,16 @@ async def call_list(fn: Callable[..., object], args: Args, samples: list[Sample]
 
 
 def _prepare(sample: Sample) -> str | list[Message]:
-    """Return a copy of the prompt: functions that append turns to it would change it for good."""
+    """Prepare a sample for a user function, and return a copy of its prompt.
+
+    A function may append turns to ``sample.prompt``; with the copy, :func:`_finish` tells the prompt from the turns.
+    """
     if sample.loss_mask is None and not sample.response_length:
-        sample.loss_mask = UnsetMask()  # so that ``sample.loss_mask += [...]`` works
+        sample.loss_mask = UnsetMask()  # not a mask yet, but a list, so that `sample.loss_mask += [...]` works
     if sample.status is Sample.Status.ABORTED and not sample.response_length:
-        sample.status = Sample.Status.PENDING  # nothing to go on from: functions need not set a status
+        # Nothing was generated before the abort, so start as with a new sample: for a function that sets no status,
+        # _finish turns PENDING into COMPLETED, but would leave the sample ABORTED.
+        sample.status = Sample.Status.PENDING
     return copy.deepcopy(sample.prompt)
 
 
@@ -88,7 +107,7 @@ def _finish_all(
         raise TypeError(
             f"generate function {_name(fn)} returned {type(result).__name__}, not a Sample or a list of them"
         )
-    for part in flatten(result):  # a function may return samples that it made itself
+    for part in flatten(result):  # samples that the function made itself have no indices yet
         part.group_index = asked.group_index if part.group_index is None else part.group_index
         part.index = asked.index if part.index is None else part.index
         _finish(fn, args, part, prompt)
@@ -98,10 +117,10 @@ def _finish_all(
 
 
 def _finish(fn: Callable[..., object], args: Args, sample: Sample, prompt: str | list[Message]) -> None:
-    """Fill in what the function left out, and check that per-token fields are aligned."""
+    """Fill in what the function left out, and check that the per-token fields have the length of the response."""
     conversation = sample.prompt
     if isinstance(prompt, list) and isinstance(conversation, list) and conversation[: len(prompt)] == prompt:
-        sample.prompt = prompt  # turns were appended to it
+        sample.prompt = prompt  # the appended turns are part of the response, see split_conversation_ids
     if sample.status is Sample.Status.PENDING:
         sample.status = Sample.Status.COMPLETED
     try:
@@ -113,7 +132,7 @@ def _finish(fn: Callable[..., object], args: Args, sample: Sample, prompt: str |
         _from_text(fn, args, sample, conversation)
     problem = _misaligned(sample)
     if problem and sample.status is Sample.Status.ABORTED:
-        sample.reset_response()  # the function was interrupted while it filled the sample in: start again
+        sample.reset_response()  # the abort interrupted the function while it filled the sample: generate it again
         sample.status = Sample.Status.ABORTED
         return
     if problem:
@@ -125,7 +144,7 @@ def _finish(fn: Callable[..., object], args: Args, sample: Sample, prompt: str |
 
 
 def _misaligned(sample: Sample) -> str | None:
-    """What is wrong with the lengths of the per-token fields, in words; None where they fit."""
+    """Describe what is wrong with the lengths of the per-token fields; None if they are consistent."""
     length, held = sample.response_length, vars(sample)
     for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
         values = held[name]
@@ -134,8 +153,8 @@ def _misaligned(sample: Sample) -> str | None:
         said = f"{len(values)} entries in {name}, but response_length is {length}"
         if name == "loss_mask" and not len(values):
             said += (
-                ": an empty mask is no mask for all tokens. Let append_response_tokens fill sample.loss_mask, or set "
-                "one entry per response token (None trains on all of them)"
+                ": an empty mask does not mean that all tokens are trained. Let append_response_tokens fill "
+                "sample.loss_mask, set one entry per response token, or set None to train on all of them"
             )
         return said
     if sample.num_tokens < length:
@@ -144,13 +163,16 @@ def _misaligned(sample: Sample) -> str | None:
 
 
 def _from_text(fn: Callable[..., object], args: Args, sample: Sample, conversation: str | list[Message]) -> None:
-    """Token ids of a sample for which only text was set. No engine log-probs then: the trainer computes its own."""
+    """Set the token ids of a sample for which only text was set.
+
+    It has no engine log-probs, since they would not belong to these tokens: the trainer computes the old log-probs.
+    """
     if sample.response and fn not in _warned:
         _warned.add(fn)
         logger.warning(
-            "generate function %s sets no tokens: its text is tokenised here, and the trainer recomputes the old "
-            "log-probs. Text that is tokenised again can differ from what the engine sampled; set tokens, "
-            "response_length and rollout_log_probs (Sample.append_response_tokens) to train on exactly that.",
+            "generate function %s sets no tokens, so its text is tokenized again, and the trainer recomputes the old "
+            "log-probs. The new tokens can differ from those that the engine sampled. To train on exactly those, set "
+            "tokens, response_length and rollout_log_probs (with Sample.append_response_tokens).",
             _name(fn),
         )
     tokenizer = GenerateState(args).tokenizer
@@ -161,12 +183,13 @@ def _from_text(fn: Callable[..., object], args: Args, sample: Sample, conversati
 
 
 def _share_rollout_id(fn: Callable[..., object], asked: Sample, siblings: Sequence[Sample]) -> None:
+    # The samples of a fan-out count as one rollout in the loss, so they must share a rollout_id.
     given = {sibling.rollout_id for sibling in siblings}
     if given == {None}:
         given = {asked.index}
     if len(given) != 1 or None in given:
         raise ValueError(
-            f"generate function {_name(fn)}: fan-out samples of one rollout have different rollout_ids {given}"
+            f"generate function {_name(fn)}: samples of a fan-out have different rollout_ids {given}; set one for all"
         )
     for sibling in siblings:
         sibling.rollout_id = next(iter(given))
@@ -179,15 +202,18 @@ def _name(fn: Callable[..., object]) -> str:
 def split_conversation_ids(
     tokenizer: Tokenizer, sample: Sample, conversation: str | list[Message]
 ) -> tuple[list[int], list[int], list[int]]:
-    """Prompt ids, response ids, and the response's mask.
+    """Tokenize a conversation into prompt ids, response ids and the loss mask of the response.
+
+    If the chat template does not render a conversation as a continuation of its beginning (some templates drop
+    earlier reasoning), the turns belong to the prompt, and only the last response is trained.
 
     Args:
-        sample: with its first prompt and its last response.
-        conversation: the message list after the function worked on it. Turns that it appended to the
-            prompt are part of the response: assistant turns are trained on, the rest is masked.
+        sample: The sample with the original prompt and the last response.
+        conversation: The message list as the function left it. Turns that the function appended to the prompt
+            belong to the response: assistant turns are trained, the others are masked.
 
-    Where the chat template does not render a conversation as a continuation of its beginning (some drop
-    earlier reasoning), the turns count as prompt and only the last response is trained on.
+    Returns:
+        Prompt ids, response ids, and a mask with one entry per response id.
     """
     first = sample.prompt if isinstance(sample.prompt, str) else render(tokenizer, sample, sample.prompt)
     turns = _turns(sample, conversation)
@@ -210,7 +236,10 @@ def _trained(tokenizer: Tokenizer, sample: Sample) -> tuple[list[int], list[int]
 
 
 def _turns(sample: Sample, conversation: str | list[Message]) -> list[Message]:
-    """Messages appended to the prompt, without the last response (and what came after it) where it was appended too."""
+    """Return the messages that were appended to the prompt.
+
+    If the last response was appended as well, it and everything after it are left out.
+    """
     if not isinstance(conversation, list) or not isinstance(sample.prompt, list):
         return []
     turns = list(conversation[len(sample.prompt) :])
@@ -221,7 +250,11 @@ def _turns(sample: Sample, conversation: str | list[Message]) -> list[Message]:
 
 
 def _parts(tokenizer: Tokenizer, sample: Sample, turns: list[Message], first: str) -> list[tuple[str, int]] | None:
-    """Pieces of text between first prompt and last response, each with its mask; None when they do not add up."""
+    """Split the text between prompt and last response into parts, each with its mask.
+
+    Returns None if the chat template changes earlier text when a message is added, so that the parts would not add up
+    to the rendered conversation.
+    """
     parts: list[tuple[str, int]] = []
     messages: list[Any] = list(sample.prompt)
     text = first

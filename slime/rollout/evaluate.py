@@ -1,4 +1,4 @@
-"""Evaluation: every data set of ``--eval-prompt-data`` or ``--eval-config``, all at the same time."""
+"""Evaluation on all data sets of ``--eval-prompt-data`` or ``--eval-config``, concurrently."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     """Generate and score ``n_samples_per_eval_prompt`` samples for each prompt of each data set.
 
-    The seed of a sample depends on the run seed, the data set's name, the prompt and the sample's
-    place, so evaluations at different steps differ by the weights alone.
+    The seed of a sample depends on the run seed, the name of the data set, the prompt and the position of the sample
+    in its group, so evaluations at different steps differ only in the weights.
 
     Returns:
-        Per data set ``rewards`` (floats; NaN where a verifier gave no answer; of a fan-out, the siblings' mean) and
-        ``truncated`` (bools), both one per rollout; ``samples`` (flat), ``n_samples_per_prompt`` and ``settings``;
-        in the order of the file.
+        For each data set, in the order of its file: ``rewards`` (floats, one per rollout; NaN if the verifier gave no
+        result; the mean over the samples of a fan-out), ``truncated`` (bools, one per rollout), ``samples`` (flat),
+        ``n_samples_per_prompt`` and ``settings``.
 
     Raises:
-        TimeoutError: not done within ``--phase-timeout``.
+        TimeoutError: The evaluation did not finish within ``--phase-timeout``.
     """
     state = GenerateState(args)
     state.eval_rollout_id = rollout_id
@@ -58,8 +58,11 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
 
 
 async def _finished(args: Args, group: Group, params: SamplingParams, purpose: str) -> Group:
-    """The group, finished: engines end requests of an evaluation too (a weight update, a restart, another rollout's
-    abort), and these go on from their tokens so far."""
+    """Generate and score a group of an evaluation until it is finished.
+
+    Engines may end its requests (a weight update, a restart, the abort of a rollout, which ends all requests of an
+    engine). Generation then continues from the tokens so far.
+    """
     original, tries = snapshot(group), 0
     while True:
         before = sum(sample.response_length for sample in flatten(group))
@@ -73,7 +76,7 @@ async def _finished(args: Args, group: Group, params: SamplingParams, purpose: s
 
 
 async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
-    """Wait for all, show progress; the first error ends the others and propagates."""
+    """Wait for all tasks and report progress. The first error cancels the others and propagates."""
     deadline = time.monotonic() + limit
     pending: set[asyncio.Task[Group]] = set(tasks)
     try:
@@ -84,8 +87,8 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
             )
             if not done:
                 raise TimeoutError(
-                    f"the evaluation was not done in {limit:g} s (--phase-timeout): "
-                    f"{len(pending)} of {len(tasks)} prompts are open"
+                    f"the evaluation did not finish within {limit:g} s (--phase-timeout): "
+                    f"{len(pending)} of {len(tasks)} prompts are unfinished"
                 )
             for task in done:
                 task.result()
@@ -96,7 +99,7 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
 
 
 def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
-    """Fresh samples of a data set; the file is read once per run."""
+    """Make new samples for all prompts of a data set. The file is read only once per run."""
     groups = []
     for i, prompt in enumerate(_dataset(args, state, config).samples):
         group: Group = []
@@ -110,8 +113,8 @@ def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> 
 
 
 def eval_sampling_params(config: EvalDatasetConfig) -> SamplingParams:
-    """SGLang's sampling parameters of a data set, after its fallbacks."""
-    assert config.max_response_len is not None, "resolve_eval_datasets fills in what a data set leaves open"
+    """Return SGLang's sampling parameters for a data set."""
+    assert config.max_response_len is not None, "resolve_eval_datasets fills in what a data set does not set"
     params: SamplingParams = {
         "temperature": config.temperature,
         "top_p": config.top_p,
@@ -131,7 +134,10 @@ def eval_sampling_params(config: EvalDatasetConfig) -> SamplingParams:
 
 
 def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
-    """The data set's own reward, generate function and metadata, where they differ from the run's."""
+    """Set the reward, generate function and metadata of the data set on a sample, if they differ from those of the run.
+
+    The sample carries them because training and evaluation go through the same functions with the same ``args``.
+    """
     sample.metadata.update(config.metadata_overrides)
     if config.rm_type and config.rm_type != args.rm_type:
         sample.metadata.setdefault("rm_type", config.rm_type)
@@ -162,7 +168,7 @@ def _dataset(args: Args, state: GenerateState, config: EvalDatasetConfig) -> Dat
 
 
 def _results(args: Args, config: EvalDatasetConfig, groups: list[Group]) -> EvalResults:
-    rollouts = [flatten([entry]) for group in groups for entry in group]  # siblings of a fan-out count once
+    rollouts = [flatten([entry]) for group in groups for entry in group]  # the samples of a fan-out count as one
     rewards = [[eval_reward(args, sample) for sample in rollout] for rollout in rollouts]
     known = [[reward for reward in part if not math.isnan(reward)] for part in rewards]
     return {
@@ -175,7 +181,13 @@ def _results(args: Args, config: EvalDatasetConfig, groups: list[Group]) -> Eval
 
 
 def eval_reward(args: Args, sample: Sample) -> float:
-    """The number of a reward (``--eval-reward-key``, else ``--reward-key``); NaN where a verifier gave no answer."""
+    """Return the reward of a sample as a number; NaN if its verifier gave no result.
+
+    Of a dict reward it is the entry ``--eval-reward-key``, or ``--reward-key`` if that flag is not set.
+
+    Raises:
+        ValueError: The reward is a dict without that entry.
+    """
     reward = sample.reward
     if sample.reward_timed_out or reward is None:
         return math.nan
@@ -183,7 +195,7 @@ def eval_reward(args: Args, sample: Sample) -> float:
         key = args.eval_reward_key or args.reward_key
         if key is None or key not in reward:
             raise ValueError(
-                f"sample {sample.index} has the reward {reward}: name the entry that evaluates with --eval-reward-key"
+                f"sample {sample.index} has the reward {reward}: set --eval-reward-key to the entry to evaluate by"
             )
         reward = reward[key]
     return float(reward)

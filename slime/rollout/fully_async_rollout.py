@@ -1,10 +1,10 @@
-"""Fully asynchronous rollout: a standing pool of groups goes on generating while the trainer trains.
+"""Fully asynchronous rollout: a standing pool of groups keeps generating while the trainer trains.
 
-``--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async``, with ``train_async.py``.
-How many groups may be under way is :class:`~slime.rollout.admission.Admission`'s matter, which bounds both memory and
-staleness. Groups train in the order of admission, so slow prompts are not starved, and nothing that is finished is
-thrown away. Updates of the weights go through while groups generate; a sample says by ``Sample.version_spans`` which
-weights made which of its tokens.
+Use with ``train_async.py`` and ``--rollout-function-path
+slime.rollout.fully_async_rollout.generate_rollout_fully_async``. :class:`~slime.rollout.admission.Admission` decides
+how many groups may be in flight, which bounds both memory and staleness. Groups are trained in the order of admission,
+so slow prompts are not starved, and no finished group is discarded for its age. Weights are updated while groups
+generate; ``Sample.version_spans`` records which weight version generated which tokens.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ if TYPE_CHECKING:
 def generate_rollout_fully_async(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """The next ``--rollout-batch-size`` groups of the pool; the others stay under way.
+    """Take the next ``--rollout-batch-size`` groups from the pool and wait for them. The others stay in flight.
 
     Raises:
-        ValueError: evaluation (set ``--eval-function-path slime.rollout.sglang_rollout.generate_rollout``).
-        TimeoutError: not there within ``--phase-timeout``.
+        ValueError: ``evaluation`` is True. For evaluation, set ``--eval-function-path
+            slime.rollout.sglang_rollout.generate_rollout``.
+        TimeoutError: The groups were not finished within ``--phase-timeout``.
     """
     from slime.engines.background import run
 
     if evaluation:
         raise ValueError(
-            "the fully asynchronous rollout does not evaluate: "
+            "the fully asynchronous rollout cannot evaluate: "
             "set --eval-function-path slime.rollout.sglang_rollout.generate_rollout"
         )
     state = GenerateState(args)
@@ -50,29 +51,33 @@ def generate_rollout_fully_async(
 def open_pool(
     args: Args, data_source: DataSource, first_step: int, last_step: int | None = None, ahead: int = 0
 ) -> StandingPool:
-    """The pool of this run, empty; it is the one from which the rollout function takes."""
+    """Create the pool of this run, without groups. The rollout function takes its groups from this pool."""
     pool = GenerateState(args).pool = StandingPool(args, data_source, first_step, last_step, ahead)
     return pool
 
 
-generate_rollout_fully_async.open_pool = open_pool  # type: ignore[attr-defined]  # updates need not wait for it
+# The rollout manager looks for this attribute: a rollout function that has it keeps a standing pool, so weight updates
+# take place while its groups generate.
+generate_rollout_fully_async.open_pool = open_pool  # type: ignore[attr-defined]
 
 
 class StandingPool(RolloutLoop):
-    """The rollout loop with in_flight that outlive a rollout, judged in the order of admission.
+    """A rollout loop whose groups in flight outlive a rollout and are judged in the order of admission.
 
-    Used on one event loop. Whoever drives it says by :meth:`advance` how far training is.
+    All methods must be called on one event loop. The caller reports the progress of training with :meth:`advance`.
 
     Args:
-        first_step, last_step: the steps that it is to fill; see :class:`~slime.rollout.admission.Admission`.
-        ahead: rollouts of these that somebody has already, from an earlier attempt.
+        first_step, last_step: The steps to generate for; see :class:`~slime.rollout.admission.Admission`.
+        ahead: Number of rollouts of these steps that already exist, from an earlier attempt.
     """
 
     def __init__(
         self, args: Args, data_source: DataSource, first_step: int = 0, last_step: int | None = None, ahead: int = 0
     ) -> None:
         super().__init__(args, -1, data_source)
-        self.deterministic = True  # the oldest first
+        # Always, not only with --deterministic: Admission's bound on staleness assumes that groups are trained in the
+        # order of admission.
+        self.deterministic = True
         self.admission = Admission(
             self.target,
             args.async_buffer_size,
@@ -84,14 +89,14 @@ class StandingPool(RolloutLoop):
         self.admission.open = ahead * self.target
         self._drained = False
         if hasattr(data_source, "under_way"):
-            data_source.under_way = self.under_way  # so that a resume does not skip them
+            data_source.under_way = self.under_way  # snapshots save these groups, so that a resume does not skip them
 
     def under_way(self) -> list[Group]:
-        """The groups of the pool in the order of admission: finished, or as they were given to the engines last."""
+        """Return the groups of the pool in the order of admission, each finished or as it was before generation."""
         return [*(_as_it_is(item) for item in self.in_flight.values()), *self.unstarted]
 
     async def take(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """The next groups in the order of admission."""
+        """Return the next groups in the order of admission. On an error, the pool is closed before it is raised."""
         self.reset_for(rollout_id)
         self.deadline = time.monotonic() + self.settings.timeout
         try:
@@ -104,16 +109,17 @@ class StandingPool(RolloutLoop):
         return RolloutFnTrainOutput(samples=self.accepted, metrics=metrics)
 
     async def advance(self, version: int, taken: bool = False, trained: bool = False) -> None:
-        """The trainer went on: start as many groups as may start now.
+        """Record the trainer's progress and start as many groups as admission allows now.
 
         Args:
-            version: steps that had trained the weights that the engines hold.
-            taken: it took a rollout.
-            trained: the step of the rollout that it took last is over.
+            version: The version of the engines' weights: the number of steps that have trained them.
+            taken: Whether the trainer took a rollout.
+            trained: Whether the step of the rollout that it took last is finished.
         """
         if version > self.admission.version:
             self._drained = False
         self.admission.version_changed(version)
+        # In this order: trained() counts everything taken so far as trained, and the rollout that is taken now is not.
         if trained:
             self.admission.trained()
         if taken:
@@ -121,21 +127,21 @@ class StandingPool(RolloutLoop):
         self._top_up()
 
     async def drain(self) -> None:
-        """Start nothing more until :meth:`advance` tells new weights, and wait until no group is under way.
+        """Wait until all groups in flight are finished. No group starts until :meth:`advance` reports newer weights.
 
         Raises:
-            TimeoutError: some went on for ``--phase-timeout``.
+            TimeoutError: Some groups did not finish within ``--phase-timeout``.
         """
         self._drained = True
         tasks = [item.task for item in self.in_flight.values() if item.task is not None]
         pending = (await asyncio.wait(tasks, timeout=self.settings.timeout))[1] if tasks else ()
         if pending:
             raise TimeoutError(
-                f"{len(pending)} groups did not finish in {self.settings.timeout:g} s before a weight update"
+                f"{len(pending)} groups did not finish within {self.settings.timeout:g} s before a weight update"
             )
 
     async def close(self) -> None:
-        """Cancel what is under way; its groups go back to the data source as they were given."""
+        """Cancel all generation. Groups return to the data source: finished, or as they were before generation."""
         await self._cancel_all()
         back = self.under_way()
         self._clear()
@@ -145,7 +151,8 @@ class StandingPool(RolloutLoop):
     def _top_up(self) -> None:
         while not self._drained and (room := self.admission.room()) > 0:
             if not self.unstarted:
-                # Finished groups that a resumed pool gets wait for their turn, as they did before the run was stopped.
+                # Unlike the default loop, finished groups from the buffer do not overtake others: in a resumed run they
+                # wait for their turn, as they did before the run was stopped, so that the same batches are trained.
                 self.unstarted.extend(self._get(room))
             self._start_all()
 
@@ -154,11 +161,12 @@ class StandingPool(RolloutLoop):
         super()._add(original, task)
 
     def _ready(self) -> bool:
-        """An empty pool waits: there is room again when the trainer goes on."""
+        """An empty pool waits: :meth:`advance` starts groups when the trainer makes room."""
         return bool(self.in_flight) and super()._ready()
 
     def _judge(self, item: _InFlightGroup) -> None:
         before = len(self.accepted)
+        # A group in flight may contain tokens of several weight versions. This setting trains only the newest ones.
         if self.settings.masks_earlier_rollouts:
             for sample in flatten(item.group):
                 mask_older_versions(sample)
@@ -168,7 +176,7 @@ class StandingPool(RolloutLoop):
 
 
 def _as_it_is(item: _InFlightGroup) -> Group:
-    """The group, generated where it is; a group whose task failed or goes on: as it was given."""
+    """Return the group if its generation succeeded, otherwise the group as it was before generation."""
     task = item.task
     whole = task is not None and task.done() and not task.cancelled() and task.exception() is None
     return item.group if whole else item.original

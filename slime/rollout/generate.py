@@ -23,27 +23,35 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-_UNFINISHED = "\ufffd"  # what decoders show for a part of a character
-_CHARACTER_TOKENS = 16  # more than a character can be divided into
+_UNFINISHED = "\ufffd"  # decoders write it in place of an incomplete UTF-8 character
+_CHARACTER_TOKENS = 16  # more tokens than one character can be divided into
 
 
 async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Generate (the rest of) one response and append it to ``sample``, token by token as the engine sampled it.
+    """Generate one response, or the rest of it, and append the token ids and log-probs of the engine to ``sample``.
 
-    A sample that was aborted goes on from its tokens so far. Its length limits,
-    ``max_new_tokens`` and ``--rollout-max-context-len`` (default: what the engines take), count the whole response.
-    A prompt that leaves no room for an answer is not sent: its sample is left out.
+    Generation of an aborted sample continues from its tokens so far. The limits ``max_new_tokens`` and
+    ``--rollout-max-context-len`` (default: the context length of the engines) apply to the whole response, not to one
+    request. A prompt that leaves no room for a response is not sent, and its sample is excluded from training.
+
+    Args:
+        sample: A PENDING or ABORTED sample. It is changed in place.
+        sampling_params: SGLang's sampling parameters.
+
+    Returns:
+        ``sample``, with status COMPLETED, TRUNCATED or ABORTED.
 
     Raises:
-        ValueError: the sample is finished already, or the engine gave no log-probs.
-        TimeoutError: no answer within ``--sglang-router-request-timeout-secs``.
+        ValueError: The sample is already finished, or the engine returned no log-probs.
+        TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``.
+        HttpError: The engine refused the request.
     """
     if sample.status not in (Sample.Status.PENDING, Sample.Status.ABORTED):
         raise ValueError(f"sample {sample.index} is {sample.status.value}: there is nothing left to generate")
     state = GenerateState(args)
     if not sample.num_tokens:
         sample.tokens = prompt_ids(state, sample)
-        sample.pack()  # so that the answer is appended as arrays
+        sample.pack()  # the response is then appended as arrays, which need far less memory than lists
     params = remaining(state, sample, sampling_params)
     if params is None:
         return without_room(state, sample)
@@ -55,7 +63,8 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
         except HttpError as error:
             if error.status != 400 or not says_too_long(error):
                 raise
-            return without_room(state, sample)  # media grow in the engine
+            # With media, the engine may count more tokens than the sample has, so only it knows the real length.
+            return without_room(state, sample)
         if output is None:
             sample.status = Sample.Status.ABORTED
             return sample
@@ -66,24 +75,27 @@ async def generate(args: Args, sample: Sample, sampling_params: SamplingParams) 
 
 
 def compare_read(state: GenerateState, sample: Sample, body: GenerateBody, meta: MetaInfo) -> None:
-    """Warn, once, where an engine that tokenised a text with media itself read another number of tokens than
-    ``sample`` has: the log-probs of its answer then follow other tokens than those that are trained."""
+    """Warn once if the engine read another number of prompt tokens than ``sample`` has.
+
+    This can happen only if the engine tokenizes the text itself (samples with media). The log-probs of its response
+    then have another context than the tokens that are trained.
+    """
     read = meta.get("prompt_tokens")
     if "text" not in body or read is None or read == sample.num_tokens or state.warned_of_media:
         return
     state.warned_of_media = True
     warn(
-        f"sample {sample.index} has media and {sample.num_tokens} tokens, but the engine, which tokenises the text of "
-        f"such samples itself, read {read}: its log-probs belong to other tokens (told once). Compare the processor of "
-        "--hf-checkpoint with the engine's; a continued answer or a tool's text may divide into tokens otherwise"
+        f"sample {sample.index} has media and {sample.num_tokens} tokens, but the engine, which tokenizes the text of "
+        f"such samples itself, read {read}: its log-probs belong to other tokens. Compare the processor "
+        "of --hf-checkpoint with the engine's. A continued response or a tool's text may be tokenized differently"
     )
 
 
 def build_generate_body(state: GenerateState, sample: Sample, params: SamplingParams) -> GenerateBody:
-    """Body of ``POST /generate`` that continues ``sample``.
+    """Build the body of the ``POST /generate`` request that continues ``sample``.
 
-    Ids; for SGLang with media text, in which it places them itself (the embedded engine takes the ids that
-    the processor made).
+    The body contains token ids. For a sample with media, SGLang gets text instead, because it inserts the media tokens
+    itself. The embedded engine always gets the ids that the processor made.
     """
     body: GenerateBody = {"sampling_params": params, "return_logprob": True}
     add_media(body, sample)
@@ -95,39 +107,45 @@ def build_generate_body(state: GenerateState, sample: Sample, params: SamplingPa
         body["return_routed_experts"] = True
     cuts = restricts_vocabulary(params.get("top_p"), params.get("top_k"))
     if cuts and state.requests.embedded:
-        body["return_top_p_token_ids"] = True  # training scores each token over these alone; SGLang has no such list
+        # Training normalizes each token over the kept part of the vocabulary. SGLang cannot report that part.
+        body["return_top_p_token_ids"] = True
     return body
 
 
 def append_output(args: Args, sample: Sample, output: GenerateOutput) -> None:
-    """Append an engine's answer: ids, log-probs, text, status, weight version, counters."""
+    """Append an engine's reply to ``sample``: token ids, log-probs, text, status, weight version and counters.
+
+    Raises:
+        ValueError: The reply has no log-probs, or one of them is NaN.
+    """
     meta = output["meta_info"]
     scored = meta.get("output_token_logprobs")
     if scored is None:
         raise ValueError(
-            f"the engine's answer for sample {sample.index} has no output_token_logprobs; "
-            f"meta_info has {', '.join(sorted(meta))}"
+            f"the engine's reply for sample {sample.index} has no output_token_logprobs; "
+            f"its meta_info has {', '.join(sorted(meta))}"
         )
     tokens, text = np.array([item[1] for item in scored], np.int32), output["text"]
     if sample.response_length and text.startswith(_UNFINISHED):
         text = _finish_character(GenerateState(args), sample, tokens, text)
     log_probs = np.array([item[0] for item in scored], np.float64)
     if np.isnan(log_probs).any():
-        raise ValueError(f"the engine gave no number as the log-prob of a token of sample {sample.index}")
+        raise ValueError(f"the engine returned NaN as the log-prob of a token of sample {sample.index}")
     sample.append_response_tokens(args, tokens=tokens, log_probs=log_probs, meta_info=meta, text=text)
 
 
 def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, text: str) -> str:
-    """Put a character together whose bytes are divided between the response so far and an answer that continues it.
+    """Join a character whose bytes are split between the response so far and a reply that continues it.
 
-    Both parts were decoded on their own and show U+FFFD there. The character is added to ``sample.response``.
+    Both parts were decoded separately, so each contains U+FFFD in place of the character. The complete character is
+    appended to ``sample.response``.
 
     Args:
-        tokens: of the answer.
-        text: of the answer.
+        tokens: The token ids of the reply.
+        text: The text of the reply.
 
     Returns:
-        The rest of the text.
+        The text of the reply after the joined character.
     """
     ids = sample.array("tokens")
     assert ids is not None
@@ -137,17 +155,24 @@ def _finish_character(state: GenerateState, sample: Sample, tokens: np.ndarray, 
     rest = state.tokenizer.decode(tokens.tolist(), skip_special_tokens=skip).lstrip(_UNFINISHED)
     whole = state.tokenizer.decode([*before, *tokens.tolist()], skip_special_tokens=skip)
     if not whole.startswith(kept) or not whole.endswith(rest) or len(whole) < len(kept) + len(rest):
-        return text  # not a tokenizer whose text is the sum of its tokens' bytes
+        return text  # this tokenizer's text is not the concatenation of the bytes of its tokens
     sample.response = sample.response.rstrip(_UNFINISHED) + whole[len(kept) : len(whole) - len(rest)]
     return text.lstrip(_UNFINISHED)
 
 
 def get_model_url(args: Args, model_name: str | None = None, path: str = "/generate") -> str:
-    """Address of the router (or the only engine); of a named model's where ``--sglang-config`` serves several."""
+    """Return the URL of the router, or of the engine if there is only one.
+
+    Args:
+        model_name: A model of ``--sglang-config``, if it serves several. Default: the trained model.
+
+    Raises:
+        ValueError: The model is not served, or no engine has been started.
+    """
     routers = args.sglang_model_routers or {}
     if model_name is not None and routers:
         if model_name not in routers:
-            raise ValueError(f"no model {model_name!r} is served; there are {', '.join(sorted(routers))}")
+            raise ValueError(f"model {model_name!r} is not served; the served models are {', '.join(sorted(routers))}")
         host, port = routers[model_name]
     else:
         host, port = args.sglang_router_ip, args.sglang_router_port
@@ -157,14 +182,14 @@ def get_model_url(args: Args, model_name: str | None = None, path: str = "/gener
 
 
 def routing_headers(state: GenerateState, sample: Sample) -> dict[str, str] | None:
-    """The header by which the router keeps a session on one engine, for policies that read it."""
+    """Return the header by which the router keeps a session on one engine, or None if its policy does not use it."""
     if sample.session_id and state.requests.has_routing_key:
         return {ROUTING_KEY_HEADER: sample.session_id}
     return None
 
 
 def remaining(state: GenerateState, sample: Sample, params: SamplingParams) -> SamplingParams | None:
-    """``params`` with the number of new tokens that is left to the response, or None when there is none."""
+    """Return ``params`` with ``max_new_tokens`` set to what is left for the response, or None if nothing is left."""
     left = int(params["max_new_tokens"]) - sample.response_length
     if state.context is not None:
         left = min(left, state.context - sample.num_tokens)
@@ -172,7 +197,7 @@ def remaining(state: GenerateState, sample: Sample, params: SamplingParams) -> S
 
 
 def without_room(state: GenerateState, sample: Sample) -> Sample:
-    """The sample at its end: TRUNCATED, and left out where not even an answer could begin."""
+    """Mark a sample that reached its length limit as TRUNCATED. Without any response it is excluded from training."""
     if sample.response_length:
         sample.status = Sample.Status.TRUNCATED
     else:
@@ -181,17 +206,21 @@ def without_room(state: GenerateState, sample: Sample) -> Sample:
 
 
 async def ask_engine(state: GenerateState, sample: Sample, body: GenerateBody) -> GenerateOutput | None:
-    """POST a body of :func:`build_generate_body`.
+    """Send a body of :func:`build_generate_body`, with retries while no engine can be reached.
 
     Returns:
-        The engine's answer; None when no engine could be reached until the rollout was over.
+        The engine's reply, or None if no engine could be reached before the rollout was aborted.
+
+    Raises:
+        HttpError: The engine refused the request.
+        TimeoutError: The engine did not reply within ``--sglang-router-request-timeout-secs``, retries included.
     """
     from slime.engines import http
 
     limit, headers = state.requests.timeout, routing_headers(state, sample)
     try:
         async with asyncio.timeout(limit):
-            # The address is read from args in each try: a router that was lost may come back at another address.
+            # Each attempt reads the address from args again: a restarted router may have another address.
             call = lambda: http.request("POST", get_model_url(state.args), body, limit, headers)  # noqa: E731
             output: GenerateOutput = await http.retrying(call, give_up=lambda: state.aborted)
             return output
@@ -201,6 +230,6 @@ async def ask_engine(state: GenerateState, sample: Sample, body: GenerateBody) -
         raise
     except TimeoutError as error:
         raise TimeoutError(
-            f"sample {sample.index} (group {sample.group_index}): {get_model_url(state.args)} did not answer in "
+            f"sample {sample.index} (group {sample.group_index}): {get_model_url(state.args)} did not reply within "
             f"{limit:g} s (--sglang-router-request-timeout-secs)"
         ) from error

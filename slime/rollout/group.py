@@ -1,4 +1,4 @@
-"""Generate and score one sample, and one group: the samples of one prompt."""
+"""Generate and score one sample, or one group (the samples of one prompt)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 
 
 def is_finished(group: Group) -> bool:
-    """Whether every sample of a group is generated (a group from the buffer may be)."""
+    """Whether every sample of a group is generated. Groups from the buffer can be finished before submission."""
     leaves = flatten(group)
     return bool(leaves) and all(sample.status in _FINISHED for sample in leaves)
 
@@ -38,12 +38,17 @@ def is_finished(group: Group) -> bool:
 async def generate_and_rm(
     args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Generated:
-    """Generate one sample and score it. A finished sample comes back untouched.
+    """Generate one sample and score it. A finished sample is not generated again.
+
+    Args:
+        evaluation: Evaluations ignore the abort flag of the rollout.
 
     Returns:
-        The sample, or a list of samples where the generate function fanned out. Without a reward: when
-        ABORTED, when groups are scored as a whole, or when its verifier gave no answer
-        (``reward_timed_out``).
+        The sample, or a list of samples if the generate function fanned out. A sample has no reward if it is
+        ABORTED, if groups are scored as a whole, or if its verifier gave no result (``reward_timed_out``).
+
+    Raises:
+        ValueError: The reward function returned None.
     """
     state = GenerateState(args)
     if sample.status in _FINISHED:
@@ -52,6 +57,7 @@ async def generate_and_rm(
         return sample
     with trace_span(sample, "generate_and_rm"):
         async with state.semaphore:
+            # Checked after the wait for the semaphore, because the rollout may have been aborted in the meantime.
             if state.aborted and not evaluation:
                 sample.status = Sample.Status.ABORTED
                 return sample
@@ -61,6 +67,7 @@ async def generate_and_rm(
                 result = (await call_list(fn, args, [sample], evaluation))[0]
             else:
                 result = await call_single(fn, args, sample, sampling_params, evaluation)
+        # Scoring is outside of the semaphore: a slow verifier must not take slots from generation.
         _abort_custom(state, fn, result, evaluation)
         return await _hooks_and_reward(args, result, evaluation)
 
@@ -68,16 +75,18 @@ async def generate_and_rm(
 async def generate_and_rm_group(
     args: Args, group: Group, sampling_params: SamplingParams, evaluation: bool = False, purpose: str = "sampling"
 ) -> Group:
-    """Generate and score the samples of one prompt, each with a seed of its own.
+    """Generate and score the samples of one prompt, each with its own sampling seed.
 
     Args:
-        purpose: names the seeds; evaluation passes its data set.
+        purpose: Part of the seeds and session ids, so that training and each evaluation data set sample independently.
     """
     state = GenerateState(args)
     _assign_sessions(state.seed, group, purpose)
     with trace_span(group, "generate_and_rm_group"):
         unfinished = [entry for entry in group if isinstance(entry, Sample) and entry.status not in _FINISHED]
         functions = {generate_function(args, sample) for sample in unfinished}
+        # The list form is called with whole groups only. A group that an abort left partly finished is generated sample
+        # by sample, so that its finished samples stay untouched.
         fn = next(iter(functions), None)
         result: Group
         if fn is not None and len(unfinished) == len(group) and len(functions) == 1 and takes_list(fn):
@@ -96,7 +105,10 @@ async def generate_and_rm_group(
 
 
 async def _gather(tasks: Iterable[Awaitable[T]]) -> list[T]:
-    """Like gather, but when one fails the others are cancelled and waited for."""
+    """Like :func:`asyncio.gather`, but if one task fails, the others are cancelled and awaited.
+
+    Otherwise they would keep sending requests after the rollout has failed.
+    """
     running = [asyncio.ensure_future(task) for task in tasks]
     try:
         return list(await asyncio.gather(*running))
@@ -113,7 +125,7 @@ async def _same(entry: list[Sample]) -> list[Sample]:
 async def _whole_group(
     fn: Callable[..., object], args: Args, samples: list[Sample], evaluation: bool
 ) -> Sequence[Generated]:
-    """Generate by the list form of a function, which gets all samples of the prompt at once."""
+    """Generate with the list form of a function, which gets all samples of the prompt at once."""
     state = GenerateState(args)
     async with state.semaphore:
         if state.aborted and not evaluation:
@@ -127,7 +139,7 @@ async def _whole_group(
 
 
 def _assign_sessions(seed: int, group: Group, purpose: str) -> None:
-    """Session ids are stable over repetitions of a run, so that a routing policy by session is too."""
+    """Assign session ids derived from the seed, so that a repeated run routes each session to the same engine."""
     for position, entry in enumerate(group):
         for sample in flatten(entry):
             if sample.session_id is None:
@@ -138,9 +150,10 @@ def _assign_sessions(seed: int, group: Group, purpose: str) -> None:
 
 
 def _mask_earlier_rollouts(state: GenerateState, sample: Sample) -> None:
-    """``--mask-offpolicy-in-partial-rollout``: what an earlier rollout generated is not trained on.
+    """For ``--mask-offpolicy-in-partial-rollout``, mask the tokens that an earlier rollout generated.
 
-    What this rollout generated before an engine was lost stays, so each rollout masks a sample once: when it begins.
+    Each rollout masks a sample at most once, before it generates. A later call in the same rollout (after an engine was
+    lost) must not mask the tokens that this rollout has generated since.
     """
     known = (sample.metadata.get("start_rollout_id", state.rollout_id), sample.metadata.get(_MASKED_IN))
     if state.args.mask_offpolicy_in_partial_rollout and sample.response_length and state.rollout_id not in known:
@@ -149,14 +162,14 @@ def _mask_earlier_rollouts(state: GenerateState, sample: Sample) -> None:
 
 
 def _abort_custom(state: GenerateState, fn: Callable[..., object], result: Generated, evaluation: bool) -> None:
-    """A user's function that ended after the abort may hold a cut answer without knowing it."""
+    """Mark the samples of a custom function that returned after the abort: their responses may have been cut short."""
     if fn is not generate and state.aborted and not evaluation:
         for sample in flatten(result):
             sample.status = Sample.Status.ABORTED
 
 
 async def _hooks_and_reward(args: Args, result: Generated, evaluation: bool) -> Generated:
-    for sample in flatten(result):
+    for sample in flatten(result):  # before the hooks and the verifier: they must see the response that is trained
         cut_at_sampled_media(GenerateState(args), sample)
     if isinstance(result, list):
         result = [await _sample_hooks(args, sample, evaluation) for sample in result]
@@ -182,13 +195,13 @@ async def _sample_hooks(args: Args, sample: Sample, evaluation: bool) -> Sample:
         keywords = supported_kwargs(hook, rollout_id=rollout_id, evaluation=evaluation)
         answer = await call(hook, args, sample, threads=state.threads, **keywords)
         if answer is not None and not isinstance(answer, Sample):
-            raise TypeError(f"sample hook {path} returned {type(answer).__name__}; it must return None or a Sample")
+            raise TypeError(f"sample hook {path} returned {type(answer).__name__}, but it must return None or a Sample")
         sample = sample if answer is None else answer
     return sample
 
 
 async def _score(args: Args, samples: Sequence[Sample], span: str) -> None:
-    """One batched call for those that have no reward yet."""
+    """Score the samples that have no reward yet, in one batched call."""
     todo = [sample for sample in samples if sample.reward is None and not sample.reward_timed_out]
     if not todo:
         return
@@ -203,12 +216,15 @@ def _check_scored(args: Args, sample: Sample, scored: bool = False) -> None:
     if sample.reward is None and not sample.reward_timed_out and (scored or not scores_whole_groups(args)):
         name = sample.custom_rm_path or args.custom_rm_path or sample.metadata.get("rm_type") or args.rm_type
         raise ValueError(
-            f"sample {sample.index} (group {sample.group_index}) is {sample.status.value} but reward {name!r} gave None"
+            f"sample {sample.index} (group {sample.group_index}) is {sample.status.value}, but {name!r} returned None"
         )
 
 
 def snapshot(group: Group) -> Group:
-    """The group as it is now, safe from what generate functions change; media are shared."""
+    """Copy a group so that generate functions, which change samples in place, cannot change the copy.
+
+    Prompt and metadata are copied deeply. Media are shared, since they are large and no function changes them in place.
+    """
     return [_copied(entry) if isinstance(entry, Sample) else [*map(_copied, entry)] for entry in group]
 
 
@@ -219,12 +235,21 @@ def _copied(sample: Sample) -> Sample:
 
 
 def continuable(group: Group, original: Group, partial: bool) -> Group:
-    """A group to generate further: as far as it came, or (no partial rollout, fan-out) as it was given."""
+    """Return the group from which generation continues.
+
+    Args:
+        group: The group after an abort, with the tokens so far.
+        original: The same group before generation.
+        partial: Whether tokens are kept (``--partial-rollout``).
+
+    Returns:
+        ``group``, or ``original`` if tokens are not kept or a sample fanned out.
+    """
     if not partial or not all(isinstance(entry, Sample) for entry in group):
         return original
     for sample in flatten(group):
         log_probs = sample.array("rollout_log_probs")
         aligned = log_probs is not None and len(log_probs) == sample.response_length
         if sample.status is Sample.Status.ABORTED and sample.response_length and not aligned:
-            sample.reset_response()  # only its text is known: nothing to go on from
+            sample.reset_response()  # without a log-prob for every token the response so far cannot be trained
     return group

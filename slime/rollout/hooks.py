@@ -1,4 +1,4 @@
-"""Calling the functions that users give: sync or async, with the keywords that they take."""
+"""Call user functions, synchronous or asynchronous, with only the keyword arguments that they accept."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from typing import Any
 
 @functools.lru_cache(maxsize=256)
 def parameters(fn: Callable[..., object]) -> tuple[frozenset[str], bool]:
-    """Names of a function's parameters, and whether it takes any keyword."""
+    """Return the names of a function's parameters, and whether it accepts any keyword (``**kwargs``)."""
     found = inspect.signature(fn).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
     return frozenset(found), anything
 
 
 def supported_kwargs(fn: Callable[..., object], **keywords: object) -> dict[str, Any]:
-    """The entries of ``keywords`` that ``fn`` accepts by its signature."""
+    """Return the entries of ``keywords`` that ``fn`` accepts."""
     names, anything = parameters(fn)
     return {name: value for name, value in keywords.items() if anything or name in names}
 
 
 def is_async(fn: Callable[..., object]) -> bool:
-    """Whether calling ``fn`` gives a coroutine, also for callable objects."""
+    """Whether calling ``fn`` returns a coroutine. ``fn`` may be a callable object."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
 async def call(fn: Callable[..., object], *args: object, threads: Executor | None = None, **keywords: object) -> Any:
-    """Await an async function; run a plain one in a thread, so that it cannot stop the event loop.
+    """Await an async function; run a synchronous one in a thread, so that it cannot block the event loop.
 
     Args:
-        threads: where a plain function runs; default: the event loop's own threads, some few more than the cores.
+        threads: Executor for a synchronous function. Default: that of the event loop, which has only a few more threads
+            than the machine has cores.
     """
     if is_async(fn):
         answer: Any = fn(*args, **keywords)
         return await answer
+    # run_in_executor does not copy the context. Without the copy, context variables (traces, the schedule of the run)
+    # would be unset in the user function.
     run = functools.partial(contextvars.copy_context().run, fn, *args, **keywords)
     result = await asyncio.get_running_loop().run_in_executor(threads, run)
     return await result if inspect.isawaitable(result) else result

@@ -1,7 +1,7 @@
-"""The default rollout loop: keep enough groups under way, judge the finished ones, hand the rest back.
+"""The default rollout loop: keep enough groups in flight, judge the finished ones, return the rest to the data source.
 
-Every group that the data source gave ends in exactly one place: in the result, dropped by the filter
-(and counted), replaced because its verifier gave no answers (and counted), or back in the buffer.
+Every group that the data source supplied ends in exactly one place: in the result, dropped by the filter (and
+counted), replaced because its verifier gave no result (and counted), or back in the buffer.
 """
 
 from __future__ import annotations
@@ -31,16 +31,22 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 logger = logging.getLogger(__name__)
-_MOST_REPLACED = 4  # times the rollout batch size: then the verifier is broken, not slow
+_MOST_REPLACED = 4  # times the rollout batch size; above it the run stops, because the verifier is broken, not slow
 
 
 @dataclass
 class _InFlightGroup:
-    """One group that is being generated or waits to be judged. ``original`` is the group as the data source gave it."""
+    """One group that is being generated or waits to be judged.
+
+    Attributes:
+        order: the number of the group in the order of submission.
+        original: the group as the data source supplied it.
+        task: the task that generates the group; None if the group was already finished when it was submitted.
+    """
 
     order: int
     original: Group
-    task: asyncio.Task[Group] | None = None  # None: it was finished when it came
+    task: asyncio.Task[Group] | None = None
     done: bool = False
 
     @property
@@ -49,7 +55,11 @@ class _InFlightGroup:
 
 
 class RolloutLoop:
-    """One rollout. ``--deterministic`` judges groups in the order of submission and aborts none."""
+    """One rollout. With ``--deterministic``, groups are judged in the order of submission and none is aborted.
+
+    Otherwise groups are judged in the order in which they finish, and the rollout aborts the groups that it does not
+    need.
+    """
 
     def __init__(self, args: Args, rollout_id: int, data_source: DataSource) -> None:
         self.args = args
@@ -60,10 +70,11 @@ class RolloutLoop:
         self.deterministic = self.settings.deterministic
         path = self.settings.dynamic_filter_path
         self.filter = load_function(path) if path else None
-        # A pool holds thousands of groups, so nothing below looks at all of them for each one that ends.
+        # A standing pool holds thousands of groups, so the work per finished group must be O(1): the order of
+        # completion has a queue of its own, and nothing below scans all groups when one finishes.
         self.in_flight: OrderedDict[int, _InFlightGroup] = OrderedDict()
-        """Groups that are generated or finished, in order of submission."""
-        self._finished: deque[int] = deque()  # the finished ones, in order of completion
+        """Groups that are being generated or wait to be judged, in the order of submission."""
+        self._finished: deque[int] = deque()  # keys of finished groups in the order of completion; not deterministic
         self._failed: _InFlightGroup | None = None
         self._woken = asyncio.Event()
         self.unstarted: deque[Group] = deque()
@@ -72,18 +83,18 @@ class RolloutLoop:
         self.reset_for(rollout_id)
 
     def reset_for(self, rollout_id: int) -> None:
-        """Clear what is collected per rollout."""
+        """Start a new rollout: clear what was collected for the previous one. Groups in flight stay."""
         self.rollout_id = self.state.rollout_id = rollout_id
         self.accepted: list[Group] = []
-        self.judged: list[Group] = []  # what the all-samples hook sees: accepted, dropped and replaced ones
+        self.judged: list[Group] = []  # for the all-samples hook: accepted, dropped and replaced groups
         self.counts = Counts()
 
     async def run(self) -> RolloutFnTrainOutput:
-        """Collect, hand back the rest, call the hooks.
+        """Collect the groups, return the rest to the data source, and call the hooks.
 
         Raises:
-            TimeoutError: not done within ``--phase-timeout``.
-            RuntimeError: the data source ran dry.
+            TimeoutError: The rollout did not finish within ``--phase-timeout``.
+            RuntimeError: The data source has no more groups, or the verifier fails for too many of them.
         """
         self.deadline = time.monotonic() + self.settings.timeout
         self.state.reset()
@@ -94,6 +105,7 @@ class RolloutLoop:
         finally:
             await self._cancel_all()
             self.state.reset()
+        # Groups are accepted in the order of completion, which depends on time. The trained batch must not.
         self.accepted.sort(key=_index)
         self._call_hooks()
         return RolloutFnTrainOutput(samples=self.accepted, metrics=self.counts.metrics())
@@ -114,15 +126,17 @@ class RolloutLoop:
         return len(self.accepted) + len(self.in_flight)
 
     def _top_up(self) -> None:
-        """Have as many groups accepted or under way as the rollout needs; finished ones from the buffer first.
+        """Submit groups until as many are accepted or in flight as the rollout needs.
 
-        They are fetched ``--over-sampling-batch-size`` at a time where that is larger than the rollout, else as many as
-        are missing.
+        Groups are fetched ``--over-sampling-batch-size`` at a time if that is larger than the rollout, otherwise only
+        as many as are missing.
         """
         while self._under_way < self.target:
             if not self.unstarted:
                 size = self.settings.fetched_at_once
                 self._enqueue(self._get(size if size > self.target else self.target - self._under_way))
+            # Finished groups from the buffer may have filled the rollout already. Groups that have not started then
+            # stay in `unstarted`, and _hand_back returns them without wasted generation.
             if self._under_way < self.target:
                 self._start_all()
 
@@ -137,7 +151,7 @@ class RolloutLoop:
         groups = list(self.source.get_samples(count))
         if not groups:
             raise RuntimeError(
-                f"the data source gave no more groups: rollout {self.rollout_id} has "
+                f"the data source has no more groups: rollout {self.rollout_id} has accepted "
                 f"{len(self.accepted)} of {self.target}{self.counts.drop_report()}"
             )
         for group in groups:
@@ -155,7 +169,7 @@ class RolloutLoop:
                 self._add(group)
                 continue
             self._notify("started", group)
-            original = snapshot(group)
+            original = snapshot(group)  # before generation: generate functions change samples in place
             self._add(original, asyncio.ensure_future(self._generate(group, original)))
 
     def _add(self, original: Group, task: asyncio.Task[Group] | None = None) -> None:
@@ -168,7 +182,7 @@ class RolloutLoop:
 
     def _ended(self, item: _InFlightGroup) -> None:
         if self.in_flight.get(item.order) is not item:
-            return  # cancelled and forgotten
+            return  # the group was removed from the pool (cancelled); its task ends later
         item.done = True
         if _error(item) is not None and self._failed is None:
             self._failed = item
@@ -178,11 +192,12 @@ class RolloutLoop:
             self._woken.set()
 
     async def _generate(self, group: Group, original: Group) -> Group:
-        """The group, finished; or as far as it came when the rollout aborted it.
+        """Generate and score a group. Returns it finished, or partial if the rollout aborted it.
 
-        Where an engine ends a request that nobody aborted (a restart, a weight update), it goes on at once from the
-        tokens so far, whether or not it is its turn to be judged.
+        If an engine ends a request that the rollout did not abort (a restart, a weight update), generation continues
+        from the tokens so far.
         """
+        # A task has its own copy of the context, so this reaches the requests of this group and no evaluation.
         TIMELINE.set(self.state.schedule)
         retries = 0
         while True:
@@ -192,18 +207,19 @@ class RolloutLoop:
                 return _packed(group)
             self._notify("continued", group)
             group = continuable(group, snapshot(original), partial=True)
+            # Only attempts without progress count: frequent weight updates may interrupt a long response many times.
             retries = 0 if _tokens(group) > before else retries + 1
             await asyncio.sleep(rest_seconds(f"group {_index(group)}", retries))
 
     def _ready(self) -> bool:
-        """Whether a group can be judged, or one failed, or there is nothing to wait for."""
+        """Whether :meth:`_wait` may return: a group can be judged, a group failed, or no group is in flight."""
         if self.deterministic:
             head = next(iter(self.in_flight.values()), None)
             return head is None or head.done or self._failed is not None
         return bool(self._finished) or not self.in_flight or self._failed is not None
 
     async def _wait(self) -> None:
-        """Until a group is there to be judged; a task's own error propagates."""
+        """Wait until a group can be judged. An error of any group is raised at once, whichever group is next."""
         if not self._ready():
             self._woken.clear()
             try:
@@ -221,7 +237,7 @@ class RolloutLoop:
             raise error
 
     def _next_finished(self) -> _InFlightGroup | None:
-        """The next group to judge: in deterministic mode only ever the oldest."""
+        """Remove and return the next group to judge, or None. In deterministic mode it is always the oldest one."""
         if self.deterministic:
             head = next(iter(self.in_flight.values()), None)
             return self.in_flight.pop(head.order) if head is not None and head.done else None
@@ -233,13 +249,15 @@ class RolloutLoop:
         group = item.group
         leaves = flatten(group)
         self._notify("generated", group)
-        if self.settings.all_samples_path:
+        if self.settings.all_samples_path:  # kept only for the hook, since dropped groups can be many
             self.judged.append(group)
         self.counts.add(leaves, self.settings.reward_key)
         if all(map(is_too_long, leaves)):
             self._drop_too_long(leaves)
             self._notify("filtered", group, reason=TOO_LONG)
             return
+        # A sample without a verifier result has no reward and must not influence the filter or the group's baseline. A
+        # group needs two samples with rewards for a comparison (one, if it has only one sample).
         valid = [entry for entry in group if not any(sample.reward_timed_out for sample in flatten(entry))]
         if len(valid) < min(2, len(group)):
             self._replace(leaves)
@@ -252,14 +270,16 @@ class RolloutLoop:
         else:
             self.counts.dropped[reason] += 1
             self._notify("filtered", group, reason=reason)
-        _packed(group)  # the filter may have read lists
+        _packed(group)  # again: a filter that reads per-token fields turns them back into Python lists
 
     def _drop_too_long(self, leaves: list[Sample]) -> None:
         self.counts.dropped[TOO_LONG] += 1
+        # A few long prompts are normal. If no group at all was accepted, the limit or the data set is wrong, and the
+        # loop would otherwise read prompts forever.
         if not self.accepted and self.counts.dropped[TOO_LONG] > _MOST_REPLACED * self.target:
             raise RuntimeError(
-                f"rollout {self.rollout_id}: {self.counts.dropped[TOO_LONG]} prompts one after the other leave no room "
-                f"for an answer; the last: {leaves[-1].metadata.get(FAILURE_KEY)}"
+                f"rollout {self.rollout_id}: {self.counts.dropped[TOO_LONG]} prompts in a row leave no room for a "
+                f"response; the last one: {leaves[-1].metadata.get(FAILURE_KEY)}"
             )
 
     def _replace(self, leaves: list[Sample]) -> None:
@@ -267,15 +287,16 @@ class RolloutLoop:
         if self.counts.replaced > _MOST_REPLACED * self.target:
             failures = [str(sample.metadata.get(FAILURE_KEY)) for sample in leaves if sample.reward_timed_out]
             raise RuntimeError(
-                f"rollout {self.rollout_id}: the verifier gave no answer for {self.counts.replaced} groups, "
+                f"rollout {self.rollout_id}: the verifier gave no result for {self.counts.replaced} groups; "
                 f"{len(self.accepted)} of {self.target} have rewards; the last failure: {failures[-1]}"
             )
 
     def _why_not(self, group: Group) -> str | None:
-        """Why the filter drops a group; None: it does not."""
+        """Return the reason for which the filter drops a group, or None if it keeps the group."""
         if self.filter is None:
             return None
         answer = call_dynamic_filter(self.filter, self.args, group)
+        # + 1: the group under judgment has left `in_flight` and is not in `accepted` yet.
         if answer.keep or (answer.keep_when_insufficient and self._under_way + 1 <= self.target):
             return None
         return answer.reason or "no_reason"
@@ -283,10 +304,10 @@ class RolloutLoop:
     # --- the rest ----------------------------------------------------------------------------
 
     async def _hand_back(self) -> None:
-        """What is left goes to the data source, in the order it came from there."""
+        """Return the groups that the rollout does not need to the data source, in the order of submission."""
         in_flight = self.in_flight.values()
         tasks = [item.task for item in in_flight if item.task is not None and not item.task.done()]
-        if tasks and self.deterministic:
+        if tasks and self.deterministic:  # how far an aborted group got would depend on time, so let all of them finish
             _, pending = await asyncio.wait(tasks, timeout=max(self.deadline - time.monotonic(), 0.0))
             if pending:
                 raise TimeoutError(self._deadline_report())
@@ -299,7 +320,7 @@ class RolloutLoop:
             if is_finished(group):
                 self.counts.surplus += 1
                 if self.settings.masks_earlier_rollouts:
-                    group = item.original  # all of it would be masked later: generate it anew
+                    group = item.original  # a later rollout would mask every token: generate the group again
             else:
                 self.counts.aborted += 1
                 group = continuable(group, item.original, self.settings.partial_rollout)
@@ -307,6 +328,7 @@ class RolloutLoop:
         back += self.unstarted
         self._clear()
         for sample in flatten(back):
+            # setdefault: the first rollout that generated tokens of the sample decides which tokens are masked later.
             if sample.response_length:
                 sample.metadata.setdefault("start_rollout_id", self.rollout_id)
         if back:
@@ -322,10 +344,10 @@ class RolloutLoop:
         self.source.add_samples(groups)
         for group in groups:
             self._notify("given_back", group)
-        if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # the one without a buffer
+        if getattr(type(self.source), "add_samples", None) is RolloutDataSource.add_samples:  # it has no buffer
             self.counts.lost = len(groups)
             name, other = type(self.source).__name__, "slime.rollout.data_source.RolloutDataSourceWithBuffer"
-            logger.warning("%d groups are lost: %s has no buffer; set --data-source-path %s", len(groups), name, other)
+            logger.warning("%d groups are lost: %s has no buffer. Set --data-source-path %s", len(groups), name, other)
 
     async def _cancel_all(self) -> None:
         tasks = [item.task for item in self.in_flight.values() if item.task is not None]
@@ -349,10 +371,10 @@ class RolloutLoop:
     def _deadline_report(self) -> str:
         waiting = [_index(item.original) for item in self.in_flight.values() if not item.done]
         return (
-            f"rollout {self.rollout_id} was not done in {self.settings.timeout:g} s (--phase-timeout): "
-            f"{len(self.accepted)} of {self.target} groups{self.counts.drop_report()}; "
-            f"waiting for {len(waiting)} groups, "
-            f"their first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
+            f"rollout {self.rollout_id} did not finish within {self.settings.timeout:g} s (--phase-timeout): "
+            f"{len(self.accepted)} of {self.target} groups are accepted{self.counts.drop_report()}; "
+            f"it still waits for {len(waiting)} groups, "
+            f"whose first samples are {waiting[:8]}{' ...' if len(waiting) > 8 else ''}"
         )
 
 
@@ -362,7 +384,7 @@ def _error(item: _InFlightGroup) -> BaseException | None:
 
 
 def _packed(group: Group) -> Group:
-    """The same group, its per-token fields as arrays: nobody has other names for its lists any more."""
+    """Store per-token fields as arrays, in place. No user function may work on the group: it could hold their lists."""
     for sample in flatten(group):
         sample.pack()
     return group

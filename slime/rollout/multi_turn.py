@@ -1,8 +1,8 @@
-"""Several turns in one sample: for generate functions in which the model talks to tools or to a user.
+"""Several turns in one sample, for generate functions in which the model talks to tools or to a user.
 
-What the engine produced is what is trained: a turn is appended as the ids and log-probs that the engine
-answered with, the next request carries these very ids, and nothing is ever tokenised again. What the
-model did not write (tool output, the next user message) is tokenised once, alone, and has mask 0.
+The tokens that are trained are exactly those that the engine sampled: each turn is appended as the ids and log-probs
+of the engine's reply, the next request contains the same ids, and no text is tokenized twice. Text that the model did
+not write (tool output, the next user message) is tokenized once, separately, and gets mask 0.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ from slime.types import SamplingParams
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-TURNS = "model_turns"  # key of sample.metadata: where each turn of the model lies, so that an aborted sample can go on
-_MARGIN = 4  # tokens: a tokenizer may write the first of a text otherwise
-_MARK = "slime.4f1d.turn"  # stands for the model's words while the chat template renders what comes after them
+TURNS = "model_turns"  # key of sample.metadata: the position of each model turn, so that an aborted sample can continue
+_MARGIN = 4  # tokens of extra context: a tokenizer may decode the first token of a sequence differently
+_MARK = "slime.4f1d.turn"  # placeholder for the model's turn while the chat template renders the messages after it
 
 
 class ModelTurn(TypedDict):
-    """One turn of the model; ``end`` and ``finish`` are None in a turn that an abort interrupted.
+    """One turn of the model.
 
-    ``start`` and ``end`` are token offsets in the response, ``finish`` is a value of :class:`Sample.Status`.
+    Attributes:
+        start: Token offset in the response at which the turn begins.
+        end: Token offset in the response at which the turn ends, or None if an abort interrupted it.
+        text: The text of the turn.
+        finish: Value of :class:`Sample.Status` with which the turn ended, or None if an abort interrupted it.
+        answered: Whether an observation or a reply was appended after the turn.
     """
 
     start: int
@@ -56,16 +61,20 @@ class Conversation:
                 talk.observe(f"<information>{hits[0]}</information>")
             return sample
 
-    A sample that was aborted goes on where it was: in the middle of a turn, or with the answer to its last
-    turn (:meth:`turn` gives a turn that nobody answered again). Tools that keep state are brought there by
-    running :attr:`answered` through them.
+    An aborted sample continues where it stopped. If the abort came in the middle of a turn, that turn is completed. If
+    it came after a turn that has no answer yet, :meth:`turn` returns that turn again, so that the function can answer
+    it. To restore the state of a tool, call the tool with the turns in :attr:`answered`.
 
-    ``max_new_tokens`` of the sampling parameters and ``--rollout-max-context-len`` bound the whole response,
-    observations included; ``--max-turns`` the turns of the model.
+    ``max_new_tokens`` of the sampling parameters and ``--rollout-max-context-len`` limit the whole response,
+    observations included. ``--max-turns`` limits the number of model turns.
 
     Args:
-        evaluation: as the generate function got it; a training sample stops between turns when its rollout is over.
-        max_turns: instead of ``--max-turns``.
+        args: The arguments that the generate function got.
+        sample: The sample that the generate function got. It is changed in place.
+        sampling_params: The sampling parameters that the generate function got.
+        evaluation: The flag that the generate function got. Between two turns, a training sample stops if its rollout
+            was aborted; an evaluation sample does not.
+        max_turns: Maximum number of model turns. Default: ``--max-turns``.
     """
 
     def __init__(
@@ -83,40 +92,43 @@ class Conversation:
         self._calls = 0
         if not sample.tokens:
             sample.tokens = prompt_ids(self.state, sample)
-        if not sample.response_length or TURNS not in sample.metadata:  # metadata outlives a response thrown away
+        # Metadata are kept when a response is discarded, so they may still contain turns of a discarded response.
+        if not sample.response_length or TURNS not in sample.metadata:
             sample.metadata = {**sample.metadata, TURNS: []}
 
     @property
     def turns(self) -> list[ModelTurn]:
-        """Where each turn of the model lies in the response."""
+        """The model turns of the sample, in order."""
         turns: list[ModelTurn] = self.sample.metadata[TURNS]
         return turns
 
     @property
     def answered(self) -> list[str]:
-        """What the model said in the turns that were answered."""
+        """The texts of the model turns that were answered by :meth:`observe` or :meth:`reply`."""
         return [turn["text"] for turn in self.turns if turn["answered"]]
 
     @property
     def left(self) -> int:
-        """Tokens that the response may still grow by."""
+        """Number of tokens that may still be added to the response."""
         params = remaining(self.state, self.sample, self.params)
         return params["max_new_tokens"] if params else 0
 
     async def turn(self, stop: Sequence[str] = (), max_tokens: int | None = None) -> str | None:
-        """The model's next turn, appended to the sample; its text, with the stop string that ended it.
+        """Generate the model's next turn and append it to the sample.
 
         Args:
-            stop: strings after which this turn ends, besides those of the sampling parameters.
-            max_tokens: of this turn.
+            stop: Strings after which this turn ends, in addition to those of the sampling parameters.
+            max_tokens: Maximum number of tokens of this turn.
 
         Returns:
-            None when there is none: the sample is then ABORTED, or TRUNCATED because turns or tokens are used up (and
-            left out where its prompt alone did so).
+            The text of the turn, including the stop string that ended it. None if there is no further turn: the sample
+            is then ABORTED, or TRUNCATED because no turns or tokens are left. A sample whose prompt alone leaves no
+            room is TRUNCATED and excluded from training.
         """
         sample, turns = self.sample, self.turns
         last = turns[-1] if turns else None
         if last and last["end"] is not None and not last["answered"]:
+            # The turn was never answered, for example because of an abort: return it again instead of a new one.
             sample.status = Sample.Status(last["finish"])
             return str(last["text"])
         if self.state.aborted and not self.evaluation:
@@ -135,45 +147,66 @@ class Conversation:
         return await self._generate_turn(last, self._parameters(stop, max_tokens, last))
 
     def observe(self, text: str, limit: int | None = None) -> bool:
-        """Append text that the model did not write: mask 0, log-prob 0.
+        """Append text that the model did not write, such as the output of a tool, with mask 0 and log-prob 0.
 
         Args:
-            limit: keep this many of its tokens.
+            text: The text.
+            limit: Maximum number of tokens; the rest of the text is dropped.
 
         Returns:
-            Whether it fits, with room for an answer. Where not, nothing is appended and the sample is TRUNCATED.
+            Whether the text fits and leaves room for at least one more token of the model. If not, nothing is appended
+            and the sample is TRUNCATED.
+
+        Raises:
+            ValueError: The model has not finished a turn yet.
         """
         return self._append(encode(self.state.tokenizer, text)[:limit], None if limit else text)
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> bool:
-        """Close the model's turn and append chat messages (``tool``, ``user``) as the chat template renders them,
-        up to where the model's next turn begins. Returns as :meth:`observe`.
+        """Close the model's turn and append chat messages, rendered by the chat template.
 
-        Media parts (``{"type": "image", "image": path, URL, data URI or bytes}``) join those of the sample: engine
-        and trainer get them from here on.
+        The appended text ends where the model's next turn begins. Media parts (``{"type": "image", "image": path, URL,
+        data URI or bytes}``) are added to those of the sample: engine and trainer get them from here on.
+
+        Args:
+            messages: The messages after the model's turn, for example with role ``tool`` or ``user``.
+
+        Returns:
+            As :meth:`observe`.
+
+        Raises:
+            ValueError: The chat template leaves out the assistant's turn, or the model has not finished a turn yet.
         """
         state, new = self.state, Sample(multimodal_inputs=collect_media(messages))
         renderer = state.processor if new.multimodal_inputs and state.processor is not None else state.tokenizer
+        # Render a short conversation with a placeholder as the model's turn, and keep what follows the placeholder. The
+        # real conversation is not rendered again: the template might change earlier turns (drop reasoning, trim text).
         said = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
         text = render(renderer, self.sample, [*said, *map(dict, messages)])
         _, found, after = text.partition(_MARK)
         if not found:
-            raise ValueError("the chat template leaves out what the assistant said: use Conversation.observe instead")
+            raise ValueError("the chat template leaves out the assistant's turn: use Conversation.observe instead")
         tokens = text_ids(state, new, after) if new.multimodal_inputs else encode(state.tokenizer, after)
         if tokens and tokens[0] == self.sample.tokens[-1] and tokens[0] in state.tokenizer.all_special_ids:
             after = after.removeprefix(state.tokenizer.decode(tokens[:1]))
-            tokens = tokens[1:]  # the model closed its turn itself
+            tokens = tokens[1:]  # the model sampled the end-of-turn token itself: do not append it twice
         fits = self._append(tokens, after if new.multimodal_inputs else None)
         if fits and new.multimodal_inputs:
             _join_media(self.sample, new)
         return fits
 
     async def tools(self, calls: Iterable[Awaitable[str]], timeout: float) -> list[str]:
-        """Results of tool calls that run side by side, in the order of the calls.
+        """Run tool calls concurrently.
 
-        A call that takes longer than ``timeout`` seconds is cancelled; its result says so to the model, and
-        ``metadata["tool_timeouts"]`` counts it. An exception of a tool is a fault and propagates. The time
-        counts as ``non_generation_time``.
+        A call that takes longer than ``timeout`` seconds is cancelled and counted in ``metadata["tool_timeouts"]``; its
+        result is an error text for the model. An exception of a tool cancels the other calls and propagates. The time
+        of the calls is added to ``sample.non_generation_time``.
+
+        Returns:
+            The results in the order of the calls.
+
+        Raises:
+            ExceptionGroup: A tool raised.
         """
         began = time.monotonic()
         with trace_span(self.sample, "tools") as span:
@@ -196,9 +229,10 @@ class Conversation:
         params: SamplingParams = {**self.params}
         given = params.get("stop") or []
         params["stop"] = [*([given] if isinstance(given, str) else given), *stop] or None
-        if max_tokens is not None:  # generate() counts the whole response
+        if max_tokens is not None:  # generate() compares max_new_tokens with the length of the whole response
             params["max_new_tokens"] = min(int(params["max_new_tokens"]), turn["start"] + max_tokens)
-        if self._calls and params.get("sampling_seed") is not None:  # the first request keeps the sample's seed
+        # Each request after the first gets a seed of its own; the first one keeps the seed of the sample.
+        if self._calls and params.get("sampling_seed") is not None:
             params["sampling_seed"] = derive_seed(params["sampling_seed"], "turn", self._calls)
         return params
 
@@ -219,16 +253,21 @@ class Conversation:
         return str(turn["text"])
 
     def _drop_sampled_medium(self, before: int, written: int) -> None:
-        """The model's own placeholder of an image ends its turn, since it is a stop token. Nothing could be put in its
-        place, so it is no part of the sample: no later request could carry it."""
+        """Remove a media placeholder token that the model sampled at the end of its turn.
+
+        Such a token is a stop token, so it can only be the last one of the turn. There are no media for it, so no later
+        request could contain it.
+        """
         sample = self.sample
         if sample.response_length > before and sample.tokens[-1] in self.state.media_token_ids:
             own = self.state.tokenizer.decode(sample.tokens[len(sample.tokens) - sample.response_length + before : -1])
             sample.cut_response(sample.response_length - 1, sample.response[:written] + own)
 
     def _cut_at_stop(self, turn: ModelTurn, before: int, stop: Sequence[str]) -> None:
-        """End a turn that went on after an abort where a stop string lies across the two requests: an engine
-        looks for it in what it generates alone."""
+        """Cut a turn at a stop string that is split between the request before an abort and the request after it.
+
+        An engine looks for stop strings only in the text that it generates for one request.
+        """
         sample, decode = self.sample, self.state.tokenizer.decode
         ids = sample.tokens[len(sample.tokens) - sample.response_length + turn["start"] :]
         length = first_stop(decode, ids, before, stop)
@@ -241,8 +280,8 @@ class Conversation:
     def _append(self, tokens: list[int], text: str | None) -> bool:
         sample = self.sample
         if not self.turns or self.turns[-1]["end"] is None:
-            raise ValueError(f"sample {sample.index}: the model has not finished a turn that could be answered")
-        if len(tokens) >= self.left:
+            raise ValueError(f"sample {sample.index}: the model has not finished a turn yet; call turn() first")
+        if len(tokens) >= self.left:  # ">=": the model needs room for at least one token after it
             sample.status = Sample.Status.TRUNCATED
             return False
         if text is None:
@@ -253,10 +292,12 @@ class Conversation:
 
 
 def first_stop(decode: Callable[[list[int]], str], ids: list[int], before: int, stop: Sequence[str]) -> int | None:
-    """The least ``n`` above ``before`` for which the text of ``ids[:n]`` holds a stop string; None where there is none.
+    """Return the smallest ``n > before`` for which the text of ``ids[:n]`` contains a stop string, or None.
 
-    In time linear in the number of ids: each text that is looked at begins a little before what is known to hold none.
-    A token is a byte or more, so a stop string of ``b`` bytes begins at most ``b`` tokens before its end.
+    ``ids[:before]`` must contain no stop string. The search doubles its step until a stop string appears, and bisects
+    the last step. Each decoded text begins shortly before the end of the part that is known to contain no stop string,
+    so the time is linear in the number of ids. Since a token has at least one byte, a stop string of ``b`` bytes spans
+    at most ``b`` tokens.
     """
     stops = [text for text in stop if text]
     if not stops or before >= len(ids):
@@ -269,7 +310,7 @@ def first_stop(decode: Callable[[list[int]], str], ids: list[int], before: int, 
 
     if stopped(0, before + 1):
         return before + 1
-    low, step = before + 1, 1  # ids[:low] hold none
+    low, step = before + 1, 1  # invariant: ids[:low] contain no stop string
     while not stopped(low, min(low + step, len(ids))):
         if low + step >= len(ids):
             return None
@@ -282,7 +323,10 @@ def first_stop(decode: Callable[[list[int]], str], ids: list[int], before: int, 
 
 
 def _join_media(sample: Sample, new: Sample) -> None:
-    """Put the media of ``new`` behind those of ``sample``. Samples of a group share theirs: none changes in place."""
+    """Append the media of ``new`` to those of ``sample``.
+
+    The samples of a group share their media, so new dicts and tensors are made and nothing is changed in place.
+    """
     import torch
 
     raw, tensors = sample.multimodal_inputs or {}, sample.multimodal_train_inputs or {}
@@ -295,7 +339,7 @@ def _join_media(sample: Sample, new: Sample) -> None:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the model asked for; ``error`` says what is wrong with one that cannot be read."""
+    """A tool call that the model wrote. If it cannot be parsed, ``error`` says why; otherwise ``error`` is empty."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -303,8 +347,10 @@ class ToolCall:
 
 
 def tool_calls(text: str, start: str = "<tool_call>", end: str = "</tool_call>") -> list[ToolCall]:
-    """All calls in a turn, in their order: ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``; some models
-    write ``parameters`` for ``arguments``.
+    """Parse all tool calls in a turn, in their order.
+
+    A call is a JSON object ``{"name": …, "arguments": {…}}`` between ``start`` and ``end``. The key ``parameters``,
+    which some models write, is accepted in place of ``arguments``. Malformed calls are returned with an ``error``.
 
     >>> tool_calls('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [ToolCall(name='add', arguments={'a': 1}, error='')]

@@ -1,4 +1,4 @@
-"""The file of a schedule (:mod:`slime.rollout.weight_timeline`): lines that are never lost without a word."""
+"""The file of a schedule (:mod:`slime.rollout.weight_timeline`). No line is lost without a warning."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ from typing import Any, TypeAlias
 from slime.observability.best_effort import AppendedFile, warn
 
 ScheduleLine: TypeAlias = dict[str, Any]
-"""One line: a JSON object whose keys the docstring of :mod:`slime.rollout.weight_timeline` lists."""
+"""One line: a JSON object. The docstring of :mod:`slime.rollout.weight_timeline` lists the kinds of lines."""
 MOST_WAITING = 64 * 2**20
-"""Bytes of lines that wait in memory while the disk is full: some 600,000 lines."""
+"""Maximum number of bytes that wait in memory while the disk is full: about 600,000 lines."""
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be read, or this run cannot repeat it; the message says what differs."""
+    """A schedule cannot be read, or this run cannot repeat it. The message says why."""
 
 
 def lost_beside(path: Path) -> Path:
-    """Where a schedule is moved when lines of it are lost: ``schedule.lost.jsonl`` for ``schedule.jsonl``."""
+    """Return the path to which an incomplete schedule is moved: ``schedule.lost.jsonl`` for ``schedule.jsonl``."""
     return path.with_name(f"{path.stem}.lost{path.suffix}")
 
 
 class ScheduleFile:
-    """Appends lines to a schedule and keeps them exact.
+    """Appends lines to a schedule, such that the file is always a prefix of the schedule without a gap.
 
-    The file is open all the time. A line is written when it is appended, by one call and without a buffer, so a
-    process that is killed loses none; a snapshot brings the lines before it to the disk itself (:meth:`sync`). While
-    the disk is full, lines wait in memory (:class:`~slime.observability.best_effort.AppendedFile`). So the file always
-    is a beginning of the schedule without a gap, and repeating it is exact as far as it goes.
+    Each line is written immediately, with one unbuffered call, so a process that is killed loses no line. A snapshot
+    also flushes the lines before it to the disk (:meth:`sync`). While the disk is full, lines wait in memory
+    (:class:`~slime.observability.best_effort.AppendedFile`). A replay of the file is therefore exact as far as the file
+    goes.
 
-    Where lines are lost all the same (more of them wait than :data:`MOST_WAITING`, or a resume finds fewer than its
-    snapshot speaks of), the beginning is moved to ``schedule.lost.jsonl``, and a warning says so. Nothing in here
-    raises an ``OSError``.
+    If lines are lost nevertheless (more than :data:`MOST_WAITING` bytes wait, or the file is shorter than the snapshot
+    says from which the run is resumed), the file is moved to ``schedule.lost.jsonl`` with a warning. No method raises
+    an ``OSError``, since a full disk must not end the run.
 
     Args:
-        position: bytes of the file that a snapshot speaks of; what came after is cut off. None: a new file.
+        path: The file.
+        position: Length in bytes of the file when the snapshot was made from which the run is resumed. The rest of the
+            file is removed. None: start a new file.
     """
 
     def __init__(self, path: Path, position: int | None) -> None:
         self.path = path
         self._file: AppendedFile | None = None
         size = path.stat().st_size if path.is_file() else None
-        if position is not None and size is None:  # resumed in another folder
-            warn(f"{path} begins with this resume: --replay-schedule with it needs --load of the same snapshot")
+        if position is not None and size is None:  # the run is resumed in another folder
+            warn(f"{path} begins with this resume: to replay it, use --load with the same snapshot")
             position = None
         if position is not None and size is not None and size < position:
-            self._lose(f"the snapshot speaks of {position} bytes of it, and it has {size}")
+            self._lose(f"it has {size} bytes, but it had {position} bytes when the snapshot was made")
             position = None
         self.is_new = position is None
         try:
@@ -62,29 +64,29 @@ class ScheduleFile:
             return
         self._file.write(json.dumps(line, separators=(",", ":")))
         if self._file.waiting > MOST_WAITING:
-            self._lose(f"{self._file.waiting} bytes of it wait for room on the disk")
+            self._lose(f"{self._file.waiting} bytes of it wait for space on the disk")
 
     def position(self) -> int | None:
-        """Bytes up to here, also those that wait for room; None where the schedule is lost."""
+        """Length of the schedule in bytes, including lines that wait for disk space. None if lines were lost."""
         return self._file.end if self._file is not None else None
 
     def sync(self) -> None:
-        """Bring what is written to the disk itself: a snapshot is about to speak of it."""
+        """Flush the written lines to the disk, because a snapshot is about to record :meth:`position`."""
         if self._file is not None:
             self._file.sync()
 
     def close(self) -> None:
-        """Write what waits, if there is room by now; safe to call twice."""
+        """Write the waiting lines if there is space now, and close the file. It may be called twice."""
         if self._file is None:
             return
         self._file.close()
         if self._file.waiting:
-            self._lose(f"{self._file.waiting} bytes of it were waiting for room on the disk when the run ended")
+            self._lose(f"{self._file.waiting} bytes of it were waiting for space on the disk when the run ended")
         self._file = None
 
     def _lose(self, why: str) -> None:
         self._file = None
-        with contextlib.suppress(OSError):  # a rename needs no room on the disk
+        with contextlib.suppress(OSError):  # a rename needs no disk space, so it works on a full disk too
             self.path.replace(lost_beside(self.path))
         warn(
             f"lines of {self.path} are lost: {why}. --replay-schedule cannot repeat this run exactly any more; "
@@ -93,23 +95,23 @@ class ScheduleFile:
 
 
 def read_lines(path: Path) -> Iterator[ScheduleLine]:
-    """The lines of a schedule. A last line that was cut in the middle, as by a kill, is left out.
+    """Yield the lines of a schedule. An incomplete last line, which a killed process can leave, is skipped.
 
     Raises:
-        ScheduleError: there is no such file, or a line is no JSON object.
+        ScheduleError: The file does not exist, or a line is not a JSON object.
     """
     if not path.is_file():
         lost = lost_beside(path)
         instead = "a run writes outputs/<run>/schedule.jsonl"
         if lost.is_file():
-            instead = f"{lost.name} beside it is a schedule whose end was lost; it repeats the run up to there"
+            instead = f"{lost.name} in the same folder is a schedule whose end was lost; it repeats the run up to there"
         raise ScheduleError(f"--replay-schedule {path} does not exist; {instead}")
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
             try:
                 line = json.loads(text)
                 if not isinstance(line, dict):
-                    raise ValueError("no JSON object")
+                    raise ValueError("it is not a JSON object")
             except ValueError as error:
                 if text.endswith(b"\n"):
                     raise ScheduleError(f"--replay-schedule {path}, line {number}: {error}") from error

@@ -1,6 +1,6 @@
-"""What the rollout reads of the arguments, as frozen values that are made once.
+"""The arguments that the rollout uses, as frozen values that are made once.
 
-Users' functions get ``args`` itself; nothing else in this room reads from it after a rollout has begun.
+User functions get ``args`` itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POLICIES_WITH_KEYS = ("consistent_hashing", "manual")
 
 
 def request_params(args: Args) -> SamplingParams:
-    """SGLang's ``sampling_params`` of a training request, without its seed."""
+    """Return SGLang's ``sampling_params`` of a training request, without the seed."""
     return {
         "temperature": args.rollout_temperature, "top_p": args.rollout_top_p, "top_k": args.rollout_top_k,
         "max_new_tokens": args.rollout_max_response_len,
@@ -31,13 +31,14 @@ def request_params(args: Args) -> SamplingParams:
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """How a request is sent.
+    """How requests are sent.
 
     Attributes:
-        timeout: seconds that one request may take (``--sglang-router-request-timeout-secs``).
-        embedded: the engines are embedded ones: they take media as token ids and report the kept vocabulary.
-        has_routing_key: the router's policy reads a session's key.
-        returns_experts: the engine reports each token's experts (``--use-rollout-routing-replay``).
+        timeout: Maximum seconds of one request (``--sglang-router-request-timeout-secs``).
+        embedded: Whether the engines are embedded engines, which accept media as token ids and report the part of the
+            vocabulary from which a token was sampled.
+        has_routing_key: Whether the router's policy reads the routing key of a session.
+        returns_experts: Whether engines report the experts of each token (``--use-rollout-routing-replay``).
     """
 
     timeout: float
@@ -60,10 +61,10 @@ class LoopSettings:
     """How a rollout collects its groups.
 
     Attributes:
-        groups: that one rollout trains (``--rollout-batch-size``).
-        fetched_at_once: groups that are taken from the data source at a time.
-        timeout: seconds that a rollout may take (``--phase-timeout``).
-        masks_earlier_rollouts: tokens of earlier rollouts are not trained on (``--mask-offpolicy-in-partial-rollout``).
+        groups: Number of groups in a rollout (``--rollout-batch-size``).
+        fetched_at_once: Number of groups that are fetched from the data source at a time.
+        timeout: Maximum seconds of a rollout (``--phase-timeout``).
+        masks_earlier_rollouts: Whether tokens of earlier rollouts are masked (``--mask-offpolicy-in-partial-rollout``).
     """
 
     groups: int
@@ -94,24 +95,25 @@ class LoopSettings:
 
 
 def restricts_vocabulary(top_p: float | None, top_k: int | None) -> bool:
-    """Whether tokens are sampled from a part of the vocabulary; None and a ``top_k`` below 1 leave it whole."""
+    """Whether tokens are sampled from a part of the vocabulary. None and a ``top_k`` below 1 do not restrict it."""
     return (top_p or 1.0) < 1 or (top_k or -1) > 0
 
 
 def seeded(
     seed: int, params: SamplingParams, sample: Sample, position: int, purpose: str = "sampling"
 ) -> SamplingParams:
-    """A copy of ``params`` with the seed of this sample's next request.
+    """Return a copy of ``params`` with the seed of this sample's next request.
+
+    The seed depends on the run seed, the purpose, the prompt, the position, and the number of earlier engine calls of
+    the sample. It does not depend on time, on the engine, or on the order of requests.
 
     Args:
-        seed: of the run (``--rollout-seed``).
-        position: of the sample in its group.
-
-    The seed depends on the run seed, the prompt, the position and how many engine calls the sample has behind it; not
-    on time, engine or order.
+        seed: The seed of the run (``--rollout-seed``).
+        position: The position of the sample in its group.
+        purpose: What the sample is for, such as ``sampling`` or an evaluation data set.
     """
     prompt = sample.group_index if sample.group_index is not None else sample.index
-    if prompt is None:  # a data source that numbers nothing: one seed for all prompts would be worse than none
+    if prompt is None:  # the data source assigns no indices: without a seed is better than one seed for all prompts
         return {**params}
     turn = len(sample.weight_versions)
     return {**params, "sampling_seed": derive_seed(seed, purpose, prompt, position, turn)}

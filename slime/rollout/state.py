@@ -1,4 +1,4 @@
-"""What the tasks of one run share: tokenizer, sampling parameters, the limit of requests in flight, the abort flag."""
+"""State that all tasks of a run share: tokenizer, sampling parameters, limit of requests in flight, abort flag."""
 
 from __future__ import annotations
 
@@ -23,47 +23,56 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 Observer = Callable[[str, Group, dict[str, Any]], None]
-"""Called on the event loop with an event, the group, and facts of the event:
+"""Called on the event loop as ``observer(event, group, facts)``. The events of a group, in their order:
 
-``asked`` (it came from the data source), ``started``, ``continued`` (an engine ended a request that nobody aborted),
-``generated`` (all its samples are finished and scored), then one of ``accepted`` (``rollout_id``: the step that trains
-it), ``filtered`` (``reason``), ``replaced`` (its verifier gave no answers), ``given_back`` (to the data source)."""
+* ``asked``: the group came from the data source.
+* ``started``: its generation started.
+* ``continued``: an engine ended a request that the rollout had not aborted, and generation continues.
+* ``generated``: all its samples are finished and scored. One of the next three events follows.
+* ``accepted``: it will be trained; the fact ``rollout_id`` is its rollout.
+* ``filtered``: it was dropped; the fact ``reason`` says why.
+* ``replaced``: its verifier gave no result.
+* ``given_back``: it was returned to the data source.
+"""
 
 Reference: TypeAlias = "weakref.ref[Args] | Args"
-"""Weak, except to a value that cannot be referred to weakly, as a test's SimpleNamespace."""
-_KEPT_WITHOUT_WEAKREF = 8
-_MOST_THREADS = 4096  # a process cannot have many more; plain functions beyond it wait for their turn
+"""A weak reference, or the object itself if it does not support weak references (a test's SimpleNamespace)."""
+_KEPT_WITHOUT_WEAKREF = 8  # states of strongly referenced args that are kept; older ones are dropped
+_MOST_THREADS = 4096  # a process cannot have many more; further calls of synchronous functions wait in a queue
 _lock = threading.Lock()
 _states: OrderedDict[int, tuple[Reference, GenerateState]] = OrderedDict()
 
 
 class GenerateState:
-    """One per configuration object: ``GenerateState(args)`` gives the same one for the same ``args``.
+    """The shared state of one run. ``GenerateState(args)`` returns the same object for the same ``args``.
 
-    It lives as long as ``args`` does, so nothing leaks from one run into the next in the same process.
+    It lives as long as ``args``, so no state leaks from one run into the next in the same process.
 
     Attributes:
-        seed: from which the seeds of all samples are derived (``--rollout-seed``).
-        sampling_params: of a training request; copy before changing.
-        requests: how a request is sent.
-        context: tokens that prompt and response may have together; None where nothing says so.
-        served: tokens of the longest sequence that the engines take, see :func:`~slime.config.rollout.served_context`.
-        media_token_ids: stand for images and the like in the model's input; none for a text model.
-        aborted: the rollout has what it needs; tasks that have not begun leave their samples ABORTED.
-        rollout_id: the rollout under way.
-        eval_rollout_id: the evaluation under way; in a fully asynchronous run both are.
-        eval_datasets: read once, by their settings.
-        encoded: the text that was tokenised last, and its ids.
-        pool: the standing pool of a fully asynchronous run.
-        observer: told what becomes of each group: ``observer(event, group, facts)``; see :data:`Observer`.
-        schedule: of an asynchronous run, see :mod:`slime.rollout.weight_timeline`.
-        warned_of_media: an engine read a sample with media as other tokens, and a warning said so.
+        seed: The seed from which the seeds of all samples are derived (``--rollout-seed``).
+        sampling_params: The sampling parameters of a training request. Copy them before you change them.
+        requests: How requests are sent.
+        context: Maximum number of tokens of prompt and response together, or None if no limit is known.
+        served: Maximum sequence length of the engines, see :func:`~slime.config.rollout.served_context`.
+        media_token_ids: Ids of the placeholder tokens of images and other media; empty for a text model.
+        aborted: True if the rollout has all groups that it needs. Tasks that have not started then mark their samples
+            ABORTED and send no request.
+        rollout_id: The current rollout.
+        eval_rollout_id: The current evaluation. A fully asynchronous run can have both at once.
+        eval_datasets: The evaluation data sets by their settings; each is read once.
+        encoded: The text that was tokenized last and its ids. The samples of a group have the same prompt.
+        pool: The standing pool of a fully asynchronous run.
+        observer: Called with each event of a group, see :data:`Observer`.
+        schedule: The schedule of an asynchronous run, see :mod:`slime.rollout.weight_timeline`.
+        warned_of_media: Whether the warning of :func:`slime.rollout.generate.compare_read` was given.
     """
 
     pool: Any
 
     def __new__(cls, args: Args) -> GenerateState:
         with _lock:
+            # Args are not hashable, so states are found by id. An id can be reused after its object was deleted, which
+            # is why the referenced object is compared as well.
             held = _states.get(id(args))
             if held is not None and _target(held[0]) is args:
                 return held[1]
@@ -71,7 +80,7 @@ class GenerateState:
             try:
                 state._start(args)
             except AttributeError as error:
-                error.add_note("functions of slime.rollout need the `args` that hooks get, or all attributes of it")
+                error.add_note("slime.rollout needs the `args` that hooks get, or an object with all its attributes")
                 raise
             _states[id(args)] = (_reference(args), state)
             strong = [key for key, (reference, _) in _states.items() if not isinstance(reference, weakref.ref)]
@@ -85,7 +94,9 @@ class GenerateState:
         self.media_token_ids = frozenset(media_token_ids(args.hf_checkpoint))
         self.seed, self.requests = args.rollout_seed, RequestSettings.from_args(args)
         self.sampling_params = request_params(args)
-        if self.media_token_ids:  # the model must not write them: see prompts.cut_at_sampled_media
+        # A response must contain no media placeholder, because there are no media for it. Stop where the model samples
+        # one; prompts.cut_at_sampled_media then removes it.
+        if self.media_token_ids:
             given = self.sampling_params["stop_token_ids"] or []
             self.sampling_params["stop_token_ids"] = sorted({*given, *self.media_token_ids})
         self.eval_datasets: dict[bytes, Any] = {}
@@ -102,26 +113,26 @@ class GenerateState:
 
     @property
     def args(self) -> Args:
-        """What users' functions get."""
+        """The arguments of the run, as user functions get them."""
         args = _target(self._args)
-        assert args is not None, "a state is reached through its args only, so they are alive"
+        assert args is not None, "a state is reached only through its args, so the args still exist"
         return args
 
     def reset(self) -> None:
-        """Prepare for another rollout."""
+        """Clear the abort flag and the rollout id before the next rollout."""
         self.aborted = False
         self.rollout_id: int | None = None
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of ``--hf-checkpoint``, loaded when first asked for."""
+        """Tokenizer of ``--hf-checkpoint``, loaded at the first access."""
         from slime.data.tokenizers import load_tokenizer
 
         return load_tokenizer(self.args.hf_checkpoint, **self._trust())
 
     @functools.cached_property
     def processor(self) -> Any:
-        """Processor of ``--hf-checkpoint`` for multimodal inputs; None for text-only models."""
+        """Processor of ``--hf-checkpoint`` for multimodal inputs, or None for text-only models."""
         from slime.data.tokenizers import load_processor
 
         return load_processor(self.args.hf_checkpoint, **self._trust())
@@ -131,18 +142,23 @@ class GenerateState:
 
     @property
     def semaphore(self) -> asyncio.Semaphore:
-        """Limits generations in flight to ``--sglang-server-concurrency`` per engine, and to what this machine's ports
-        and open files allow."""
-        loop = asyncio.get_running_loop()
+        """Limits the number of samples that are generated at once.
+
+        The limit is ``--sglang-server-concurrency`` per engine, or the number of connections that this machine's ports
+        and open files allow, whichever is smaller.
+        """
+        loop = asyncio.get_running_loop()  # a semaphore works in one event loop only; users may run several
         if loop not in self._semaphores:
             self._semaphores[loop] = asyncio.Semaphore(self._in_flight)
         return self._semaphores[loop]
 
     @functools.cached_property
     def threads(self) -> Executor:
-        """Where users' plain functions run, as many at once as generations are in flight: they wait for engines, so
-        the number of cores, which limits an event loop's own threads, must not limit them. Threads start as needed, at
-        most 4,096."""
+        """Threads in which synchronous user functions run, one for each sample that may be in flight, at most 4,096.
+
+        Such functions mostly wait for engines. The default executor of the event loop is sized by the number of cores,
+        which would limit generation. Threads start when they are needed.
+        """
         return ThreadPoolExecutor(min(self._in_flight, _MOST_THREADS), thread_name_prefix="hook")
 
     @functools.cached_property
@@ -151,12 +167,12 @@ class GenerateState:
 
 
 def concurrency(args: Args) -> int:
-    """Requests in flight over all engines that answer for the trained model."""
+    """Maximum number of requests in flight over all engines that serve the trained model."""
     return max(1, args.sglang_server_concurrency * engine_count(args))
 
 
 def engine_count(args: Args) -> int:
-    """Engines behind the first router that decode."""
+    """Number of engines behind the first router that decode. Prefill-only engines are not counted."""
     from slime.engines.plan import plan_engines
 
     if args.rollout_external_engine_addrs:
@@ -182,6 +198,7 @@ def _target(reference: Reference) -> Args | None:
 def _forget(
     key: int, reference: Reference, states: OrderedDict[int, tuple[Reference, GenerateState]] = _states
 ) -> None:
-    held = states.get(key)  # an argument, since the module's names may be gone when the interpreter ends
+    # `states` is a default argument because module globals may be gone when this runs at interpreter shutdown.
+    held = states.get(key)  # it may belong to a newer args with the same id
     if held is not None and held[0] is reference:
         states.pop(key, None)

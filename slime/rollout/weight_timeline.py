@@ -1,15 +1,18 @@
-"""The schedule of an asynchronous run: logged as it happens, and repeated by ``--replay-schedule``.
+"""The schedule of an asynchronous run: recorded as it happens, and repeated with ``--replay-schedule``.
 
-What depends on time in such a run is which weights made which token; all else follows from seeds, since groups train
-in the order of their admission. ``outputs/<run>/schedule.jsonl`` says, one JSON object per line, after a first line
-with the settings that must agree: ``started`` (a group, and the step whose weights the engines held), ``request`` (one
-answer of an engine: at which of its tokens the weights of which step take over, whether the cache of older weights
-was kept, and how it ended) and ``judged`` (a group, as what, and in which rollout).
+Only one thing in such a run depends on time: which weights generated which token. Everything else follows from seeds,
+since groups are trained in the order of admission. The schedule is ``outputs/<run>/schedule.jsonl``, with one JSON
+object per line. The first line contains the settings that a replay must share. The others are of three kinds:
 
-A replay sends each request once the engines hold its first weights, and the embedded engine keeps it at each token
-where other weights took over until it has these; an update waits until all recorded tokens of the weights before are
-there. A line that comes again (a resumed run makes samples again) replaces the earlier one and the sample's later
-requests.
+* ``started``: a group started; ``step`` is the step whose weights the engines held.
+* ``request``: an engine's reply to one request: from which of its tokens on the weights of which step were used,
+  whether the KV cache of older weights was kept, and the finish reason.
+* ``judged``: a group was accepted (with its rollout), filtered or replaced.
+
+A replay sends each request when the engines hold the weights of its first token. Wherever other weights took over, the
+embedded engine holds the request between two tokens until it has those weights, and a weight update waits until all
+tokens that were recorded with the previous weights are generated. If a request occurs twice (a resumed run generates
+samples again), the later line replaces the earlier one and all later requests of the sample.
 """
 
 from __future__ import annotations
@@ -39,16 +42,23 @@ SETTINGS = (
 
 Send: TypeAlias = Callable[[GenerateBody], Awaitable[GenerateOutput | None]]
 TIMELINE: ContextVar[WeightTimeline | None] = ContextVar("weight_timeline", default=None)
-"""Set in the tasks that generate training samples of an asynchronous run; evaluations are not scheduled."""
+"""The schedule of the current task. It is set only in tasks that generate training samples of an asynchronous run;
+requests of evaluations are not recorded."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One answer of an engine: ``spans`` are (first token, step) of the weights in order; it had ``tokens``."""
+    """One recorded reply of an engine.
+
+    Attributes:
+        spans: (first token, step) pairs in the order of tokens: the weights of ``step`` were used from that token on.
+        tokens: Number of tokens.
+        end: Finish reason.
+    """
 
     spans: tuple[tuple[int, int], ...]
     tokens: int
-    end: str  # finish reason
+    end: str
 
     @property
     def first(self) -> int:
@@ -60,10 +70,14 @@ class Recorded:
 
 
 class Recording:
-    """A schedule file, read.
+    """The contents of a schedule file.
+
+    Args:
+        path: The file.
+        settings: The settings of this run, see :func:`settings_to_compare`.
 
     Raises:
-        ScheduleError: it is not one, or ``settings`` differ from those of the run that wrote it.
+        ScheduleError: The file is not a schedule, or the recorded run had other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]) -> None:
@@ -71,15 +85,15 @@ class Recording:
         lines = read_lines(path)
         first = next(lines, {})
         if "settings" not in first:
-            raise ScheduleError(f"--replay-schedule {path}: its first line has no settings; it is not a schedule")
+            raise ScheduleError(f"--replay-schedule {path} is not a schedule: its first line has no settings")
         then = first["settings"]
         wrong = [f"{name}: {then[name]} -> {value}" for name, value in settings.items() if then.get(name) != value]
         if wrong:
-            raise ScheduleError(f"--replay-schedule {path} is of a run with other settings: {'; '.join(wrong)}")
+            raise ScheduleError(f"--replay-schedule {path} was recorded with other settings: {'; '.join(wrong)}")
         self.requests: dict[tuple[int, int], Recorded] = {}
         group_of: dict[int, list[int]] = {}
-        self.rollout_step: dict[int, int] = {}  # steps that had trained the weights with which a rollout began
-        self.accepted: Counter[int] = Counter()  # groups by rollout
+        self.rollout_step: dict[int, int] = {}  # by rollout: the step of the weights with which its first group began
+        self.accepted: Counter[int] = Counter()  # by rollout: the number of accepted groups
         for line in lines:
             if "request" in line:
                 self._add(line)
@@ -91,32 +105,34 @@ class Recording:
         self.over = Counter(request.last for request in self.requests.values())
 
     def check_covers(self, first: int, last: int, groups: int) -> str | None:
-        """Whether the rollouts ``first .. last - 1`` of ``groups`` groups each are recorded.
+        """Check that the rollouts ``first .. last - 1``, each with ``groups`` groups, are recorded.
 
         Returns:
-            None, or a warning where the recording ends before them, as that of a run that was killed does.
+            None, or a warning if the recording ends earlier, for example because the run was killed.
 
         Raises:
-            ScheduleError: it begins after ``first``, so nothing would be repeated.
+            ScheduleError: The recording begins after rollout ``first``, so nothing would be repeated.
         """
-        if not self.accepted:  # a rollout function that tells of no groups
+        if not self.accepted:  # the rollout function does not report its groups, so nothing can be checked
             return None
         begin = min(self.accepted)
         if begin > first:
             raise ScheduleError(
-                f"--replay-schedule {self.path} begins with rollout {begin}, and this run with rollout {first}: go on "
-                "from the snapshot from which the recorded run went on (--load)"
+                f"--replay-schedule {self.path} begins with rollout {begin}, but this run begins with rollout {first}: "
+                "resume from the same snapshot as the recorded run (--load)"
             )
         end = next(rollout for rollout in itertools.count(first) if self.accepted[rollout] < groups)
         if end >= last:
             return None
         return (
-            f"--replay-schedule {self.path} ends in rollout {end}, and this run goes on to rollout {last - 1}: from "
-            "there on it is not repeated"
+            f"--replay-schedule {self.path} ends in rollout {end}, but this run continues to rollout {last - 1}: the "
+            "rest is not a repetition"
         )
 
     def _add(self, line: ScheduleLine) -> None:
         index, turn = line["request"], line["turn"]
+        # A repeated line means that a resumed run generated the sample again from this turn on, so the later turns that
+        # were recorded before belong to a response that no longer exists.
         later = turn + 1
         while self.requests.pop((index, later), None) is not None:
             later += 1
@@ -124,34 +140,39 @@ class Recording:
         self.requests[index, turn] = Recorded(spans, line["tokens"], line["end"])
 
     def due(self, step: int) -> int:
-        """Requests that are over before the engines get newer weights than those of ``step``."""
+        """Number of requests that finish before the engines get newer weights than those of ``step``."""
         return sum(count for last, count in self.over.items() if last <= step)
 
     def divided(self, step: int) -> int:
-        """Requests that stand between two tokens when the engines get newer weights than those of ``step``."""
+        """Number of requests that are in progress when the engines get newer weights than those of ``step``."""
         return sum(request.first <= step < request.last for request in self.requests.values())
 
 
 class WeightTimeline:
-    """Logs the schedule of this run and, given a recording, repeats that. Used on the event loop.
+    """Records the schedule of this run and, given a recording, repeats the recorded one.
+
+    All methods must be called on the event loop.
 
     Args:
-        position: bytes of the file that a snapshot speaks of; what came after is cut off. None: a new file.
-        attempt: first part of this run's weight versions.
+        path: The file to write.
+        recording: The schedule to repeat, or None.
+        attempt: The first part of this run's weight versions, ``attempt.step``.
+        position: Length in bytes of the file when the snapshot was made from which the run is resumed. The rest of the
+            file is removed. None: start a new file.
     """
 
     def __init__(self, path: Path, args: Args, recording: Recording | None, attempt: int, position: int | None) -> None:
         self.recording, self.attempt = recording, attempt
         self.keeps_kv = args.update_weight_pause_mode == "in_place"
-        self.step = -1  # steps that had trained the weights that the engines hold
-        self.over: Counter[int] = Counter()  # recorded requests that were answered, by their last step
+        self.step = -1  # the number of steps that have trained the engines' weights; -1 before the first sync
+        self.over: Counter[int] = Counter()  # by the step of their last weights: recorded requests that have a reply
         self._newer = asyncio.Condition()
         self.file = ScheduleFile(path, position)
         if self.file.is_new:
             self.file.append({"settings": settings_to_compare(args)})
 
     def __call__(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
-        """The observer of the rollout loops, see :data:`slime.rollout.state.Observer`."""
+        """Record an event of a group; an :data:`~slime.rollout.state.Observer` of the rollout loops."""
         number = next((sample.group_index for sample in flatten(group) if sample.group_index is not None), None)
         if event == "started":
             self.file.append({"started": number, "step": self.step})
@@ -160,20 +181,20 @@ class WeightTimeline:
             self.file.append({"judged": event, "group": number, **rollout})
 
     async def reached(self, step: int) -> None:
-        """The engines hold the weights that ``step`` steps have trained."""
+        """Record that the engines hold the weights that ``step`` steps have trained, and wake the waiting requests."""
         async with self._newer:
             self.step = step
             self._newer.notify_all()
 
     async def may_begin(self, rollout_id: int) -> None:
-        """Return when the engines hold the weights with which the recorded rollout began."""
+        """In a replay, wait until the engines hold the weights with which the recorded rollout began."""
         if self.recording is not None:
             step = self.recording.rollout_step.get(rollout_id, -1)
             async with self._newer:
                 await self._newer.wait_for(lambda: self.step >= step)
 
     async def ask(self, sample: Sample, body: GenerateBody, send: Send) -> GenerateOutput | None:
-        """``send(body)``, when and as the recording says, and logged."""
+        """Call ``send(body)`` and record the reply. In a replay, send it when and as the recording says."""
         turn = len(sample.weight_versions)
         recorded = None
         if self.recording is not None and sample.index is not None:
@@ -192,12 +213,14 @@ class WeightTimeline:
         async with self._newer:
             await self._newer.wait_for(lambda: self.step >= recorded.first)
         if not recorded.tokens and recorded.end == "abort":
+            # Aborted before its first token. No request can be limited to 0 tokens, so the reply is made here.
             version = f"{self.attempt}.{recorded.first}"
             ended: MetaInfo = {"weight_version": version, "finish_reason": {"type": "abort"}}
             ended["output_token_logprobs"] = []
             return {"text": "", "meta_info": ended}
         params = body["sampling_params"]
         if recorded.end == "abort":
+            # An abort cannot be timed to the token. Limit the length instead, and restore the finish reason below.
             params = {**params, "max_new_tokens": recorded.tokens}
         plan: list[list[int | str]] = [[start, f"{self.attempt}.{step}"] for start, step in recorded.spans]
         output = await send({**body, "sampling_params": params, "weight_version_plan": plan})
@@ -218,17 +241,23 @@ class WeightTimeline:
         self.file.append({**line, **kept, "end": finish["type"] if isinstance(finish, Mapping) else finish})
 
     def missing(self, held: int) -> str | None:
-        """What an update must still wait for in a replay, where the engines keep ``held`` requests between two
-        tokens; None when nothing."""
+        """In a replay, describe what a weight update must still wait for.
+
+        Args:
+            held: Number of requests that the engines hold between two tokens until they get newer weights.
+
+        Returns:
+            None if the update may take place.
+        """
         if self.recording is None:
             return None
         over, due = sum(n for last, n in self.over.items() if last <= self.step), self.recording.due(self.step)
         divided = self.recording.divided(self.step)
         if over == due and held == divided:
             return None
-        return f"{over} of {due} recorded requests are over, and {held} of {divided} wait for newer weights"
+        return f"{over} of {due} recorded requests are finished, and {held} of {divided} wait for newer weights"
 
 
 def settings_to_compare(args: Args) -> dict[str, Any]:
-    """What a run and its replay must agree in."""
+    """The settings that a run and its replay must share."""
     return {name: getattr(args, name) for name in SETTINGS}

@@ -165,7 +165,7 @@ def test_each_served_model_has_its_own_router_and_one_that_runs_already_is_used(
         assert {worker["url"] for worker in foreign.workers()} == {first, second}
         assert {run(ask(get_model_url(args, "judge", ""))) for _ in range(3)} == {"c"}
         assert {run(ask(get_model_url(args, "actor", ""))) for _ in range(6)} <= {"a", "b"}
-        with pytest.raises(ValueError, match="no model 'critic' is served; there are actor, judge"):
+        with pytest.raises(ValueError, match="model 'critic' is not served; the served models are actor, judge"):
             get_model_url(args, "critic")
         routers.remove_worker(first)
         assert {run(ask(foreign.url)) for _ in range(3)} == {"b"}

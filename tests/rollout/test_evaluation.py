@@ -166,7 +166,7 @@ async def test_dict_rewards_without_a_key_and_deadlines_are_errors(tokenizer_dir
             await evaluate(engine.serve(args))
     args = arguments(tokenizer_dir, eval_prompt_data=["easy", str(data / "easy.jsonl")], phase_timeout=3.0)
     async with SmallEngine(slow=lambda prompt: prompt == "easy 1") as engine:
-        with pytest.raises(TimeoutError, match="1 of 3 prompts are open"):
+        with pytest.raises(TimeoutError, match="1 of 3 prompts are unfinished"):
             await evaluate(engine.serve(args))
 
 

@@ -350,7 +350,7 @@ async def test_generate_and_rm_leaves_finished_samples_alone(tokenizer_dir):
     args = arguments(tokenizer_dir)
     done = Sample(status=Sample.Status.TRUNCATED, reward=0.5, response="x")
     assert await generate_and_rm(args, done, {}) is done and done.reward == 0.5
-    with pytest.raises(ValueError, match="reward 'random' gave None"):
+    with pytest.raises(ValueError, match="'random' returned None"):
         await generate_and_rm(args, Sample(status=Sample.Status.COMPLETED), {})
     group = [Sample(status=Sample.Status.COMPLETED, reward=1.0), Sample(status=Sample.Status.COMPLETED, reward=0.0)]
     assert await generate_and_rm_group(args, group, GenerateState(args).sampling_params) == group
@@ -426,7 +426,7 @@ def test_model_urls():
     assert get_model_url(args, path="/health") == "http://h:5/health"
     args.sglang_model_routers = {"judge": ("j", 6)}
     assert get_model_url(args, "judge") == "http://j:6/generate"
-    with pytest.raises(ValueError, match="there are judge"):
+    with pytest.raises(ValueError, match="the served models are judge"):
         get_model_url(args, "other")
     args.sglang_router_ip = None
     with pytest.raises(ValueError, match="no engine has been started"):

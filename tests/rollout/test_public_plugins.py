@@ -116,7 +116,9 @@ async def test_tool_output_is_not_trained(tokenizer_dir, plugin, code, turns, to
 async def test_an_empty_mask_never_means_all_tokens(tokenizer_dir, plugin):
     args = arguments(tokenizer_dir, custom_generate_function_path=plugin(RETOOL, "emptied"))
     async with SmallEngine() as engine:
-        with pytest.raises(ValueError, match=r"0 entries in loss_mask.*an empty mask is no mask for all tokens"):
+        with pytest.raises(
+            ValueError, match=r"0 entries in loss_mask.*an empty mask does not mean that all tokens are trained"
+        ):
             await roll(engine.serve(args))
 
 

@@ -493,7 +493,7 @@ async def test_groups_with_fewer_than_two_scored_samples_are_replaced(tokenizer_
 async def test_a_verifier_that_never_answers_ends_the_run_with_its_words(tokenizer_dir, hooks):
     args = arguments(tokenizer_dir, custom_rm_path=hooks(TIMEOUTS)("broken"))
     async with SmallEngine(jitter=0.0) as engine:
-        with pytest.raises(RuntimeError, match=r"no answer for 17 groups, 0 of 4 have rewards.*error: ZeroDivision"):
+        with pytest.raises(RuntimeError, match=r"no result for 17 groups; 0 of 4 have rewards.*error: ZeroDivision"):
             await roll(engine.serve(args), source_of(args))
 
 
@@ -508,7 +508,7 @@ async def test_a_single_sample_without_reward_is_replaced_too(tokenizer_dir, hoo
 async def test_a_reward_of_none_is_an_error_that_names_sample_and_function(tokenizer_dir, hooks):
     args = arguments(tokenizer_dir, custom_rm_path=hooks(TIMEOUTS)("none"))
     async with SmallEngine() as engine:
-        with pytest.raises(ValueError, match="none' gave None") as caught:
+        with pytest.raises(ValueError, match="none' returned None") as caught:
             await roll(engine.serve(args), source_of(args))
     assert "rollout 0, group of sample" in caught.value.__notes__[0]
 
@@ -519,7 +519,7 @@ async def test_a_reward_of_none_is_an_error_that_names_sample_and_function(token
 async def test_the_phase_has_a_deadline_that_says_what_it_waits_for(tokenizer_dir):
     args = arguments(tokenizer_dir, phase_timeout=3.0)
     async with SmallEngine(slow=lambda prompt: prompt.startswith("prompt 1:")) as engine:
-        with pytest.raises(TimeoutError, match=r"3 of 4 groups.*waiting for 1 groups, their first samples are \[2\]"):
+        with pytest.raises(TimeoutError, match=r"3 of 4 groups.*waits for 1 groups, whose first samples are \[2\]"):
             await roll(engine.serve(args), source_of(args))
     assert not GenerateState(args).aborted
 
@@ -527,14 +527,14 @@ async def test_the_phase_has_a_deadline_that_says_what_it_waits_for(tokenizer_di
 async def test_a_request_has_a_deadline_too(tokenizer_dir):
     args = arguments(tokenizer_dir, sglang_router_request_timeout_secs=0.2)
     async with SmallEngine(slow=lambda prompt: True) as engine:
-        with pytest.raises(TimeoutError, match=r"/generate did not answer in 0.2 s"):
+        with pytest.raises(TimeoutError, match=r"/generate did not reply within 0.2 s"):
             await roll(engine.serve(args), source_of(args))
 
 
 async def test_a_filter_that_keeps_nothing_ends_at_the_deadline_with_its_reasons(tokenizer_dir, hooks):
     args = arguments(tokenizer_dir, dynamic_sampling_filter_path=hooks(FILTERS)("never"), phase_timeout=2.0)
     async with SmallEngine(jitter=0.0) as engine:
-        with pytest.raises(TimeoutError, match=r"0 of 4 groups \(\d+ dropped as no_reason\)"):
+        with pytest.raises(TimeoutError, match=r"0 of 4 groups are accepted \(\d+ dropped as no_reason\)"):
             await roll(engine.serve(args), source_of(args))
 
 
@@ -546,7 +546,7 @@ async def test_a_source_that_runs_dry_is_an_error(tokenizer_dir):
             return []
 
     async with SmallEngine() as engine:
-        with pytest.raises(RuntimeError, match="rollout 0 has 0 of 4"):
+        with pytest.raises(RuntimeError, match="rollout 0 has accepted 0 of 4"):
             await roll(engine.serve(args), Dry())
 
 

@@ -90,7 +90,7 @@ def test_a_replay_asks_when_and_for_as_much_as_was_recorded(recorded: Path, tmp_
         await schedule.reached(0)
         first, second = Sample(group_index=0, index=0), Sample(group_index=0, index=1)
         bodies: list[dict[str, Any]] = []
-        assert schedule.missing(0) == "0 of 1 recorded requests are over, and 0 of 1 wait for newer weights"
+        assert schedule.missing(0) == "0 of 1 recorded requests are finished, and 0 of 1 wait for newer weights"
         cut = await ask(schedule, second, answer([("3.0", 0)], 3, "length"), bodies)
         assert bodies[0]["sampling_params"]["max_new_tokens"] == 3
         assert cut["meta_info"]["finish_reason"] == {"type": "abort"}
@@ -233,7 +233,7 @@ def lost(path: Path) -> str:
     """That the loss was told, once; the words."""
     (told,) = [line for line in take_warnings() if "are lost" in line]
     assert not path.exists() and lost_beside(path).is_file()
-    with pytest.raises(ScheduleError, match=r"schedule\.lost\.jsonl beside it"):
+    with pytest.raises(ScheduleError, match=r"schedule\.lost\.jsonl in the same folder"):
         Recording(path, settings_to_compare(arguments()))
     return told
 
@@ -276,13 +276,13 @@ def test_a_snapshot_that_speaks_of_more_than_the_file_has(tmp_path: Path) -> Non
     resumed = ScheduleFile(path, 5000)
     assert resumed.is_new and resumed.position() == 0
     (told,) = take_warnings()
-    assert "the snapshot speaks of 5000 bytes" in told and lost_beside(path).is_file()
+    assert "it had 5000 bytes when the snapshot was made" in told and lost_beside(path).is_file()
     other = ScheduleFile(tmp_path / "another run" / "schedule.jsonl", None)
     assert other.position() is None, "a folder that is not there raises nothing"
     assert any("are lost" in line for line in take_warnings())
     assert ScheduleFile(tmp_path / "elsewhere.jsonl", 5000).position() == 0
     (told,) = take_warnings()
-    assert "begins with this resume" in told and "needs --load of the same snapshot" in told
+    assert "begins with this resume" in told and "use --load with the same snapshot" in told
 
 
 def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_a_recording_says_which_rollouts_it_repeats(tmp_path: Path) -> None:
     assert recording.check_covers(3, 5, 2) is None and recording.check_covers(4, 5, 2) is None
     warning = recording.check_covers(3, 6, 2)
     assert warning is not None and "ends in rollout 5" in warning
-    with pytest.raises(ScheduleError, match="begins with rollout 3, and this run with rollout 0"):
+    with pytest.raises(ScheduleError, match="begins with rollout 3, but this run begins with rollout 0"):
         recording.check_covers(0, 5, 2)
 
 
