@@ -1,7 +1,7 @@
-"""Black-box agents: programs that speak to an OpenAI or Anthropic endpoint and are trained as they are.
+"""Flags of black-box agents: unmodified programs that call the model through an OpenAI or Anthropic endpoint.
 
-The names of the parsers stand here, so that a wrong one is found before any process starts; ``slime.agent`` has the
-parsers themselves.
+This module contains the names of the parsers, so that an unknown name is reported before any process starts. The
+parsers themselves are in ``slime.agent``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ REASONING_PARSERS = (
 )
 
 
-_BY_TEMPLATE = (  # what a template shows of the form in which its model calls tools; the first that is found
+# Text in a chat template -> the form in which the model writes tool calls. The first match counts, so a text that
+# occurs in the templates of several forms comes after the more specific ones.
+_BY_TEMPLATE = (
     ("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<|tool_call_argument_begin|>", "kimi_k2"),
     ("```json", "deepseekv3"), ("<｜tool▁sep｜>", "deepseekv31"), ("[TOOL_CALLS]", "mistral"),
     ("<|python_start|>", "pythonic"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"),
@@ -96,22 +98,22 @@ class AgentConfig:
 
 
 def derive_agent(args: Args) -> list[str]:
-    """An agent program is run by the generate function for agents."""
+    """Select the generate function for agents if an agent program is given."""
     if not args.agent_function_path and not args.agent_command:
         if args.custom_generate_function_path == AGENT_GENERATE:
-            return [f"{AGENT_GENERATE} runs an agent program: give --agent-function-path or --agent-command"]
+            return [f"{AGENT_GENERATE} needs an agent program: pass --agent-function-path or --agent-command"]
         return []
     if args.custom_generate_function_path is None:
         args.custom_generate_function_path = AGENT_GENERATE
     problems = [] if args.agent_timeout > 0 else [f"--agent-timeout {args.agent_timeout}: must be above 0"]
     if args.agent_function_path and args.agent_command:
-        problems.append("--agent-function-path and --agent-command both name the agent program: give one")
+        problems.append("--agent-function-path and --agent-command exclude each other: pass one of them")
     return problems
 
 
 def check_parsers(args: Args) -> list[str]:
-    """``--agent-tool-parser`` and ``--agent-reasoning-parser`` name a parser that exists, and what ``auto`` stands for
-    does too."""
+    """Check that ``--agent-tool-parser`` and ``--agent-reasoning-parser`` name parsers that exist, and that the parser
+    that ``auto`` selects exists too."""
     problems = [
         tool_parser_problem(args.agent_tool_parser),
         reasoning_parser_problem(args.agent_reasoning_parser),
@@ -121,27 +123,29 @@ def check_parsers(args: Args) -> list[str]:
 
 
 def _template_problem(args: Args) -> str | None:
-    """What is wrong with the chat template of ``--hf-checkpoint`` for agents; None too where it cannot be read here."""
+    """Explain why agents cannot use the chat template of ``--hf-checkpoint``; None if they can, or if the template
+    cannot be read on this machine."""
     template = read_chat_template(args.hf_checkpoint) if args.hf_checkpoint else None
     if template is None:
         return None
     if not template:
-        return f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, and agents need one"
+        return f"--hf-checkpoint {args.hf_checkpoint}: its tokenizer has no chat template, which agents need"
     model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
     name = choose_parser(args.agent_tool_parser, template, model_type)
     if args.agent_tool_parser != "auto" or tool_parser_problem(name) is None:
         return None
     return (
-        f"--agent-tool-parser auto: models of the type {model_type} write tool calls in the form {name}, which only "
-        f"SGLang reads, and no SGLang that has it can be imported here: install SGLang, or give --agent-tool-parser "
-        f"one of {', '.join(TOOL_PARSERS)} or a class of your own"
+        f"--agent-tool-parser auto: models of the type {model_type} need the parser {name}, which only SGLang has, "
+        f"and no SGLang with this parser can be imported: install SGLang, or set --agent-tool-parser to one of "
+        f"{', '.join(TOOL_PARSERS)} or to the path of your own class"
     )
 
 
 def choose_parser(name: str, template: str, model_type: str | None) -> str:
-    """The name behind ``auto``: by the chat template, which shows the model the form; then by ``model_type``.
+    """Resolve ``auto`` to the name of a tool parser: by the chat template, which shows the model how to write calls,
+    or else by ``model_type``. Other names are returned as they are.
 
-    A template that knows no tools has them described in the words of the Hermes models.
+    If the template does not support tools, slime describes them in the prompt in the form of the Hermes models.
     """
     if name != "auto":
         return name
@@ -152,7 +156,7 @@ def choose_parser(name: str, template: str, model_type: str | None) -> str:
 
 
 def tool_parser_problem(name: str) -> str | None:
-    """What is wrong with a value of ``--agent-tool-parser``; None where it can be used."""
+    """Explain why a value of ``--agent-tool-parser`` cannot be used; None if it can."""
     if name == "auto" or name in TOOL_PARSERS:
         return None
     if not is_path(name):
@@ -163,54 +167,57 @@ def tool_parser_problem(name: str) -> str | None:
 
 
 def reasoning_parser_problem(name: str) -> str | None:
-    """What is wrong with a value of ``--agent-reasoning-parser``; None where it can be used."""
+    """Explain why a value of ``--agent-reasoning-parser`` cannot be used; None if it can."""
     if name in ("auto", "none", *REASONING_PARSERS) or name in sglang_parsers(*SGLANG_REASONING_PARSERS):
         return None
     return _unknown("--agent-reasoning-parser", name, ("auto", "none", *REASONING_PARSERS), SGLANG_REASONING_PARSERS)
 
 
 def is_path(name: str) -> bool:
-    """Whether a tool parser's name is a path to a class of the user's."""
+    """Whether the name of a tool parser is the path of a user's class."""
     return any(mark in name for mark in "./:")
 
 
 def _unknown(option: str, name: str, known: Iterable[str], registry: tuple[str, str]) -> str:
     more = sorted(set(sglang_parsers(*registry)) - set(known))
-    of_sglang = f"the installed SGLang adds {', '.join(more)}" if more else "no SGLang can be imported to add others"
-    return f"{option} {name}: there is no parser of this name; known are {', '.join(known)} ({of_sglang})"
+    of_sglang = f"SGLang adds {', '.join(more)}" if more else "SGLang, which has others, cannot be imported"
+    return f"{option} {name}: there is no such parser; use one of {', '.join(known)} ({of_sglang})"
 
 
 @functools.cache
 def sglang_parsers(module: str, attribute: str) -> dict[str, Any]:
-    """A registry of the installed SGLang; empty where SGLang is absent, cannot be imported (it needs the packages
-    of a GPU), or has none under this name. The import takes seconds, so ask only for names that are not slime's own."""
+    """Return a parser registry of the installed SGLang.
+
+    It is empty if SGLang is not installed, cannot be imported (it needs packages for GPUs), or has no such attribute.
+    The import takes seconds, so call this only for names that slime does not have itself."""
     try:
         found: Any = importlib.import_module(module)
         for name in attribute.split("."):
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
-        logger.debug("no parsers of SGLang: %s", error)
+        logger.debug("the parsers of SGLang cannot be imported: %s", error)
         return {}
     return dict(found)
 
 
 def check_constrained_decoding(args: Args) -> list[str]:
-    """``--agent-constrained-decoding``: SGLang alone has it, and it samples from a part of the vocabulary."""
+    """Check ``--agent-constrained-decoding``. Only SGLang supports it, and it samples from a part of the vocabulary, so
+    the log-probs of the trainer do not match."""
     if not args.agent_constrained_decoding:
         return []
     if args.rollout_backend != "sglang":
         return [
-            f"--agent-constrained-decoding with --rollout-backend {args.rollout_backend}: SGLang alone samples under a "
-            "constraint; use --rollout-backend sglang, or leave the flag out and have answers checked"
+            f"--agent-constrained-decoding with --rollout-backend {args.rollout_backend}: only SGLang supports "
+            "constraints; use --rollout-backend sglang, or leave the flag out (slime then checks the answers)"
         ]
     if args.allow_truncated_sampling:
         args.notices.append(
             "--agent-constrained-decoding with --allow-truncated-sampling: answers to tool_choice and response_format "
-            "come from a part of the vocabulary, and training scores all of it, so their importance ratios are wrong"
+            "are sampled from a part of the vocabulary but scored over all of it, so their importance ratios are wrong"
         )
     elif not args.debug_rollout_only:
         args.notices.append(
-            "--agent-constrained-decoding: answers to tool_choice and response_format come from a part of the "
+            "--agent-constrained-decoding: answers to tool_choice and response_format are sampled from a part of the "
             "vocabulary and are not trained (loss mask 0); --allow-truncated-sampling trains them"
         )
     return []

@@ -1,4 +1,4 @@
-"""Advantage estimators and losses: the flags, the estimator's class, and the checks of both."""
+"""Advantage estimators and losses: the flags, their checks, and the lookup of the estimator's class."""
 
 from __future__ import annotations
 
@@ -90,24 +90,25 @@ def derive_algorithm(args: Args) -> None:
         args.eps_clip_high = args.eps_clip
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
-    # A class that cannot be loaded is reported by the checks, together with all other problems.
+    # If the class cannot be loaded, check_estimator reports it later, together with all other problems.
     loads = loading_problem(args.advantage_estimator) is None
     args.use_critic = loads and algorithm_class(args.advantage_estimator).needs_critic
 
 
 @functools.cache
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class that the flag names. It is the same in the driver, the rollout manager and the training ranks.
+    """Return the class that ``--advantage-estimator`` names. The driver, the rollout manager and the training ranks
+    all use it.
 
     Raises:
-        HookError: neither a built-in name nor the path of a class that derives from :class:`Algorithm`. Importing the
-            user's file may raise anything else.
+        HookError: ``name`` is neither a built-in name nor the path of a class that derives from :class:`Algorithm`.
+            Importing the user's file may raise any other exception.
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if not is_hook_path(name):
         raise HookError(
-            f"unknown --advantage-estimator {name!r}; one of {', '.join(ALGORITHMS)}, or the path of your own class"
+            f"--advantage-estimator {name!r} is neither one of {', '.join(ALGORITHMS)} nor the path of your own class"
         )
     try:
         found: type[Algorithm] = load_function(name)
@@ -119,7 +120,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def create_algorithm(args: Args) -> Algorithm:
-    """The run's estimator with its settings."""
+    """Create the run's estimator with its settings."""
     return algorithm_class(args.advantage_estimator)(estimator_settings(args))
 
 
@@ -138,49 +139,49 @@ def estimator_settings(args: Args) -> EstimatorSettings:
 
 
 def loading_problem(name: str) -> str | None:
-    """Why the estimator cannot be loaded; None where it can."""
+    """Explain why the estimator cannot be loaded; None if it can."""
     try:
         algorithm_class(name)
     except HookError as error:
         return str(error)
-    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's module ran and failed: any error
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's module can raise anything
         return f"--advantage-estimator {name}: importing it failed with {type(error).__name__}: {error}"
     return None
 
 
 def trial_problem(args: Args) -> str | None:
-    """Why the estimator's baseline fails on a few small groups, which are tried before a run starts."""
+    """Try the estimator's baseline on a few small groups, and explain why it fails; None if it works."""
     try:
         algorithm = create_algorithm(args)
-    except Exception as error:  # the constructor of the user's class
+    except Exception as error:  # the constructor of the user's class can raise anything
         return f"--advantage-estimator {args.advantage_estimator}: {type(error).__name__}: {error}"
     problem = baseline_problem(algorithm)
     return f"--advantage-estimator {args.advantage_estimator}: {problem}" if problem else None
 
 
 def estimator_label(name: str) -> str:
-    """A name for folders and plots: ``my_algo.py:MyAlgorithm`` gives ``MyAlgorithm``."""
+    """Return a short name for folders and plots: ``my_algo.py:MyAlgorithm`` gives ``MyAlgorithm``."""
     return Path(name).stem if name.endswith(".py") else re.split(r"[.:]", name)[-1]
 
 
 def known_where(fact: str, value: bool = True) -> str:
-    """The built-in estimators of which a fact holds, in words: ``known_where("needs_critic")``."""
+    """List the built-in estimators whose attribute ``fact`` has a value, such as ``known_where("needs_critic")``."""
     return " or ".join(name for name, one in ALGORITHMS.items() if getattr(one, fact) is value)
 
 
 def check_estimator(args: Args) -> list[str]:
-    """The estimator can be loaded, and the other flags fit what its class needs and forbids."""
+    """Check that the estimator can be loaded, and that the other flags fit what its class requires and forbids."""
     name = args.advantage_estimator
     if problem := loading_problem(name) or trial_problem(args):
         return [problem]
     algorithm, flags = algorithm_class(name), flags_of(type(args))
     unknown = [switch for switch in (*algorithm.requires, *algorithm.forbids) if switch not in flags]
     if unknown:
-        return [f"--advantage-estimator {name}: requires or forbids {', '.join(unknown)}, which is no flag"]
+        return [f"--advantage-estimator {name} requires or forbids {', '.join(unknown)}, which is not a flag"]
     args.notices += create_algorithm(args).notices()
     if args.kl_coef != 0 and not algorithm.uses_kl_in_reward:
         args.notices.append(
-            f"--kl-coef has no effect with --advantage-estimator {name}: use --use-kl-loss --kl-loss-coef"
+            f"--kl-coef has no effect with --advantage-estimator {name}: use --use-kl-loss with --kl-loss-coef"
         )
     problems = [
         f"--advantage-estimator {name} needs {flags[switch].option}: {reason}"
@@ -200,14 +201,14 @@ def check_estimator(args: Args) -> list[str]:
     trains_on_groups = algorithm.needs_group and args.rewards_normalization and args.loss_type == "policy_loss"
     if trains_on_groups and args.n_samples_per_prompt == 1 and not own:
         problems.append(
-            f"--advantage-estimator {name} compares the samples of a group, and --n-samples-per-prompt 1 makes "
-            f"every advantage 0: use 2 or more, or {known_where('needs_group', False)}"
+            f"--advantage-estimator {name} compares the samples of a group, so --n-samples-per-prompt 1 makes every "
+            f"advantage 0: use 2 or more samples, or the estimator {known_where('needs_group', False)}"
         )
     reducer = (args.custom_pg_loss_reducer_function_path or "").replace(":", ".")
     if args.calculate_per_token_loss and reducer == _DR_GRPO_REDUCER:
         problems.append(
-            f"--custom-pg-loss-reducer-function-path {reducer} divides by a constant, --calculate-per-token-loss by "
-            "the tokens: drop one"
+            f"--custom-pg-loss-reducer-function-path {reducer} divides the loss by a constant, and "
+            "--calculate-per-token-loss by the number of tokens: remove one"
         )
     if args.num_critic_only_steps and not algorithm.needs_critic:
         problems.append(f"--num-critic-only-steps needs a critic: --advantage-estimator {known_where('needs_critic')}")
@@ -217,12 +218,12 @@ def check_estimator(args: Args) -> list[str]:
 def check_losses(args: Args) -> list[str]:
     problems = []
     if (args.loss_type == "custom_loss") != (args.custom_loss_function_path is not None):
-        problems.append("--loss-type custom_loss and --custom-loss-function-path go together: give both or none")
+        problems.append("--loss-type custom_loss and --custom-loss-function-path need each other: pass both or none")
     if args.overlong_buffer_len and not 0 < args.overlong_buffer_len < args.rollout_max_response_len:
         problems.append(
             f"--overlong-buffer-len {args.overlong_buffer_len}: must be between 0 and --rollout-max-response-len "
             f"{args.rollout_max_response_len}"
         )
     if args.only_train_params_name_list and args.freeze_params_name_list:
-        problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other: drop one")
+        problems.append("--only-train-params-name-list and --freeze-params-name-list exclude each other: remove one")
     return problems

@@ -1,4 +1,4 @@
-"""The whole configuration: one flat dataclass, composed of one small dataclass per concern."""
+"""The complete configuration: a flat dataclass that is composed of one small dataclass per topic."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from slime.config.weight_sync import WeightSyncConfig
 
 
 class UnknownName(AttributeError):
-    """Args has no attribute of this name. The message, which takes a millisecond to make, is made when it is read, so
-    that ``getattr(args, name, default)`` in a user's function is cheap."""
+    """Raised for an attribute that ``Args`` does not have.
+
+    The message is created when it is read, because its search for similar names takes a millisecond. So
+    ``getattr(args, name, default)`` in a user's function stays cheap."""
 
     def __init__(self, name: str, values: Mapping[str, object]) -> None:
         super().__init__(name, values)
@@ -43,9 +45,9 @@ class UnknownName(AttributeError):
         known = by_name("megatron").get(self._name)
         if known is not None:
             option = known.flag.option
-            return f"args has no {self._name!r}: {option} is not given, and its default holds for Megatron only"
+            return f"args has no attribute {self._name!r}: {option} is not given, and only Megatron has a default"
         near = difflib.get_close_matches(self._name, self._values, n=1)
-        return f"args has no {self._name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"args has no attribute {self._name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 @dataclass
@@ -73,20 +75,21 @@ class Args(
     ClusterConfig,
     RunConfig,
 ):
-    """Read ``args.rollout_temperature`` and so on. A name that is unknown raises, whether it is read or assigned.
+    """All settings of a run as attributes, such as ``args.rollout_temperature``.
 
-    Attributes of the user's own are keys of ``--custom-config-path``, or options that ``add_custom_arguments`` adds.
+    Reading or assigning an unknown attribute raises :class:`UnknownName`. The user's own attributes are keys of
+    ``--custom-config-path``, or options that ``add_custom_arguments`` adds.
 
-    Flags of SGLang, its router and Megatron stand in the dicts ``sglang``, ``router`` and ``megatron`` as given, and
-    are attributes too: ``args.sglang_mem_fraction_static``, ``args.tensor_model_parallel_size``. One that was not given
-    has the default of the pinned version; Megatron's have it only with ``--train-backend megatron``. The model's
-    dimensions (``hidden_size``, ``num_layers``, ``vocab_size`` and the others in ``hf_config.SHAPE``) have their true
-    values with every backend: as given, else from config.json of ``--hf-checkpoint``.
+    Flags of SGLang, its router and Megatron that were given are in the dicts ``sglang``, ``router`` and ``megatron``.
+    They are also attributes: ``args.sglang_mem_fraction_static``, ``args.tensor_model_parallel_size``. A flag that was
+    not given has the default of the pinned version; flags of Megatron have it only with ``--train-backend megatron``.
+    The dimensions of the model (``hidden_size``, ``num_layers``, ``vocab_size`` and the others in
+    ``hf_config.SHAPE``) have their true values with every backend: the flag's, or else those of config.json.
     """
 
-    # Not flags: derived by defaults.py, or facts about the command line.
+    # These fields are not flags: they are derived, or describe the command line.
     use_critic: bool = False
-    world_size: int = 1  # training processes
+    world_size: int = 1  # number of training processes
     sglang_model_routers: dict[str, tuple[str | None, int | None]] = dataclasses.field(default_factory=dict)
     sglang: dict[str, Any] = dataclasses.field(default_factory=dict)
     router: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -94,6 +97,8 @@ class Args(
     notices: list[str] = dataclasses.field(default_factory=list)
     explicit: frozenset[str] = frozenset()  # attributes that the user set, by flag or file
 
+    # Python calls this only for names that are not fields. Private names fail at once: copy and pickle look for
+    # methods such as __setstate__ before the instance has any values.
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
@@ -111,24 +116,24 @@ class Args(
         object.__setattr__(self, name, value)
 
     def declare(self, name: str, value: object) -> None:
-        """Add an attribute of the user's own, or set one that is there."""
+        """Set an attribute of the user's own, whether it exists or not."""
         self.__dict__[name] = value
 
     def save_folder(self) -> Path:
-        """The folder of snapshots.
+        """Return the folder of snapshots.
 
         Raises:
             ValueError: neither ``--save`` nor ``--save-interval`` is given.
         """
         if self.save is None:
-            raise ValueError("the run has no folder for snapshots: give --save or --save-interval")
+            raise ValueError("the run has no folder for snapshots: pass --save or --save-interval")
         return Path(self.save)
 
     def with_values(self, **changes: Any) -> Self:
-        """A copy that holds what is known only at run time, for users' functions: ``args.with_values(num_rollout=12)``.
+        """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the number is known.
 
         Raises:
-            AttributeError: a name that args does not have.
+            AttributeError: ``args`` has no attribute of this name.
         """
         for name in changes:
             if name not in self.__dict__:
@@ -139,4 +144,4 @@ class Args(
 
 
 FLAGS: dict[str, Flag] = flags_of(Args)
-"""Every flag of slime's own, by attribute name, in the order of the groups."""
+"""All flags of slime itself by attribute name, in the order of the groups."""

@@ -1,4 +1,4 @@
-"""Batches: how the samples of a rollout are split into optimizer steps and micro-batches."""
+"""Flags of batches: how the samples of a rollout are split into optimizer steps and micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 MIN_TOKEN_BUDGET = 4096
-"""Tokens of a micro-batch that every machine is expected to train."""
+"""Number of tokens in a micro-batch that every machine should be able to train."""
 
 
 @dataclass
@@ -66,16 +66,17 @@ class BatchConfig:
 
 
 def derive_batch(args: Args) -> list[str]:
-    """rollout_batch_size x n_samples_per_prompt = global_batch_size x num_steps_per_rollout."""
+    """Derive missing batch sizes so that rollout_batch_size x n_samples_per_prompt = global_batch_size x
+    num_steps_per_rollout, and report sizes that do not satisfy this."""
     if args.loss_type == "sft_loss" and "n_samples_per_prompt" not in args.explicit:
-        args.n_samples_per_prompt = 1  # nothing is sampled: copies of a conversation teach nothing new
+        args.n_samples_per_prompt = 1  # SFT samples nothing, so a group would hold copies of one conversation
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     given = (
         f"--rollout-batch-size {args.rollout_batch_size} x "
         f"--n-samples-per-prompt {args.n_samples_per_prompt} = {samples}"
     )
     _micro_batches(args)
-    if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:
+    if min(args.rollout_batch_size, args.n_samples_per_prompt) < 1:  # the range checks report it
         return []
     if args.global_batch_size is None:
         steps = args.num_steps_per_rollout or 1
@@ -93,22 +94,22 @@ def derive_batch(args: Args) -> list[str]:
     if steps is None:
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
         near = min(fits, key=lambda n: (abs(n - args.global_batch_size), -n))
-        return [f"{given}, which is no multiple of --global-batch-size {args.global_batch_size}: {near} would fit"]
+        return [f"{given}, which is not a multiple of --global-batch-size {args.global_batch_size}; {near} would fit"]
     if samples != args.global_batch_size * steps:
         wanted = args.global_batch_size * steps
         return [
             f"{given}, but --global-batch-size {args.global_batch_size} x --num-steps-per-rollout {steps} = {wanted}: "
-            "leave one of the last two out, and it follows"
+            "leave out one of the last two flags; its value follows from the others"
         ]
     return []
 
 
 def _micro_batches(args: Args) -> None:
-    """Micro-batches by tokens, unless the user counts them in samples.
+    """Size micro-batches by tokens, unless the user sets their size in samples.
 
-    Here the budget follows from flags alone. Its default needs no more memory than the longest sample alone, which has
-    to fit in any case. On GPUs the driver replaces the default by what it measures (``cluster/token_budget.py``); on a
-    CPU it stays, since engines, object store and trainer share the memory, and larger packs are not faster there.
+    Here the token budget follows from flags alone. The default needs no more memory than the longest sample, which has
+    to fit in any case. On GPUs the driver replaces the default by a measured one (``cluster/token_budget.py``). On a
+    CPU it stays, because engines, object store and trainer share the memory, and larger packs are not faster there.
     """
     if args.use_dynamic_batch_size is None:
         padded = args.attn_implementation not in (None, "varlen")
@@ -126,7 +127,7 @@ def check_batch(args: Args) -> list[str]:
     if args.over_sampling_batch_size < args.rollout_batch_size:
         problems.append(
             f"--over-sampling-batch-size {args.over_sampling_batch_size} is below --rollout-batch-size "
-            f"{args.rollout_batch_size}: it must fetch at least one rollout"
+            f"{args.rollout_batch_size}: use at least --rollout-batch-size"
         )
     if args.max_tokens_per_gpu is not None and not args.use_dynamic_batch_size:
         args.notices.append("--max-tokens-per-gpu has no effect without --use-dynamic-batch-size")
@@ -134,14 +135,14 @@ def check_batch(args: Args) -> list[str]:
     if padded and "log_probs_max_tokens_per_gpu" in args.explicit:
         args.notices.append("--log-probs-max-tokens-per-gpu has no effect on padded batches (--attn-implementation)")
     if args.balance_by_flops and not args.use_dynamic_batch_size:
-        problems.append("--balance-by-flops needs --use-dynamic-batch-size (--micro-batch-size turns it off)")
+        problems.append("--balance-by-flops needs --use-dynamic-batch-size (--micro-batch-size disables it)")
     if "num_rollout" in args.explicit and "num_epoch" in args.explicit:
-        args.notices.append(f"--num-rollout {args.num_rollout} wins over --num-epoch {args.num_epoch}")
+        args.notices.append(f"--num-rollout {args.num_rollout} takes precedence over --num-epoch {args.num_epoch}")
     return problems + _static_split(args) + _enough_samples(args)
 
 
 def _static_split(args: Args) -> list[str]:
-    """Fixed micro-batches must deal out evenly over the data-parallel ranks."""
+    """Check that micro-batches of a fixed size can be distributed evenly over the data-parallel ranks."""
     if args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only:
         return []
     layout = ParallelLayout.from_args(args)
@@ -149,7 +150,7 @@ def _static_split(args: Args) -> list[str]:
     if args.num_steps_per_rollout is None or unit < 1 or args.global_batch_size % unit == 0:
         return []
     return [
-        f"--global-batch-size {args.global_batch_size} does not split into --micro-batch-size "
+        f"--global-batch-size {args.global_batch_size} is not a multiple of --micro-batch-size "
         f"{args.micro_batch_size} x {layout.dp} data-parallel training ranks"
         + (f" x {layout.vpp_group} pipeline stages" if layout.vpp_group > 1 else "")
         + f" = {unit}: change one of them, or pass --use-dynamic-batch-size"
@@ -157,7 +158,8 @@ def _static_split(args: Args) -> list[str]:
 
 
 def _enough_samples(args: Args) -> list[str]:
-    """Every rank needs a sample per step. Only a hook can make several samples of one rollout."""
+    """Check that every data-parallel rank gets a sample in each step. With hooks this is not known in advance, because
+    they can return several samples for one."""
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
     fans_out = args.custom_generate_function_path or own_rollout
     if not args.use_dynamic_batch_size or not args.global_batch_size or args.debug_rollout_only or fans_out:

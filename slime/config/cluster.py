@@ -1,4 +1,4 @@
-"""Processes and the accelerators they get. Without a GPU, a "GPU" below means a process slot."""
+"""Flags of processes and their GPUs. On a machine without GPUs, a "GPU" in this file means a process slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slime.config.weight_sync import checks_first_update
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-MOST = 2**20  # nodes, GPUs or engines: more is a slip of the keyboard
+MOST = 2**20  # upper limit of nodes, GPUs and engines; a larger number is a typing error
 
 
 EXTRAS = {"megatron": ("megatron.core", "megatron"), "sglang": ("sglang", "sglang")}
@@ -92,7 +92,7 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
         args.max_restarts = 3 if args.use_fault_tolerance else 0
     train = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.rollout_num_gpus is None and args.sglang_config:
-        with contextlib.suppress(ServerGroupError, OSError):  # the checks tell what is wrong with it
+        with contextlib.suppress(ServerGroupError, OSError):  # check_server_groups reports it later
             groups = read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
             args.rollout_num_gpus = total_gpus(groups)
     if args.rollout_num_gpus is None:
@@ -109,7 +109,8 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
 
 
 def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None:
-    """Neither trainer nor engines were given GPUs: share what is here, or split it where sharing is not possible."""
+    """Place trainer and engines if --actor-num-gpus-per-node is not given: let them share the machine's GPUs, or split
+    the GPUs in train_async.py, where they run at the same time."""
     if args.actor_num_gpus_per_node is not None:
         return
     if not machine.cuda:
@@ -125,7 +126,7 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
         args.actor_num_gpus_per_node = machine.gpus // 2
         args.rollout_num_gpus = machine.gpus - machine.gpus // 2
         args.notices.append(
-            f"{args.actor_num_gpus_per_node} GPUs train and {args.rollout_num_gpus} generate "
+            f"{args.actor_num_gpus_per_node} GPUs are used for training and {args.rollout_num_gpus} for generation "
             "(--actor-num-gpus-per-node, --rollout-num-gpus)"
         )
         return
@@ -133,12 +134,12 @@ def _default_placement(args: Args, machine: Machine, asynchronous: bool) -> None
     if not asynchronous:
         args.colocate = True
         args.notices.append(
-            f"no placement is given: trainer and engines share {machine.gpus} GPU(s), as with --colocate"
+            f"no placement is given, so trainer and engines share {machine.gpus} GPU(s), as with --colocate"
         )
 
 
 def check_placement(args: Args) -> list[str]:
-    """Rules that hold on any machine."""
+    """Check the rules that do not depend on the machine."""
     problems = []
     per_engine = args.rollout_num_gpus_per_engine
     external = bool(args.rollout_external_engine_addrs)
@@ -146,64 +147,64 @@ def check_placement(args: Args) -> list[str]:
     problems += check_colocated_pipelines(args)
     if not args.debug_train_only and not external and not args.sglang_config:
         if args.rollout_num_gpus == 0:
-            problems.append(
-                "--rollout-num-gpus 0 leaves no engine: give at least 1, or --rollout-external-engine-addrs"
-            )
+            problems.append("--rollout-num-gpus 0 leaves no engine: use at least 1, or --rollout-external-engine-addrs")
         elif per_engine >= 1 and args.rollout_num_gpus % per_engine:
             problems.append(
-                f"--rollout-num-gpus {args.rollout_num_gpus} is no multiple of "
+                f"--rollout-num-gpus {args.rollout_num_gpus} is not a multiple of "
                 f"--rollout-num-gpus-per-engine {per_engine}"
             )
     if args.rollout_backend == "embedded" and per_engine > 1:
         problems.append(
             f"--rollout-num-gpus-per-engine {per_engine}: the embedded engine runs on one GPU; "
-            "use 1 (more engines: --rollout-num-gpus)"
+            "use 1 (--rollout-num-gpus sets the number of engines)"
         )
     if args.embedded_device is not None and args.embedded_device.partition(":")[0] not in ("cpu", "cuda"):
-        problems.append(f"--embedded-device {args.embedded_device}: cpu or cuda")
+        problems.append(f"--embedded-device {args.embedded_device}: must be cpu or cuda")
     return problems
 
 
 def check_routing_replay(args: Args, machine: Machine) -> list[str]:
-    """Only SGLang on a GPU says which experts it chose."""
+    """Check ``--use-rollout-routing-replay``: only SGLang on a GPU reports the experts that it chose. The user's own
+    functions may get them elsewhere."""
     own = (args.custom_generate_function_path, args.load_debug_rollout_data)
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
     if not args.use_rollout_routing_replay or any(own) or own_rollout:
         return []
     if args.rollout_backend != "sglang":
-        return ["--use-rollout-routing-replay: the embedded engine does not say which experts it chose; use SGLang"]
+        return ["--use-rollout-routing-replay: the embedded engine does not report the chosen experts; use SGLang"]
     on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
     if on_cpu and not args.rollout_external_engine_addrs:
         return [
-            "--use-rollout-routing-replay: SGLang records experts on a GPU only, and its engines here run on the CPU"
+            "--use-rollout-routing-replay: SGLang reports the chosen experts only on a GPU, but it runs on the CPU here"
         ]
     return []
 
 
 def check_machine(args: Args, machine: Machine) -> list[str]:
-    """Rules about this machine; a cluster that Ray reaches is asked when it is joined."""
+    """Check the rules that depend on this machine. The GPUs of a Ray cluster are checked later, when the run connects
+    to it."""
     problems = _absent_packages(args)
     if args.rollout_backend == "sglang":
         _embedded_flags(args)
         on_cpu = args.sglang.get("device") == "cpu" or not (machine.cuda or machine.in_cluster)
         if args.deterministic and on_cpu and not args.rollout_external_engine_addrs:
-            problems.append("--deterministic: SGLang has deterministic kernels for CUDA only; use the embedded engine")
+            problems.append("--deterministic: SGLang is deterministic on CUDA only; use --rollout-backend embedded")
     engines = len(args.rollout_external_engine_addrs or []) or (
         (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
     )
     asked, most = args.sglang_server_concurrency * engines, connection_limit(args.sglang_router_ip)
     if asked > most and not machine.in_cluster:
         args.notices.append(
-            f"--sglang-server-concurrency {args.sglang_server_concurrency} of {engines} engines is {asked} requests "
-            f"under way: limited to {most}, nine tenths of what this machine's open files (ulimit -Hn; two a request) "
-            "and, towards a router elsewhere, its ports (ip_local_port_range) allow"
+            f"--sglang-server-concurrency {args.sglang_server_concurrency} with {engines} engines means {asked} "
+            f"concurrent requests; they are limited to {most}, because a request takes two open files (ulimit -Hn) "
+            "and, with a router on another machine, a local port (ip_local_port_range)"
         )
     if args.record_memory_history and not machine.cuda:
-        problems.append("--record-memory-history records CUDA allocations, and there is no CUDA here: leave it out")
+        problems.append("--record-memory-history needs CUDA, which this machine does not have: leave it out")
     if args.train_dtype == "float32" and machine.cuda:
-        args.notices.append("--train-dtype float32 on a GPU is for comparisons; bfloat16 is several times faster")
+        args.notices.append("--train-dtype float32 on a GPU is only for comparisons; bfloat16 is several times faster")
     if machine.in_cluster:
-        return problems  # its GPUs are known when it is joined
+        return problems  # the GPUs of the cluster are known only after Ray has connected to it
     if machine.cuda:
         problems += engines_beside_trainer(args)
     return problems + (_too_many_gpus(args, machine) if machine.cuda else _too_many_slots(args, machine))
@@ -213,7 +214,7 @@ def _embedded_flags(args: Args) -> None:
     given = sorted(name for name in args.explicit if name.startswith("embedded_"))
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
-        args.notices.append(f"{options}: for the embedded engine; SGLang's own are --sglang-…")
+        args.notices.append(f"{options}: no effect on SGLang, whose flags have the prefix --sglang-")
 
 
 def _absent_packages(args: Args) -> list[str]:
@@ -221,11 +222,11 @@ def _absent_packages(args: Args) -> list[str]:
     for option, value in (("--train-backend", args.train_backend), ("--rollout-backend", args.rollout_backend)):
         module, extra = EXTRAS.get(value, ("", ""))
         if value == "sglang" and args.rollout_external_engine_addrs:
-            continue  # it runs elsewhere
+            continue  # external engines do not need SGLang on this machine
         if module and not installed(module):
-            problems.append(f"{option} {value}: {value} is not installed; pip install 'slime[{extra}]'")
+            problems.append(f"{option} {value}: {value} is not installed; run pip install 'slime[{extra}]'")
     if args.use_wandb and not installed("wandb"):
-        problems.append("--use-wandb: wandb is not installed; pip install 'slime[wandb]'")
+        problems.append("--use-wandb: wandb is not installed; run pip install 'slime[wandb]'")
     return problems
 
 
@@ -236,16 +237,17 @@ def _too_many_gpus(args: Args, machine: Machine) -> list[str]:
     needed = max(train, rollout) if args.colocate else train + rollout
     if needed <= machine.gpus:
         return []
-    share = "" if args.colocate else "--colocate to share them, "
+    share = "" if args.colocate else "--colocate to share GPUs, "
     return [
-        f"{needed} GPUs are asked for ({asked_gpus(args)}, {'shared' if args.colocate else 'each their own'}) and this "
-        f"machine has {machine.gpus}: {share}smaller numbers, "
+        f"the run needs {needed} GPUs ({asked_gpus(args)}, {'shared' if args.colocate else 'not shared'}), but this "
+        f"machine has {machine.gpus}: use {share}smaller numbers, "
         "or a Ray cluster (ray start, then ray job submit or RAY_ADDRESS)"
     ]
 
 
 def _too_many_slots(args: Args, machine: Machine) -> list[str]:
-    """Without a GPU a "GPU" is a process: more than cores only gets in its own way."""
+    """Check that a machine without GPUs runs at most one process of each kind per core; more would only slow down each
+    other."""
     asked = {
         "--actor-num-gpus-per-node": args.actor_num_nodes * args.actor_num_gpus_per_node
         if "actor_num_gpus_per_node" in args.explicit
@@ -261,5 +263,5 @@ def _too_many_slots(args: Args, machine: Machine) -> list[str]:
     change = " ".join(f"{option} 1" for option in asked)
     return [
         f"{asked_gpus(args)}: this machine has no GPU and {machine.cores} CPU cores, so at most {machine.cores} "
-        f"processes of each kind run here: use {change} (or those lines in a file for --override), or a Ray cluster"
+        f"processes of each kind can run: use {change} (or set these in an --override file), or a Ray cluster"
     ]

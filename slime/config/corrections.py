@@ -1,4 +1,4 @@
-"""KL to the reference model, off-policy correction, and on-policy distillation."""
+"""Flags of the KL divergence to the reference model, of off-policy correction, and of on-policy distillation."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ def derive_corrections(args: Args, asynchronous: bool) -> None:
 
 
 def _correct_by_default(args: Args, asynchronous: bool) -> None:
-    """Where samples are older than the weights they train, the loss is weighed, unless the user chose otherwise."""
+    """Turn on TIS if samples can be older than the weights that they train, unless the user chose another way."""
     chosen = args.use_rollout_logprobs or args.custom_tis_function_path or args.get_mismatch_metrics
     bound = staleness_bound(args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness)
     args.use_tis = asynchronous and bound > 0 and args.loss_type == "policy_loss" and not chosen
     if args.use_tis:
         args.notices.append(
-            f"--use-tis is on: tokens may be {bound} step(s) older than the weights that they train (off: --no-use-tis)"
+            f"--use-tis is on: tokens can be {bound} step(s) older than the weights that they train (off: --no-use-tis)"
         )
 
 
@@ -115,22 +115,22 @@ def check_kl(args: Args) -> list[str]:
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         problems.append(
             f"--kl-coef {args.kl_coef} (KL in the reward) and --kl-loss-coef {args.kl_loss_coef} (KL in the loss) "
-            "exclude each other: drop one"
+            "exclude each other: remove one"
         )
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
         problems.append(f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss")
     if args.use_kl_loss and args.kl_loss_coef == 0:
         args.notices.append(
-            "--use-kl-loss with --kl-loss-coef 0 trains nothing on the KL; the metric train/kl_loss costs a copy of "
-            "the reference weights and a forward pass over every rollout: drop --use-kl-loss if you do not need it"
+            "--use-kl-loss with --kl-loss-coef 0 does not change the training; it only logs train/kl_loss, which costs "
+            "a copy of the reference weights and a forward pass per rollout: remove it if you do not need the metric"
         )
     if args.kl_loss_type == "k1" and args.kl_loss_coef != 0 and not args.use_unbiased_kl:
         args.notices.append(
-            "--kl-loss-type k1 in the loss does not regularise: its expected gradient is 0 for samples of the policy "
+            "--kl-loss-type k1 in the loss does not regularize: its expected gradient is 0 for samples of the policy "
             "itself; use low_var_kl or k2, or add --use-unbiased-kl"
         )
     if args.ref_update_interval is not None and not (args.use_kl_loss or args.kl_coef != 0):
-        args.notices.append("--ref-update-interval has no effect: no KL uses a reference model")
+        args.notices.append("--ref-update-interval has no effect, because no KL term uses the reference model")
     return problems
 
 
@@ -138,27 +138,29 @@ def check_off_policy(args: Args) -> list[str]:
     problems = []
     if args.use_rollout_logprobs and args.use_tis:
         problems.append(
-            "--use-rollout-logprobs takes the engine's log-probs as the old policy, so --use-tis has nothing to "
-            "correct: drop one"
+            "--use-rollout-logprobs uses the engine's log-probs as the old policy, so --use-tis has nothing to "
+            "correct: remove one"
         )
     if args.get_mismatch_metrics and not args.custom_tis_function_path:
-        problems.append("--get-mismatch-metrics needs --custom-tis-function-path, the function that measures")
+        problems.append("--get-mismatch-metrics needs --custom-tis-function-path, which computes these metrics")
     if args.tis_clip <= args.tis_clip_low:
         problems.append(f"--tis-clip {args.tis_clip} must be above --tis-clip-low {args.tis_clip_low}")
     return problems
 
 
 def check_opsm(args: Args, asynchronous: bool) -> list[str]:
-    """OPSM masks by the drift between the policy and the old policy, which some settings make exactly 0.
+    """Warn if OPSM cannot mask anything.
 
-    ``--keep-old-actor`` computes the old log-probs with the weights that generated the samples. In the synchronous loop
-    these are the weights that training starts from, so it adds no drift there.
+    OPSM masks sequences by the drift between the policy and the old policy. With one optimizer step per rollout the two
+    are equal, unless the old log-probs come from other weights: from the engine, or with ``--keep-old-actor`` from the
+    weights that generated the samples. In the synchronous loop these are the weights that training starts from, so
+    there ``--keep-old-actor`` adds no drift.
     """
     behind = asynchronous and args.keep_old_actor and old_actor_lag(args) == 1
     if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs and not behind:
         args.notices.append(
-            "--use-opsm masks nothing: a rollout has one optimizer step, and the policy equals the old policy in it; "
-            "use --num-steps-per-rollout 2 or more, the engine's log-probs as the old policy (--use-rollout-logprobs), "
+            "--use-opsm masks nothing: with one optimizer step per rollout, the policy equals the old policy; use "
+            "--num-steps-per-rollout 2 or more, the engine's log-probs as the old policy (--use-rollout-logprobs), "
             "or --keep-old-actor with train_async.py"
         )
     return []

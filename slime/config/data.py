@@ -1,4 +1,4 @@
-"""Data sets for training and evaluation, and the rewards of their samples."""
+"""Flags of data sets for training and evaluation, and of rewards."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def derive_data(args: Args) -> None:
     if row is not None:
         if "input_key" not in args.explicit and args.input_key not in row and "input" in row:
             args.input_key = "input"
-            args.notices.append("rows have no 'prompt' but an 'input': it is used (--input-key)")
+            args.notices.append("rows have no column 'prompt'; the column 'input' is used instead (--input-key)")
         if "label_key" not in args.explicit and args.label_key not in row:
             args.label_key = None
     if args.rollout_max_prompt_len is None and args.rollout_max_context_len is not None:
@@ -96,7 +96,7 @@ def check_data_files(args: Args) -> list[str]:
     custom_source = args.data_source_path != DEFAULT_DATA_SOURCE
     if args.prompt_data is None:
         if needs_data and not custom_source:
-            return ["no --prompt-data: name a JSONL or Parquet file (or a source of your own with --data-source-path)"]
+            return ["--prompt-data is missing: pass a JSONL or Parquet file, or your own --data-source-path"]
         return []
     if file_of(args.prompt_data).is_file() or custom_source:
         return []
@@ -105,7 +105,7 @@ def check_data_files(args: Args) -> list[str]:
 
 def check_multimodal_keys(args: Args) -> list[str]:
     wrong = {kind: column for kind, column in (args.multimodal_keys or {}).items() if not isinstance(column, str)}
-    return [f"--multimodal-keys: {kind!r} needs the name of a column, not {column!r}" for kind, column in wrong.items()]
+    return [f"--multimodal-keys: {kind!r} must name a column, not {column!r}" for kind, column in wrong.items()]
 
 
 @dataclass
@@ -154,20 +154,20 @@ class EvalConfig:
 
 
 def eval_pairs(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` as (name, path) pairs, and what is wrong with it.
+    """Split ``--eval-prompt-data aime a.jsonl gsm8k b.jsonl`` into (name, path) pairs; also return the problems.
 
-    A single word is the path of a data set named ``aime``, as it always was.
+    A single word is the path of a data set that is named ``aime``, for compatibility with older scripts.
     """
     if len(words) == 1:
         return [("aime", words[0])], []
     if len(words) % 2:
-        return [], [f"--eval-prompt-data needs pairs NAME PATH; these are {len(words)} words: {' '.join(words)}"]
+        return [], [f"--eval-prompt-data needs pairs of NAME PATH, but has {len(words)} words: {' '.join(words)}"]
     return list(zip(words[::2], words[1::2], strict=True)), []
 
 
 def derive_evaluation(args: Args) -> None:
     if args.eval_function_path is None and is_fully_async(args):
-        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION  # the pool does not evaluate
+        args.eval_function_path = DEFAULT_ROLLOUT_FUNCTION  # the fully asynchronous function cannot evaluate
     fallbacks: dict[str, str] = {
         "eval_function_path": "rollout_function_path",
         "eval_input_key": "input_key",
@@ -186,7 +186,7 @@ def derive_evaluation(args: Args) -> None:
             setattr(args, name, getattr(args, source))
     if args.eval_interval and not args.eval_prompt_data and not args.eval_config:
         args.notices.append(
-            f"--eval-interval {args.eval_interval} evaluates nothing: give --eval-prompt-data NAME PATH"
+            f"--eval-interval {args.eval_interval} has no data to evaluate: pass --eval-prompt-data NAME PATH"
         )
         args.eval_interval = None
 
@@ -199,7 +199,7 @@ def check_eval_files(args: Args) -> list[str]:
     names = [name for name, _ in pairs]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        problems.append(f"--eval-prompt-data: {', '.join(doubled)} names two data sets; give each its own name")
+        problems.append(f"--eval-prompt-data: several data sets are named {', '.join(doubled)}; use different names")
     if args.eval_config:
         problems += read_yaml(args.eval_config, "--eval-config")[1]
     return problems
@@ -241,18 +241,18 @@ class RewardConfig:
 
 
 def derive_reward(args: Args, row: Mapping[str, object] | None) -> None:
-    """Without a reward: ``math`` where rows have a label (decisions 1)."""
+    """Use ``--rm-type math`` if no flag provides rewards and the first row has a label."""
     if row is None or not needs_reward(args) or args.label_key is None or row.get(args.label_key) is None:
         return
     args.rm_type = "math"
     if args.custom_generate_function_path is None:
         args.notices.append(
-            f"no --rm-type and no --custom-rm-path: rows have a {args.label_key!r}, so --rm-type math scores them"
+            f"neither --rm-type nor --custom-rm-path is given: rows have a {args.label_key!r}, so --rm-type is math"
         )
 
 
 def needs_reward(args: Args) -> bool:
-    """Whether samples need a score that no flag names."""
+    """Whether samples need a reward and no flag provides one."""
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     scored_elsewhere = args.loss_type in SFT_LIKE or own_rollout
     return not (args.rm_type or args.custom_rm_path or scored_elsewhere or args.debug_train_only)
@@ -264,12 +264,12 @@ def check_reward(args: Args) -> list[str]:
         base = args.rm_type.removeprefix("boxed_")
         if base not in RM_TYPES:
             problems.append(
-                f"--rm-type {args.rm_type}: not one of {', '.join(RM_TYPES)} (boxed_ may stand before each)"
+                f"--rm-type {args.rm_type}: not one of {', '.join(RM_TYPES)} (each may have the prefix boxed_)"
             )
         if base == "remote_rm" and not args.rm_url:
-            problems.append("--rm-type remote_rm needs --rm-url, the endpoint that scores")
+            problems.append("--rm-type remote_rm needs --rm-url, the URL of the reward server")
     if args.rm_type is not None and args.custom_rm_path is not None:
-        args.notices.append(f"--custom-rm-path {args.custom_rm_path} wins over --rm-type {args.rm_type}")
+        args.notices.append(f"--custom-rm-path {args.custom_rm_path} takes precedence over --rm-type {args.rm_type}")
     return problems
 
 
@@ -280,6 +280,6 @@ def check_scored(args: Args) -> list[str]:
     if "rm_type" in str(row.get(args.metadata_key)):
         return []
     return [
-        f"nothing scores the samples: give --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "
-        f"their columns: {', '.join(map(str, row))})"
+        f"no flag provides rewards: pass --rm-type or --custom-rm-path (rows of {args.prompt_data} have no label; "
+        f"their columns are {', '.join(map(str, row))})"
     ]

@@ -1,6 +1,7 @@
-"""Inference servers: the embedded engine, the router, and groups of SGLang servers (``--sglang-config``).
+"""Flags of inference servers: the embedded engine, the router, and groups of SGLang servers (``--sglang-config``).
 
-``--sglang-config`` names a YAML file with several models, and groups of SGLang servers that prefill, decode or do both:
+``--sglang-config`` is a YAML file with one or more models. Each has groups of SGLang servers for prefill, decode or
+both:
 
     sglang:
       - name: actor                  # its router is args.sglang_router_ip/port; others: get_model_url(args, name)
@@ -10,12 +11,12 @@
           - {worker_type: decode, num_gpus: 4, overrides: {mem_fraction_static: 0.8}}
       - name: judge
         model_path: /models/judge    # default: --hf-checkpoint
-        update_weights: false        # default: where model_path is --hf-checkpoint
+        update_weights: false        # default: true if model_path is --hf-checkpoint
         server_groups:
           - {worker_type: regular, num_gpus: 1}
 
-``worker_type`` is regular, prefill, decode, or placeholder, which leaves GPUs free. ``overrides`` are options of
-SGLang by attribute name; they win over ``--sglang-…``.
+``worker_type`` is regular, prefill, decode, or placeholder, which reserves GPUs without using them. ``overrides`` are
+options of SGLang by attribute name; they take precedence over ``--sglang-…`` flags.
 """
 
 from __future__ import annotations
@@ -75,20 +76,20 @@ class EngineConfig:
 
 
 def check_draft(args: Args) -> list[str]:
-    """Weight updates reach the policy, not the model that drafts for it in speculative decoding."""
+    """Add a notice about speculative decoding: weight updates reach the policy, but not the draft model."""
     algorithm, draft = args.sglang.get("speculative_algorithm"), args.sglang.get("speculative_draft_model_path")
     trains = args.rollout_backend == "sglang" and not args.debug_rollout_only
-    if not trains or not algorithm or str(algorithm).upper() in ("NGRAM", "NONE"):  # which drafts from the text itself
+    if not trains or not algorithm or str(algorithm).upper() in ("NGRAM", "NONE"):  # NGRAM needs no draft model
         return []
     config = (read_config(str(args.hf_checkpoint)) if args.hf_checkpoint else None) or {}
     own = draft is None or str(draft) == str(args.hf_checkpoint)
     drafts = "its draft model" if own else f"the draft model {draft}"
     if own and any(config.get(name) for name in MTP_COUNTS):
-        drafts = "its draft model, the checkpoint's layers for multi-token prediction,"
+        drafts = "its draft model (the checkpoint's multi-token prediction layers)"
     args.notices.append(
-        f"--sglang-speculative-algorithm {algorithm}: {drafts} is not trained and keeps the weights that it starts "
-        "with, so fewer drafted tokens are accepted as the policy changes (rollout/spec_accept_rate); samples are "
-        "not affected, because the policy verifies every token"
+        f"--sglang-speculative-algorithm {algorithm}: {drafts} is not trained and keeps its initial weights, so "
+        "fewer draft tokens are accepted as the policy changes (rollout/spec_accept_rate); the samples are not "
+        "affected, because the policy verifies every token"
     )
     return []
 
@@ -99,7 +100,7 @@ WorkerType = Literal["regular", "prefill", "decode", "placeholder"]
 WORKER_TYPES: tuple[str, ...] = get_args(WorkerType)
 
 
-DEFAULT_MODEL = "default"  # the only one, without --sglang-config
+DEFAULT_MODEL = "default"  # name of the only model if --sglang-config is not given
 
 
 _MODEL_KEYS = ("name", "model_path", "update_weights", "num_gpus_per_engine", "server_groups", "engine_groups")
@@ -112,12 +113,13 @@ _GROUP_KEYS = ("worker_type", "num_gpus", "num_gpus_per_engine", "overrides")
 
 
 class ServerGroupError(ValueError):
-    """The file is wrong; the message says where and what to change, without the name of the file."""
+    """Raised for an invalid ``--sglang-config`` file. The message says where and what to change, without the file's
+    name."""
 
 
 @dataclass(frozen=True)
 class ServerGroup:
-    """Servers of one kind."""
+    """A group of servers of the same kind."""
 
     worker_type: WorkerType
     num_gpus: int
@@ -136,11 +138,11 @@ class ServedModel:
 
 
 def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) -> list[ServedModel]:
-    """The models of a ``--sglang-config`` file, in its order.
+    """Read the models of a ``--sglang-config`` file, in the order of the file.
 
     Raises:
-        ServerGroupError: as the name says.
-        OSError: it cannot be read.
+        ServerGroupError: the file is invalid.
+        OSError: the file cannot be read.
     """
     try:
         document = load_yaml(Path(file).expanduser())
@@ -148,7 +150,7 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
         raise ServerGroupError(str(error)) from error
     entries = document.get("sglang") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:
-        raise ServerGroupError("needs a list of models under the key 'sglang'")
+        raise ServerGroupError("the file must have a list of models under the key 'sglang'")
     models = [_model(entry, f"model {i}", hf_checkpoint, num_gpus_per_engine) for i, entry in enumerate(entries, 1)]
     names = [model.name for model in models]
     for name in names:
@@ -156,13 +158,14 @@ def read_server_groups(file: str, hf_checkpoint: str, num_gpus_per_engine: int) 
             raise ServerGroupError(f"two models have the name {name!r}")
     if not any(model.update_weights for model in models):
         raise ServerGroupError(
-            "no model gets the trainer's weights: leave model_path out of one, or set update_weights"
+            "no model gets the trainer's weights: leave out model_path of one model, or set its update_weights"
         )
     return models
 
 
 def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, prefill_servers: int) -> list[ServedModel]:
-    """One model without a file: ``--rollout-num-gpus`` in engines, the first ``prefill_servers`` only prefill."""
+    """Return the only model of a run without ``--sglang-config``: ``num_gpus`` GPUs are split into engines, of which
+    the first ``prefill_servers`` only prefill and the others only decode."""
     prefill = prefill_servers * num_gpus_per_engine
     groups = [ServerGroup("decode" if prefill else "regular", num_gpus - prefill, num_gpus_per_engine)]
     if prefill:
@@ -171,7 +174,7 @@ def simple_groups(model_path: str, num_gpus: int, num_gpus_per_engine: int, pref
 
 
 def total_gpus(models: list[ServedModel]) -> int:
-    """GPUs of all groups, placeholders with them."""
+    """Return the number of GPUs of all groups, including placeholders."""
     return sum(group.num_gpus for model in models for group in model.groups)
 
 
@@ -189,9 +192,9 @@ def _model(given: object, where: str, hf_checkpoint: str, per_engine: int) -> Se
     made = tuple(_group(group, f"{where}, group {i}", per_engine) for i, group in enumerate(groups, 1))
     kinds = {group.worker_type for group in made} - {"placeholder"}
     if not kinds:
-        raise ServerGroupError(f"{where} has placeholders only")
+        raise ServerGroupError(f"{where} has only placeholders: add a group of servers")
     if kinds not in ({"regular"}, {"prefill", "decode"}):
-        raise ServerGroupError(f"{where} has {', '.join(sorted(kinds))}: either all regular, or prefill and decode")
+        raise ServerGroupError(f"{where} has {', '.join(sorted(kinds))}: use only regular, or prefill and decode")
     return ServedModel(name, path, bool(entry.get("update_weights", path == hf_checkpoint)), made)
 
 
@@ -199,29 +202,29 @@ def _group(given: object, where: str, per_engine: int) -> ServerGroup:
     entry = _keyed(given, _GROUP_KEYS, where)
     kind = entry.get("worker_type", "regular")
     if kind == "encoder":
-        raise ServerGroupError(f"{where}: encoder servers are not built; regular servers encode images themselves")
+        raise ServerGroupError(f"{where}: encoder servers are not supported; regular servers encode images themselves")
     if kind not in WORKER_TYPES:
-        raise ServerGroupError(f"{where}: worker_type {kind!r} is none of {', '.join(WORKER_TYPES)}")
+        raise ServerGroupError(f"{where}: worker_type {kind!r} is not one of {', '.join(WORKER_TYPES)}")
     gpus = _count(entry.get("num_gpus"), f"{where}: num_gpus")
     per_engine = _count(entry.get("num_gpus_per_engine", per_engine), f"{where}: num_gpus_per_engine")
     if gpus % per_engine and kind != "placeholder":
-        raise ServerGroupError(f"{where}: num_gpus {gpus} is no multiple of num_gpus_per_engine {per_engine}")
+        raise ServerGroupError(f"{where}: num_gpus {gpus} is not a multiple of num_gpus_per_engine {per_engine}")
     overrides = entry.get("overrides") or {}
     if not isinstance(overrides, dict):
-        raise ServerGroupError(f"{where}: overrides needs names and values, e.g. {{mem_fraction_static: 0.8}}")
+        raise ServerGroupError(f"{where}: overrides must map names to values, e.g. {{mem_fraction_static: 0.8}}")
     named = {str(name).replace("-", "_"): value for name, value in overrides.items()}
     for name in named:
         if name in REFUSED:
             raise ServerGroupError(f"{where}: overrides: {name} is not supported: {REFUSED[name]}")
     for name in _TOKENS:
-        if named.get(name) is not None:  # the longest sequence of a run is computed from these
+        if named.get(name) is not None:  # slime computes the context length of the run from these
             named[name] = _count(named[name], f"{where}: overrides: {name}")
     return ServerGroup(kind, gpus, per_engine, named)
 
 
 def _keyed(entry: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise ServerGroupError(f"{where} needs keys and values, not {entry!r}")
+        raise ServerGroupError(f"{where} must be a mapping of keys to values, not {entry!r}")
     for key in entry:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -231,28 +234,29 @@ def _keyed(entry: object, known: tuple[str, ...], where: str) -> dict[str, Any]:
 
 def _count(value: object, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ServerGroupError(f"{what} needs a whole number of at least 1, not {value!r}")
+        raise ServerGroupError(f"{what} must be a whole number of at least 1, not {value!r}")
     return value
 
 
 def check_server_groups(args: Args) -> list[str]:
-    """``--sglang-config`` and ``--prefill-num-servers``: SGLang only, one or the other, and as many GPUs as asked."""
+    """Check ``--sglang-config`` and ``--prefill-num-servers``: they need SGLang, exclude each other, and must fit the
+    number of GPUs."""
     problems = []
     given = [name for name in ("sglang_config", "prefill_num_servers") if getattr(args, name)]
     options = ["--" + name.replace("_", "-") for name in given]
     if given and args.rollout_backend != "sglang":
-        problems.append(f"{options[0]} is for SGLang: use --rollout-backend sglang")
+        problems.append(f"{options[0]} needs --rollout-backend sglang")
     if given and args.rollout_external_engine_addrs:
-        problems.append(f"{options[0]} says what slime starts, --rollout-external-engine-addrs that it starts nothing")
+        problems.append(f"{options[0]} and --rollout-external-engine-addrs exclude each other: remove one")
     if len(given) == 2:
-        problems.append(f"{options[1]} and {options[0]}: write the prefill group into the file")
+        problems.append(f"{options[1]} and {options[0]} exclude each other: add the prefill group to the file instead")
     if args.sglang_config:
         problems += _config_file(args, args.sglang_config)
     elif args.prefill_num_servers:
         servers = (args.rollout_num_gpus or 0) // max(args.rollout_num_gpus_per_engine, 1)
         if not 0 < args.prefill_num_servers < servers:
             problems.append(
-                f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers in all: both kinds are needed"
+                f"--prefill-num-servers {args.prefill_num_servers} of {servers} servers: at least one must decode"
             )
     return problems
 
@@ -265,35 +269,37 @@ def _config_file(args: Args, file: str) -> list[str]:
         return [f"{where}: {error}"]
     total = total_gpus(models)
     if total != args.rollout_num_gpus:
-        return [f"{where}: its groups have {total} GPUs, --rollout-num-gpus is {args.rollout_num_gpus}"]
+        return [f"{where}: its groups have {total} GPUs, but --rollout-num-gpus is {args.rollout_num_gpus}"]
     return []
 
 
 def check_colocated_pipelines(args: Args) -> list[str]:
-    """SGLang gives all pipeline stages of a tensor-parallel rank the same handle, which opens on one GPU only."""
+    """Refuse pipeline stages of colocated servers: SGLang passes the same CUDA IPC handle to all pipeline stages of a
+    tensor-parallel rank, but a handle can be opened only on the GPU that it comes from."""
     stages = [int({**args.sglang, **group.overrides}.get("pp_size") or 1) for group, _ in _shared_groups(args)]
     if max(stages, default=1) == 1:
         return []
     return [
-        f"--colocate with servers of {max(stages)} pipeline stages (--sglang-pp-size): CUDA IPC brings weights to the "
-        "tensor-parallel ranks of one stage only; use tensor parallelism alone, or --update-weight-transport disk"
+        f"--colocate with servers of {max(stages)} pipeline stages (--sglang-pp-size): CUDA IPC sends weights only to "
+        "the tensor-parallel ranks of one stage; use only tensor parallelism, or --update-weight-transport disk"
     ]
 
 
 def engines_beside_trainer(args: Args) -> list[str]:
-    """On GPUs: ``--colocate`` with servers on GPUs that no training rank is on, which CUDA IPC cannot reach."""
+    """Refuse colocated servers on GPUs without a training rank, which CUDA IPC cannot reach."""
     train = args.actor_num_nodes * args.actor_num_gpus_per_node
     if all(end <= train for _, end in _shared_groups(args)):
         return []
     return [
-        f"--colocate with {asked_gpus(args)}: servers that get the trainer's weights would be on GPUs without a "
-        f"training rank, and CUDA IPC does not reach these; let them have the first {train} of --rollout-num-gpus, or "
-        "use --update-weight-transport disk"
+        f"--colocate with {asked_gpus(args)}: some servers that get the trainer's weights would be on GPUs without a "
+        f"training rank, which CUDA IPC cannot reach; place them on the first {train} GPUs, or use "
+        "--update-weight-transport disk"
     ]
 
 
 def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
-    """Groups of servers that get weights by handles from the trainer on their GPUs, and where their GPUs end."""
+    """Return the groups of servers that get weights by CUDA IPC from the trainer on their GPUs, each with the index
+    after its last GPU. Only the first model that is updated shares the trainer's GPUs."""
     by_handle = args.colocate and args.update_weight_transport == "nccl" and args.rollout_backend == "sglang"
     if not by_handle or args.debug_train_only or args.debug_rollout_only or args.rollout_external_engine_addrs:
         return []
@@ -309,7 +315,8 @@ def _shared_groups(args: Args) -> list[tuple[ServerGroup, int]]:
 
 
 def _served_models(args: Args) -> list[ServedModel]:
-    """None where the file of ``--sglang-config`` is wrong, which :func:`check_placement` reports."""
+    """Return the served models; an empty list if the file of ``--sglang-config`` is invalid, which
+    :func:`check_server_groups` reports."""
     per_engine = args.rollout_num_gpus_per_engine
     if not args.sglang_config:
         gpus = int(args.rollout_num_gpus or 0)

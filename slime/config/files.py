@@ -1,4 +1,4 @@
-"""Files that users name: whether a file can have the name, YAML, and the first row of a data file."""
+"""Files that users name: checks of the path, YAML files, and the first row of a data file."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import yaml
 
-_LONGEST_NAME = 255  # bytes, of every file system in use
+_LONGEST_NAME = 255  # bytes; the limit of the usual file systems
 
 
-_LONGEST_PATH = 4095
+_LONGEST_PATH = 4095  # bytes
 
 
 _SLICE = re.compile(r"@\[(-?\d*):(-?\d*)\]$")
 
 
 def path_problem(text: str) -> str | None:
-    """Why no file can have this name; None where one can."""
+    """Explain why no file can have this name; None if one can."""
     raw = text.encode(errors="surrogateescape")
     if "\0" in text:
-        return "the name of a file cannot hold a NUL character"
+        return "the name of a file cannot contain a NUL character"
     if len(raw) > _LONGEST_PATH or any(len(part) > _LONGEST_NAME for part in raw.split(b"/")):
-        return f"the name of a file or folder has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}"
+        return f"a file name must have at most {_LONGEST_NAME} bytes, and a path at most {_LONGEST_PATH}"
     try:
         Path(text).expanduser()
     except RuntimeError:
@@ -33,24 +33,24 @@ def path_problem(text: str) -> str | None:
 
 
 def load_yaml(file: Path) -> Any:
-    """The content of a YAML file in UTF-8, with plain types only.
+    """Load a YAML file in UTF-8 that contains plain types only.
 
     Raises:
-        ValueError: it is none.
-        OSError: it cannot be read.
+        ValueError: the file is not UTF-8 or not valid YAML.
+        OSError: the file cannot be read.
     """
     try:
         return yaml.safe_load(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start}): save the file as UTF-8") from error
+        raise ValueError(f"it is not UTF-8 ({error.reason} at byte {error.start}): save it as UTF-8") from error
     except RecursionError:
-        raise ValueError("not YAML: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
-        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError("it is not valid YAML: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # PyYAML raises a ValueError for an impossible date
+        raise ValueError(f"it is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
-    """A flat mapping from a file, and what is wrong with it."""
+    """Read a YAML file that maps flag names to values; return the mapping and all problems with the file."""
     file = Path(path).expanduser()
     if not file.is_file():
         return {}, [f"{option} {path}: no such file"]
@@ -66,12 +66,12 @@ def read_yaml(path: str, option: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def file_of(prompt_data: str) -> Path:
-    """The file of ``path`` or ``path@[a:b]``."""
+    """Return the path of the file in ``path`` or ``path@[a:b]``."""
     return Path(_SLICE.sub("", prompt_data)).expanduser()
 
 
 def first_row(prompt_data: str) -> dict[str, Any] | None:
-    """The first row of a JSONL, Parquet or JSON file, or None when it cannot be read (the data room says why)."""
+    """Return the first row of a JSONL, Parquet or JSON file; None if it is unreadable, which ``slime.data`` reports."""
     file = file_of(prompt_data)
     try:
         return _first_row(file) if file.is_file() else None
@@ -108,6 +108,6 @@ def _first_parquet_row(file: Path) -> dict[str, Any] | None:
     try:
         batch = next(parquet.ParquetFile(file).iter_batches(batch_size=1), None)
         rows: list[dict[str, Any]] = batch.to_pylist() if batch is not None else []
-    except (ArrowException, OSError, ValueError):  # Arrow raises these of its own types, and plain ones
+    except (ArrowException, OSError, ValueError):  # Arrow raises its own exceptions as well as plain ones
         return None
     return rows[0] if rows else None

@@ -1,4 +1,4 @@
-"""One dataclass field is one command-line flag: its default, type, help, choices and state live together."""
+"""Command-line flags as dataclass fields. A field declares the default, type, help, choices and status of its flag."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from slime.config.files import path_problem
 
 Status = Literal["works", "notice", "refused"]
-"""``works``; ``notice``: accepted, and one line says what it does not do; ``refused``: refused with the reason."""
+"""``works``: supported. ``notice``: accepted with a notice that it has no effect. ``refused``: an error."""
 
 Kind = Literal["value", "switch", "negative", "toggle", "list", "pairs", "repeat", "json", "hook", "path"]
-"""How a flag is written: ``--x VALUE``; ``--x``; ``--disable-x`` sets False; ``--x/--no-x``; ``--x A B``;
-``--x NAME PATH`` (repeatable, appended); ``--x A --x B``; JSON; a path to the user's function; a file."""
+"""The form of a flag. In this order: ``--x VALUE``; ``--x``; ``--disable-x``, which sets False; ``--x`` or ``--no-x``;
+``--x A B``; ``--x NAME PATH``, which can be repeated; ``--x A --x B``; a JSON object; the path of the user's function;
+a file or folder."""
 
 _KEY = "flag"
 
 
 class _Derived:
-    """Marks a flag whose default follows from others."""
+    """Type of :data:`DERIVED`."""
 
 
 DERIVED = _Derived()
-"""``flag(DERIVED, ...)``: None until ``resolve_defaults`` has derived the value, which is never None. So the type of
-the field needs no ``| None``."""
+"""Default of a flag that follows from other flags. The value is None until ``resolve_defaults`` derives it, and never
+None afterwards. So the field's type needs no ``| None``."""
 
 
 class Loose(str):
@@ -41,7 +42,7 @@ class Loose(str):
 
 @dataclass(frozen=True)
 class Flag:
-    """Everything known about one flag."""
+    """The definition of one flag."""
 
     name: str  # attribute of Args
     option: str  # as typed: "--rollout-batch-size"
@@ -53,15 +54,15 @@ class Flag:
     choices: tuple[Any, ...] = ()
     status: Status = "works"
     reason: str = ""
-    limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # per value
+    limits: Mapping[Any, tuple[Status, str]] = dataclasses.field(default_factory=dict)  # status and reason by value
     metavar: str | None = None
-    optional: bool = True  # None is a value, or stands for the derived one
-    low: float | None = None  # least value, also of the elements of a list
-    above: float | None = None  # every value is larger
-    high: float | None = None  # largest value
-    off: float | None = None  # a value outside the range that switches something off
+    optional: bool = True  # None is a valid value, or means that the value is still to be derived
+    low: float | None = None  # smallest valid value; it also applies to the elements of a list
+    above: float | None = None  # exclusive lower bound
+    high: float | None = None  # largest valid value
+    off: float | None = None  # a value outside the range that disables the feature, such as -1 for top-k
     derived: bool = False  # the default follows from other flags
-    or_hook: bool = False  # beside the choices it takes the path of the user's own function or class
+    or_hook: bool = False  # the path of the user's own function or class is also a valid value
 
     @property
     def takes_list(self) -> bool:
@@ -92,13 +93,13 @@ def flag(
     """Declare a field of a config dataclass as a flag.
 
     Args:
-        default: the value when the flag is not given; :data:`DERIVED` where it follows from other flags.
-        help: one sentence.
-        option: as typed, when it is not the field's name with dashes.
-        kind: taken from the annotation when left out.
+        default: the value if the flag is not given, or :data:`DERIVED` if it follows from other flags.
+        help: one sentence for ``--help``.
+        option: the option on the command line. Default: the field's name with dashes.
+        kind: see :data:`Kind`. Default: inferred from the annotation.
         status, reason: see :data:`Status`. ``limits`` sets them for single values.
-        or_hook: whether the path of the user's own function or class is taken beside ``choices``.
-        low, above, high, off: the range of a number, see :func:`out_of_range`. Every number must be finite.
+        or_hook: whether the path of the user's own function or class is valid besides ``choices``.
+        low, above, high, off: the range of a number, see :class:`Flag`. Every number must be finite.
     """
     derived = isinstance(default, _Derived)
     default = None if derived else default
@@ -113,17 +114,17 @@ def flag(
 
 
 def hook_flag(help: str) -> Any:
-    """A flag that names a function or class of the user's, by default none."""
+    """Declare a flag that names the user's own function or class. The default is None."""
     return flag(None, help=help, kind="hook")
 
 
 def path_flag(help: str) -> Any:
-    """A flag that names a file or folder, by default none."""
+    """Declare a flag that names a file or folder. The default is None."""
     return flag(None, help=help, kind="path")
 
 
 def flags_of(cls: type) -> dict[str, Flag]:
-    """The flags of a composed dataclass by attribute name, in order of declaration."""
+    """Return the flags of a composed dataclass by attribute name, in the order of their declaration."""
     return dict(_flags_of(cls))
 
 
@@ -153,7 +154,7 @@ def _make(field: dataclasses.Field[Any], hint: object, group: str) -> Flag:
 
 
 def _unwrap(hint: object) -> tuple[type, type | None, bool]:
-    """``list[int] | None`` -> (int, list, True)."""
+    """Split a type hint: ``list[int] | None`` gives (int, list, True)."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [member for member in get_args(hint) if member is not type(None)]
@@ -175,15 +176,16 @@ def _infer_kind(value_type: type, container: type | None, optional: bool, name: 
     if value_type is bool:
         return "toggle" if optional else "switch"
     if value_type not in (int, float, str):
-        raise TypeError(f"field {name!r}: say which kind of flag {value_type} is")
+        raise TypeError(f"field {name!r} has the type {value_type}: pass kind= to flag()")
     return "value"
 
 
 def convert(flag: Flag, value: object) -> Any:
-    """Bring a word of the command line, or a value of a YAML file, to the flag's type.
+    """Convert a word of the command line, or a value of a YAML file, to the flag's type.
 
     Raises:
-        ValueError: the message says what was expected, without the name of the flag.
+        OutOfRange: the number is outside the flag's range.
+        ValueError: the value is invalid for another reason. The messages do not name the flag.
     """
     if value is None:
         if flag.optional or flag.default is None:
@@ -196,16 +198,16 @@ def convert(flag: Flag, value: object) -> Any:
 
 
 def is_hook_path(value: str) -> bool:
-    """Whether a text has the form of a path to the user's function or class; no built-in name has it."""
+    """Whether a text has the form of a path to the user's function or class. No built-in name has this form."""
     return "." in value or ":" in value
 
 
 class OutOfRange(ValueError):
-    """A number of the right type that the flag does not take; the message says which ones it takes."""
+    """Raised for a number outside the range of its flag. The message describes the range."""
 
 
 def out_of_range(flag: Flag, value: object) -> str | None:
-    """What is wrong with a number, or with one in a list; None when nothing is."""
+    """Describe why a number, or one in a list, is outside the flag's range; None if all are inside."""
     if isinstance(value, (list, tuple)):
         return next((problem for item in value if (problem := out_of_range(flag, item))), None)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value == flag.off:
@@ -219,7 +221,7 @@ def out_of_range(flag: Flag, value: object) -> str | None:
 
 
 def range_text(flag: Flag) -> str:
-    """The range in words; empty where every finite number is taken."""
+    """Return the range in words, or an empty text if every finite number is valid."""
     words = [f"above {flag.above}"] if flag.above is not None else []
     if flag.low is not None and flag.high is not None:
         words.append(f"from {flag.low} to {flag.high}")
@@ -239,14 +241,14 @@ def _convert_one(flag: Flag, value: object) -> Any:
     if problem:
         raise OutOfRange(problem)
     if flag.choices and converted not in flag.choices and not (flag.or_hook and is_hook_path(converted)):
-        own = ", nor the path of your own (file.py:Name or package.module.Name)" if flag.or_hook else ""
+        own = ", nor the path of a class of your own (file.py:Name or package.module.Name)" if flag.or_hook else ""
         raise ValueError(f"{converted!r} is not one of {', '.join(map(str, flag.choices))}{own}")
     return converted
 
 
 def _checked_text(flag: Flag, value: str) -> str:
-    """A text as it is used: with the home folder for ``~`` where it names a file, which the shell does not replace in
-    ``--load=~/x`` and nobody replaces in a YAML file."""
+    """Check a text, and expand ``~`` if it names a file: the shell does not expand it in ``--load=~/x``, and YAML never
+    does."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -269,7 +271,7 @@ def _to_type(value_type: type, value: object) -> Any:
     if value_type is str:
         return _to_text(value)
     if isinstance(value, bool):
-        raise ValueError(f"needs a number, not {value}")
+        raise ValueError(f"needs a number, not {value}")  # YAML's true; int(True) would be 1
     if value_type is int:
         return _to_int(value)
     try:
@@ -278,7 +280,7 @@ def _to_type(value_type: type, value: object) -> Any:
         number = float(value)
     except (ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a number") from None
-    if not math.isfinite(number):  # no comparison with NaN is ever true: it would switch thresholds off
+    if not math.isfinite(number):  # every comparison with NaN is False, so a NaN would disable thresholds
         raise ValueError(f"{value!r} is not a finite number")
     return number
 
@@ -287,7 +289,7 @@ _LARGEST_INT = 2**63 - 1
 
 
 def _to_text(value: object) -> str:
-    """Also of the numbers that YAML makes of a word."""
+    # YAML reads an unquoted word such as 123 as a number, so numbers are turned back into text.
     if isinstance(value, (dict, list, tuple)):
         raise ValueError(f"needs a text, not {_short(value)}")
     return value if isinstance(value, str) else str(value)
@@ -302,6 +304,7 @@ def _to_int(value: object) -> int:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a whole number") from None
+    # A float has only 53 bits, so digits are converted directly; "1e6" and "8.0" take the way through float.
     whole = int(value) if isinstance(value, str) and value.lstrip("+-").isdigit() else int(number)
     if abs(whole) > _LARGEST_INT:
         raise ValueError(f"{value!r} is too large")

@@ -1,5 +1,5 @@
-"""What slime does not support, with the reasons: flags that are refused or have no effect, flags that are gone or
-belong to other frameworks, and environment variables that nothing reads."""
+"""Interface that slime does not support, with the reasons: flags that are refused or have no effect, flags that were
+removed or belong to other frameworks, and environment variables that slime does not read."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from slime.config.flag import Flag, Kind, Status, flag, flags_of
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-_NO_BUFFER = "there is no buffer server; write the exchange as --rollout-function-path or --data-source-path"
-_NO_MTP = "multi-token prediction layers are not trained; leave it out"
-_NO_SERVER = "there is no Megatron server; a teacher answers from SGLang (--opd-type sglang) or sits in the trainer"
-_NO_DSA = "there are no DSA models here yet"
-_NO_DEEPGEMM = "there are no DeepGEMM kernels here"
-_NO_CI = "tests check what --ci-test would; its numbers are in metrics.jsonl"
+_NO_BUFFER = "slime has no buffer server; implement the exchange in --rollout-function-path or --data-source-path"
+_NO_MTP = "slime does not train multi-token prediction layers; leave the flag out"
+_NO_SERVER = "slime has no Megatron server; the teacher runs in SGLang or in the trainer (--opd-type)"
+_NO_DSA = "slime does not support DSA models yet"
+_NO_DEEPGEMM = "slime has no DeepGEMM kernels"
+_NO_CI = "slime has no assertions for CI in the training loop; the numbers are in metrics.jsonl of the run"
 
 
 def refused(default: object, help: str, reason: str, *, kind: Kind | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A flag that is refused with the reason at any value but its default."""
+    """Declare a flag that is refused, with the reason, unless it has its default value."""
     return flag(default, help=help, status="refused", reason=reason, kind=kind, choices=choices)
 
 
 def ignored(default: object, help: str, reason: str, *, kind: Kind | None = None, option: str | None = None) -> Any:
-    """A flag that is accepted, with a notice that it has no effect."""
+    """Declare a flag that is accepted with a notice that it has no effect."""
     return flag(default, help=help, status="notice", reason=reason, kind=kind, option=option)
 
 
@@ -41,23 +41,23 @@ class UnsupportedConfig:
     fsdp_cpu_offload: bool = refused(
         False,
         "Keep FSDP shards in CPU memory",
-        "shards stay where they compute; --offload-train moves them out between the trainer's phases",
+        "shards stay on their device; use --offload-train to move them to CPU memory while the trainer is idle",
     )
     custom_model_provider_path: str | None = refused(
         None,
         "Function that builds Megatron's model",
-        "a model needs a weight map, too: add a family in slime/weights/maps",
+        "a model also needs a weight map: add a model family to slime/weights/maps",
         kind="hook",
     )
     qwen_gdn_backend: str = refused(
-        "fla", "Kernels of gated delta networks", "no kernels for Qwen3-Next layers yet", choices=("fla", "flashqla")
+        "fla", "Kernels of gated delta networks", "slime has no such kernels yet", choices=("fla", "flashqla")
     )
     freeze_indexer: bool = refused(False, "Freeze the indexers of DSA models", _NO_DSA)
     allgather_cp: bool = refused(False, "Use the contiguous layout of context parallelism", "it is for DSA models only")
     release_train: bool = refused(
         False,
         "End the training processes during a rollout",
-        "--offload-train gives their memory back, and nothing has to be loaded again",
+        "use --offload-train, which frees their GPU memory without loading the model again",
     )
     rollout_task_type: str = refused("math", "Task of an external rollout buffer", _NO_BUFFER)
     rollout_buffer_url: str | None = refused(None, "URL of an external rollout buffer", _NO_BUFFER)
@@ -97,19 +97,19 @@ class UnsupportedConfig:
         "Iteration of the reference model's checkpoint",
         "--ref-load is a Hugging Face folder, which has no iterations",
     )
-    num_gpus_per_node: int | None = ignored(None, "Number of GPUs per node", "Ray is asked what each node has")
+    num_gpus_per_node: int | None = ignored(None, "Number of GPUs per node", "Ray reports the GPUs of each node")
     distributed_backend: str | None = ignored(
         None, "Backend of torch.distributed", "it is nccl on CUDA and gloo on the CPU"
     )
     use_distributed_post: bool = ignored(
-        False, "Send HTTP requests from one Ray actor per node", "the rollout manager has one HTTP client"
+        False, "Send HTTP requests from one Ray actor per node", "the rollout manager sends all requests itself"
     )
-    http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "engines are reached directly")
+    http_proxy: str | None = ignored(None, "HTTP proxy for requests to engines", "slime connects to them directly")
     model_name: str | None = ignored(
         None, "Model family that determines the names of weights", "the names follow from the checkpoint"
     )
     recompute_loss_function: bool = ignored(
-        False, "Recompute logits in the backward pass", "it is always done: logits of a whole batch are never kept"
+        False, "Recompute logits in the backward pass", "this is always done; logits of a whole batch are never kept"
     )
     fsdp_state_dict_cpu_offload: bool = ignored(
         True, "Gather FSDP state dicts in CPU memory", "checkpoints are always written from CPU memory", kind="toggle"
@@ -118,7 +118,7 @@ class UnsupportedConfig:
     update_weight_local_checkpoint_dir: str | None = ignored(
         None,
         "Folder on each host in which weight deltas are applied",
-        "each engine keeps what deltas patch in memory and needs no folder",
+        "each engine keeps the weights that deltas change in memory and needs no folder",
     )
     min_batch_collection_ratio: float = ignored(
         1.0, "Fraction of a batch for which a rollout waits", "a rollout always collects the whole batch"
@@ -133,7 +133,7 @@ class UnsupportedConfig:
 
 
 def state_of(flag: Flag, value: object) -> tuple[Status, str]:
-    """State of one flag at one value; the default of a flag always works."""
+    """Return the status of a flag at a value, and the reason. The default of a flag always works."""
     if value == flag.default or value is None:
         return "works", ""
     if isinstance(value, Hashable) and value in flag.limits:
@@ -142,7 +142,7 @@ def state_of(flag: Flag, value: object) -> tuple[Status, str]:
 
 
 def check_states(args: Args) -> tuple[list[str], list[str]]:
-    """``(problems, notices)`` for the flags that the user set."""
+    """Return ``(problems, notices)`` for the unsupported flags that the user set."""
     problems, notices = [], []
     for name, entry in flags_of(type(args)).items():
         if name not in args.explicit:
@@ -151,40 +151,40 @@ def check_states(args: Args) -> tuple[list[str], list[str]]:
         status, reason = state_of(entry, value)
         typed = entry.option if entry.is_bool or entry.takes_list else f"{entry.option} {value}"
         if status == "notice":
-            notices.append(f"{typed}: no effect: {reason}")
+            notices.append(f"{typed} has no effect: {reason}")
         elif status == "refused":
             problems.append(f"{typed} is not supported: {reason}")
     return problems, notices
 
 
 GONE: dict[str, str] = {
-    "--use-critic": "--advantage-estimator ppo brings the critic",
-    "--critic-load": "the critic starts from --hf-checkpoint and is kept in the run's snapshot",
-    "--critic-save": "the critic is kept in the run's snapshot (--save)",
+    "--use-critic": "use --advantage-estimator ppo, which creates a critic",
+    "--critic-load": "the critic starts from --hf-checkpoint and is saved in the run's snapshots",
+    "--critic-save": "the critic is saved in the run's snapshots (--save)",
     "--critic-num-nodes": "the critic shares the trainer's GPUs",
     "--critic-num-gpus-per-node": "the critic shares the trainer's GPUs",
-    "--use-slime-router": "sglang-router is the only router; --use-router puts it before a single engine",
+    "--use-slime-router": "sglang-router is the only router; --use-router starts it even for a single engine",
     "--slime-router-middleware-paths": "sglang-router is the only router",
     "--slime-router-max-connections": "use --sglang-server-concurrency",
     "--slime-router-timeout": "use --sglang-router-request-timeout-secs",
     "--slime-router-health-check-failure-threshold": "use --use-fault-tolerance",
-    "--megatron-to-hf-mode": "there is one conversion, and it is exact",
+    "--megatron-to-hf-mode": "there is only one conversion, which is exact",
     "--qkv-format": "sequences are always packed",
     "--rollout-external": "name the servers with --rollout-external-engine-addrs",
-    "--disable-rollout-trim-samples": "samples that fill no step are kept for the next rollout",
-    "--disable-weights-backuper": "copies of weights are kept only where a flag needs them",
+    "--disable-rollout-trim-samples": "samples that do not fill an optimizer step are kept for the next rollout",
+    "--disable-weights-backuper": "copies of the weights are kept only if another flag needs them",
     "--train-memory-margin-bytes": "lower --max-tokens-per-gpu instead",
     "--true-on-policy-mode": "use --deterministic",
     "--use-dynamic-global-batch-size": "--global-batch-size counts rollouts, so it needs no adjustment",
-    "--ci-metric-checker-key": "read metrics.jsonl of the run",
-    "--ci-metric-checker-threshold": "read metrics.jsonl of the run",
+    "--ci-metric-checker-key": "check metrics.jsonl of the run instead",
+    "--ci-metric-checker-threshold": "check metrics.jsonl of the run instead",
     "--over-sampling-filter-path": "use --dynamic-sampling-filter-path",
     "--over-sampling-filter-input-size": "use --over-sampling-batch-size",
     "--rollout-num-gpus-per-node": "use --rollout-num-gpus",
-    "--use-http2": "HTTP/1.1 with a connection pool is used",
+    "--use-http2": "slime uses HTTP/1.1 with a connection pool",
 }
 
-_LORA = "LoRA is not supported yet; all weights are trained, or those that --only-train-params-name-list names"
+_LORA = "LoRA is not supported yet; to train a part of the weights, use --only-train-params-name-list"
 _VLLM = "vLLM is not supported; --rollout-backend is sglang or embedded"
 _DEEPSPEED = "DeepSpeed is not supported; --train-backend is fsdp or megatron"
 _QUANTIZED = "quantized weights cannot be trained"
@@ -202,47 +202,47 @@ OTHER_FRAMEWORKS: dict[str, str] = {
     "--load-in-4bit": _QUANTIZED,
     "--load-in-8bit": _QUANTIZED,
 }
-"""What the flags of other frameworks begin with, and why slime has no such flag."""
+"""Prefixes of flags of other frameworks, with the reason why slime has no such flag."""
 
 
 def why_missing(option: str) -> str | None:
-    """What to say of a flag that does not exist, or None where nothing is known about it.
+    """Explain why a flag does not exist; None if it was never removed and is not known from another framework.
 
     Args:
-        option: as typed, with ``--``; ``_`` counts as ``-``.
+        option: the flag with its ``--``; ``_`` and ``-`` are equivalent.
     """
     option = option.replace("_", "-")
     if option in GONE:
-        return f"is gone: {GONE[option]}"
+        return f"was removed: {GONE[option]}"
     reason = next((reason for start, reason in OTHER_FRAMEWORKS.items() if option.startswith(start)), None)
     return f"does not exist: {reason}" if reason else None
 
 
 UNREAD_VARIABLES: dict[str, str] = {
-    "SLIME_HOST_IP": "addresses are Ray's: ray start --node-ip-address",
-    "SLIME_PREFER_IPV6": "addresses are Ray's: ray start --node-ip-address",
-    "SLIME_ACCELERATOR": "CUDA is used where there is one",
+    "SLIME_HOST_IP": "Ray determines the addresses; use ray start --node-ip-address",
+    "SLIME_PREFER_IPV6": "Ray determines the addresses; use ray start --node-ip-address",
+    "SLIME_ACCELERATOR": "CUDA is used if it is available",
     "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups end with their processes",
     "SLIME_GRAD_COALESCE_CHUNK_BYTES": "gradients are reduced by FSDP and Megatron",
     "SLIME_ENABLE_EXPANDABLE_SEGMENTS": "set PYTORCH_CUDA_ALLOC_CONF with --train-env-vars",
     "ENABLE_ROUTING_REPLAY": "use --use-routing-replay",
     "ROUTING_REPLAY_STAGE": "use --use-routing-replay",
-    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "there is no int4 training",
-    "OPEN_TRAINING_INT4_FAKE_QAT_GROUP_SIZE": "there is no int4 training",
+    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "slime does not train in int4",
+    "OPEN_TRAINING_INT4_FAKE_QAT_GROUP_SIZE": "slime does not train in int4",
 }
-"""Environment variables of older releases that change nothing here."""
+"""Environment variables of older releases that have no effect, with the reasons."""
 _PREFIXES = {
-    "SLIME_LAYERWISE_ALIGNMENT_": "there is no such comparison",
-    "SLIME_DEEPGEMM_MOE_": "there are no DeepGEMM kernels here",
+    "SLIME_LAYERWISE_ALIGNMENT_": "slime does not compare single layers",
+    "SLIME_DEEPGEMM_MOE_": "slime has no DeepGEMM kernels",
 }
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
-    """One line for each variable that is set and that nothing reads."""
+    """Describe each environment variable that is set but that slime does not read."""
     found = []
     for name in sorted(environment):
         prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
         reason = UNREAD_VARIABLES.get(name) or _PREFIXES.get(prefix)
         if reason:
-            found.append(f"environment variable {name}: no effect: {reason}")
+            found.append(f"environment variable {name} has no effect: {reason}")
     return found

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on this machine: where they are and what their config.json says. No transformers."""
+"""Read config.json and chat templates of Hugging Face checkpoints on this machine, without importing transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_lengt
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Keys of config.json that count layers for multi-token prediction."""
+"""Keys of config.json for the number of multi-token prediction layers."""
 
 
 SHAPE: dict[str, tuple[str, ...]] = {
@@ -35,14 +35,14 @@ SHAPE: dict[str, tuple[str, ...]] = {
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
-"""Megatron's name of a dimension -> where config.json may have it."""
+"""Megatron's name of a dimension -> the keys of config.json that can hold it."""
 _ABSENT_IN_MANY = frozenset(
     (
         *("num_experts", "moe_ffn_hidden_size", "moe_router_topk", "add_qkv_bias", "rotary_base"),
         *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     )
 )
-"""Dimensions that a model without experts, latent attention or rotary embeddings does not have."""
+"""Dimensions that models without experts, latent attention or rotary embeddings do not have."""
 
 
 def is_hf_folder(path: str | None) -> bool:
@@ -51,14 +51,15 @@ def is_hf_folder(path: str | None) -> bool:
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """``Qwen/Qwen3-4B`` or ``gpt2``-like names that no local path claims."""
+    """Whether a name has the form ``owner/model`` of a hub id and no local folder has the name of the owner."""
     return bool(_HUB_ID.fullmatch(name)) and not Path(name).parent.is_dir()
 
 
 def read_config(checkpoint: str) -> dict[str, Any] | None:
-    """config.json of a local folder or of the hub cache; None when there is none here to read.
+    """Read config.json from a local folder or from the hub cache; None if neither has a readable one.
 
-    A vision-language model's text part is what the flags speak of.
+    For a vision-language model, the keys of its text part are merged into the top level, because the flags describe
+    the text model.
     """
     folder = Path(checkpoint).expanduser()
     file = folder / "config.json" if folder.is_dir() else _cached(checkpoint)
@@ -75,15 +76,15 @@ def read_config(checkpoint: str) -> dict[str, Any] | None:
 
 
 def model_dimension(checkpoint: str | None, name: str) -> Any:
-    """A dimension of the model by its name in :data:`SHAPE`; None for one that only other kinds of model have.
+    """Return a dimension of the model by its name in :data:`SHAPE`; None if only other kinds of model have it.
 
     Raises:
-        AttributeError: config.json is not here, or does not say it.
+        AttributeError: config.json is not on this machine, or does not contain the dimension.
     """
     config = _dimensions(checkpoint) if checkpoint else None
     if config is None:
-        where = f"config.json of --hf-checkpoint {checkpoint} is not on this machine" if checkpoint else "there is none"
-        raise AttributeError(f"args.{name} is read from the checkpoint's config.json: {where}")
+        where = f"{checkpoint}, which is not on this machine" if checkpoint else "(not given)"
+        raise AttributeError(f"args.{name} needs config.json of --hf-checkpoint {where}")
     key, value = lookup_dimension(config, name)
     if value is None and name not in _ABSENT_IN_MANY:
         raise AttributeError(f"args.{name}: config.json of --hf-checkpoint {checkpoint} has no {key}")
@@ -94,21 +95,22 @@ _READ: dict[str, dict[str, Any]] = {}
 
 
 def _dimensions(checkpoint: str) -> dict[str, Any] | None:
-    """config.json, read once per process; again while it is not there yet (a checkpoint of the hub)."""
+    """Return config.json, which is read once per process. A missing file is not cached, because a checkpoint of the hub
+    may be downloaded later."""
     if checkpoint not in _READ and (config := read_config(checkpoint)) is not None:
         _READ[checkpoint] = config
     return _READ.get(checkpoint)
 
 
 def lookup_dimension(config: dict[str, Any], name: str) -> tuple[str, Any]:
-    """The key of config.json that holds a dimension, and its value."""
+    """Return the key of config.json that holds a dimension, and its value (None if it is missing)."""
     for key in SHAPE[name]:
         if config.get(key) is not None:
             return key, config[key]
     if name == "kv_channels" and config.get("hidden_size") and config.get("num_attention_heads"):
         return "hidden_size / num_attention_heads", config["hidden_size"] // config["num_attention_heads"]
     if name == "num_query_groups" and config.get("num_attention_heads"):
-        return "num_attention_heads", config["num_attention_heads"]  # every head has keys and values of its own
+        return "num_attention_heads", config["num_attention_heads"]  # multi-head attention: one group per head
     rope = config.get("rope_parameters")
     if name == "rotary_base" and isinstance(rope, dict):
         return "rope_parameters.rope_theta", rope.get("rope_theta")
@@ -116,8 +118,9 @@ def lookup_dimension(config: dict[str, Any], name: str) -> tuple[str, Any]:
 
 
 def read_chat_template(checkpoint: str) -> str | None:
-    """The chat template of a local folder or of the hub cache, several as one text; empty where its tokenizer has none,
-    None when there is no tokenizer here to read."""
+    """Return the chat template of a checkpoint in a local folder or in the hub cache; several are joined to one text.
+
+    It is empty if the tokenizer has no chat template, and None if there is no readable tokenizer on this machine."""
     folder = Path(checkpoint).expanduser()
     config = folder / "tokenizer_config.json" if folder.is_dir() else _cached(checkpoint, "tokenizer_config.json")
     if config is None or not config.is_file():
@@ -129,16 +132,16 @@ def read_chat_template(checkpoint: str) -> str | None:
         given = json.loads(config.read_text()).get("chat_template")
     except (OSError, ValueError, AttributeError):
         return None
-    if isinstance(given, list):  # a name and a template each
+    if isinstance(given, list):  # several templates, each with a name
         given = "\n".join(str(entry.get("template")) for entry in given if isinstance(entry, dict))
     return "\n".join(texts) or str(given or "")
 
 
 def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
-    """Tokens of the longest sequence of a model, from its config.json; None where that does not say.
+    """Return the maximum sequence length of a model in tokens, from its config.json; None if it is not given there.
 
     Args:
-        scaled: as SGLang serves it: times the factor of its rotary scaling, where that is not part of the number.
+        scaled: multiply by the factor of the rotary scaling, as SGLang does, unless the length includes it already.
     """
     length = next((config[name] for name in _LENGTHS if isinstance(config.get(name), int)), None)
     scaling = config.get("rope_scaling")
@@ -149,7 +152,7 @@ def context_length(config: dict[str, Any], scaled: bool = True) -> int | None:
 
 
 def media_token_ids(checkpoint: str | None) -> list[int]:
-    """Ids that stand for the features of an image, video or audio, in this model's input; empty for a text model."""
+    """Return the token ids that are replaced by features of an image, video or audio; empty for a text model."""
     config = (read_config(checkpoint) if checkpoint else None) or {}
     names = (f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
     return sorted({int(config[name]) for name in names if isinstance(config.get(name), int)})
@@ -163,8 +166,8 @@ def _cached(hub_id: str, name: str = "config.json") -> Path | None:
 
 
 def megatron_folder(path: str | None) -> Path | None:
-    """The folder with an actor's Megatron weights that ``path`` names: itself, its ``actor``, or that of the newest
-    snapshot in it; None when there is none."""
+    """Find the folder with an actor's Megatron weights: ``path`` itself, its subfolder ``actor``, or ``actor`` of the
+    newest snapshot in it. None if there is none."""
     if path is None:
         return None
     folder = Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""Find the functions of the user that flags name, and whether they can be called as slime calls them."""
+"""Load the user's functions that flags name, and check that slime can call them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class HookError(ValueError):
-    """A hook path does not lead to a function; the message says what was tried and what is there."""
+    """Raised if a hook path does not lead to a function. The message says what was tried and which names exist."""
 
 
 @functools.cache
@@ -28,12 +28,12 @@ def load_function(path: str, default_name: str | None = None) -> Any:
     """Resolve ``pkg.module.function``, ``pkg.module:function``, ``file.py:function`` or ``file.py``.
 
     Args:
-        path: as typed on the command line.
-        default_name: what a bare ``file.py`` means; without it, the file's only public function or
-            class that is defined there.
+        path: the path on the command line.
+        default_name: the name to take from a bare ``file.py``. Without it, or if the file does not have this name,
+            the only public function or class that the file defines.
 
     Raises:
-        HookError: no such file, module or name.
+        HookError: the file, module or name does not exist, or the file defines several public names.
     """
     if path.endswith(".py"):
         return _only_public(_load_file(path), path, default_name)
@@ -42,7 +42,7 @@ def load_function(path: str, default_name: str | None = None) -> Any:
         head, _, name = path.rpartition(".")
     if not head or not name:
         raise HookError(
-            f"{path!r} names no function: write package.module.function, module:function or file.py:function"
+            f"{path!r} is not the path of a function: use package.module.function, module:function or file.py:function"
         )
     module = _load_file(head) if head.endswith(".py") else _import(head, path)
     try:
@@ -56,10 +56,14 @@ def load_function(path: str, default_name: str | None = None) -> Any:
 def _import(module: str, path: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # a program that lies elsewhere, such as the slime command, has its own folder there
+        # Python puts the folder of the started program on sys.path. For the slime command this is not the working
+        # directory, in which users expect their modules to be found.
+        sys.path.append(here)
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # Only the module itself, or one of its parent packages, is missing here. A missing import inside the user's
+        # module is the user's own error and is raised as it is.
         if error.name is not None and module.startswith(error.name):
             raise HookError(
                 f"{path!r}: there is no module {error.name!r} on the import path (PYTHONPATH and the working directory)"
@@ -71,12 +75,12 @@ def _import(module: str, path: str) -> ModuleType:
 def _load_file(path: str) -> ModuleType:
     file = Path(path).expanduser().resolve()
     if not file.is_file():
-        raise HookError(f"hook file {path!r} does not exist (looked for {file})")
+        raise HookError(f"the hook file {path!r} does not exist (resolved to {file})")
     name = f"slime_hook_{file.stem}_{abs(hash(str(file))):x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickles of the file's own classes look here
+    sys.modules[name] = module  # dataclasses and pickle look up the module of the file's classes here
     spec.loader.exec_module(module)
     return module
 
@@ -96,7 +100,7 @@ def _only_public(module: ModuleType, path: str, default_name: str | None) -> Any
         return getattr(module, default_name)
     names = _public_names(module)
     if len(names) != 1:
-        raise HookError(f"{path!r} defines {', '.join(names) or 'nothing public'}: say which one with {path}:NAME")
+        raise HookError(f"{path!r} defines {', '.join(names) or 'nothing public'}: name the function as {path}:NAME")
     return getattr(module, names[0])
 
 
@@ -125,12 +129,13 @@ CALLS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ),
     "custom_update_weight_post_write_path": ("fn(args, version_dir, rollout_engines)", 3, ()),
 }
-"""By the flag's attribute: the call in words, its positional arguments, and its keywords. Functions that are called in
-several ways (generation, rewards, filters) are left to ``slime check-hooks``."""
+"""For each flag (by attribute): the call as text, the number of positional arguments, and the keyword arguments.
+Functions that slime calls in several ways (generation, rewards, filters) are missing; ``slime check-hooks`` checks
+them."""
 
 
 def call_problem(name: str, function: object) -> str | None:
-    """Why a function cannot be called as the flag ``name`` is; None where it can, or where that is not known."""
+    """Explain why slime cannot call ``function`` as the flag ``name``; None if it can, or if this is not known."""
     if not callable(function):
         return f"it is a {type(function).__name__}, not a function"
     if name not in CALLS:
@@ -138,25 +143,25 @@ def call_problem(name: str, function: object) -> str | None:
     words, positional, keywords = CALLS[name]
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some built-ins
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return None
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
         called = getattr(function, "__name__", type(function).__name__)
-        return f"it is called as {words}, but is defined as {called}{signature}: {error}"
+        return f"slime calls it as {words}, but it is defined as {called}{signature}: {error}"
     return None
 
 
 HOOK_NAMES = {"custom_generate_function_path": "custom_generate", "custom_rm_path": "CustomRewardModel"}
-"""What a bare ``file.py`` means, where the seeds show a name."""
+"""The name that a bare ``file.py`` stands for, for the flags that have a conventional name."""
 
 
 _DERIVED_HOOKS = ("eval_function_path",)
 
 
 def check_hooks(args: Args) -> list[str]:
-    """Every function that a flag names can be found."""
+    """Check that every function that a flag names can be imported and called."""
     return [problem for option, name, path in _hooks(args) if (problem := hook_problem(option, name, path))]
 
 
@@ -172,15 +177,15 @@ def _hooks(args: Args) -> Iterator[tuple[str, str, str]]:
 
 
 def hook_problem(option: str, name: str, path: str) -> str | None:
-    """Why what ``path`` names cannot be imported or called as the flag ``name`` is; None where it can."""
+    """Explain why the function at ``path`` cannot be imported, or called as the flag ``name``; None if it can."""
     try:
         function = load_function(path, HOOK_NAMES.get(name))
     except HookError as error:
         return f"{option}: {error}"
-    except SystemExit as error:  # a script without a check of __name__: train.py would end with its status
+    except SystemExit as error:  # a script that does not check __name__; it must not end train.py with its status
         called = f"importing it called sys.exit({'' if error.code is None else repr(error.code)})"
-        return f"{option} {path}: {called}; put what the file does as a script below if __name__ == '__main__'"
-    except (Exception, KeyboardInterrupt, GeneratorExit) as error:  # the user's module ran and failed: any error
+        return f"{option} {path}: {called}; move the code of the script below if __name__ == '__main__'"
+    except (Exception, KeyboardInterrupt, GeneratorExit) as error:  # the user's module can raise anything
         return f"{option} {path}: importing it failed with {type(error).__name__}: {error}"
     problem = call_problem(name, function)
     return f"{option} {path}: {problem}" if problem else None

@@ -1,7 +1,7 @@
-"""How the training ranks are arranged: tensor, context, data and pipeline parallel, and experts across them.
+"""The parallel layout of the training ranks: tensor, context, data, pipeline and expert parallelism.
 
-Ranks count as Megatron's do by default: tensor parallel neighbours first, then context, data, pipeline. FSDP uses
-the same order with context and data parallel only.
+The order of ranks is Megatron's default: tensor parallel ranks are adjacent, followed by context, data and pipeline
+parallel ones. FSDP uses the same order with context and data parallelism only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions; ``vpp`` is the number of model chunks per pipeline rank."""
+    """Sizes of the parallel dimensions. ``vpp`` is the number of model chunks per pipeline rank."""
 
     world_size: int = 1
     tp: int = 1
@@ -25,11 +25,11 @@ class ParallelLayout:
     etp: int = 1
     vpp: int = 1
     vpp_group: int = 1
-    """Micro-batches come in multiples of this with interleaved pipelines."""
+    """With interleaved pipelines, the number of micro-batches is a multiple of this."""
 
     @classmethod
     def from_args(cls, args: Args) -> ParallelLayout:
-        """From the flags; ``args.world_size`` ranks."""
+        """Read the layout of ``args.world_size`` ranks from the flags."""
         given = args.megatron
         cp = int(given.get("context_parallel_size") or 1)
         if args.train_backend != "megatron":
@@ -51,15 +51,15 @@ class ParallelLayout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: ranks that train different samples."""
+        """The data-parallel size: the number of ranks (or groups of ranks) that train on different samples."""
         return max(self.world_size // (self.tp * self.pp * self.cp), 1)
 
     def data_rank(self, rank: int) -> int:
-        """Which share of the samples this rank trains."""
+        """Return the data-parallel index of a rank: which share of the samples it trains on."""
         return rank // (self.tp * self.cp) % self.dp
 
     def schedule(self) -> dict[str, int]:
-        """What ``build_dp_schedule`` needs to know."""
+        """Return the layout arguments of ``build_dp_schedule``."""
         return {
             "dp_size": self.dp,
             "cp_size": self.cp,
@@ -68,18 +68,18 @@ class ParallelLayout:
         }
 
     def problems(self) -> list[str]:
-        """Sizes that do not fit each other."""
+        """Report parallel sizes that do not fit each other or the number of ranks."""
         found = []
         model = self.tp * self.pp * self.cp
         if self.world_size % model:
             found.append(
-                f"{self.world_size} training ranks are no multiple of tensor {self.tp} x pipeline {self.pp} x context "
-                f"{self.cp} = {model}: change --actor-num-gpus-per-node or the --*-parallel-size flags"
+                f"{self.world_size} training ranks are not a multiple of tensor {self.tp} x pipeline {self.pp} x "
+                f"context {self.cp} = {model}: change --actor-num-gpus-per-node or the --*-parallel-size flags"
             )
         experts = self.ep * self.etp * self.pp
         if (self.ep > 1 or self.etp > 1) and self.world_size % experts:
             found.append(
-                f"{self.world_size} training ranks are no multiple of expert {self.ep} x expert tensor {self.etp} x "
+                f"{self.world_size} training ranks are not a multiple of expert {self.ep} x expert tensor {self.etp} x "
                 f"pipeline {self.pp} = {experts}: change --expert-model-parallel-size or --expert-tensor-parallel-size"
             )
         if self.vpp > 1 and self.pp == 1:

@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch."""
+"""GPUs, cores and connection limits of this machine, determined without importing torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SOURCES = 254
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs that torch can use here (0 on a CPU machine), CPU cores of this process, and how Ray is reached."""
+    """GPUs that torch can use (0 on a CPU machine), CPU cores of this process, and whether Ray has its own cluster."""
 
     gpus: int
     cores: int
-    in_cluster: bool  # RAY_ADDRESS names a cluster, so this machine says little about the run's
+    in_cluster: bool  # RAY_ADDRESS names a cluster; the run may use other machines than this one
 
     @property
     def cuda(self) -> bool:
@@ -33,17 +33,18 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Look at devices, affinity and environment; takes a millisecond."""
+    """Inspect devices, CPU affinity and environment, which takes about a millisecond."""
     return Machine(count_gpus(), len(os.sched_getaffinity(0)), bool(os.environ.get("RAY_ADDRESS")))
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """GPUs that are visible to this process and usable by the installed torch."""
+    """Count the GPUs that are visible to this process and that the installed torch can use."""
     if _torch_is_cpu_build():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
+        # CUDA ignores the entries from the first -1 on.
         return len(names[: names.index("-1")] if "-1" in names else [name for name in names if name])
     return sum(1 for device in devices.glob("nvidia[0-9]*") if re.fullmatch(r"nvidia\d+", device.name))
 
@@ -57,8 +58,8 @@ def _torch_is_cpu_build() -> bool:
 
 
 def source_addresses(host: str) -> int:
-    """Local addresses from which connections to ``host`` can be made: for a server on this machine the loopback
-    addresses 127.0.0.1 to 127.0.0.254 (Linux), else one."""
+    """Return the number of local addresses from which ``host`` can be reached. For a server on this machine these are
+    the loopback addresses 127.0.0.1 to 127.0.0.254 (on Linux only); otherwise it is one."""
     return _SOURCES if sys.platform == "linux" and _is_local(host) else 1
 
 
@@ -75,14 +76,14 @@ def _is_local(host: str) -> bool:
 
 
 def connection_limit(router: str | None = None, ports: Path = _PORTS) -> int:
-    """Requests that this machine can have under way to one router.
+    """Return the maximum number of concurrent requests from this machine to one router.
 
-    Each takes a port of a local address towards the router, and two open files of the router's process (client and
-    engine). A router on this machine is reached from many local addresses (:func:`source_addresses`), so there the
-    open files are the bound. A tenth is left for other uses.
+    Each request takes a port of a local address, and two open files of the router's process (one towards the client,
+    one towards the engine). A router on this machine can be reached from many local addresses
+    (:func:`source_addresses`), so there the open files are the limit. A tenth is reserved for other uses.
 
     Args:
-        router: its address; None: it will run here.
+        router: the router's address; None if the router will run on this machine.
     """
     limits = [resource.getrlimit(resource.RLIMIT_NOFILE)[1] // 2]
     if limits[0] <= 0:  # no limit
@@ -94,7 +95,7 @@ def connection_limit(router: str | None = None, ports: Path = _PORTS) -> int:
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those that it starts from now on, open as many files as the hard limit allows."""
+    """Raise the soft limit of open files to the hard limit, for this process and the processes that it will start."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Megatron's flags on either backend: what is read, what makes no difference, what is refused and why."""
+"""Megatron's flags on both backends: which ones are read, which ones have no effect, and which ones are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READ_BY_SLIME = frozenset(
     weight_decay_incr_style accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 use_distributed_optimizer
     swiglu spec optimizer_cpu_offload optimizer_offload_fraction""".split()  # noqa: SIM905
 )
-"""The Megatron backend acts on these itself, or they say what config.json says."""
+"""Flags that the Megatron backend reads itself, or that repeat values of config.json."""
 
 
 ARCHITECTURE = frozenset(
@@ -37,7 +37,7 @@ ARCHITECTURE = frozenset(
     rotary_seq_len_interpolation_factor seq_length spec squared_relu swiglu use_gated_attention use_rope_scaling
     use_rotary_position_embeddings""".split()  # noqa: SIM905
 )
-"""They describe the model. FSDP takes all of this from the checkpoint's own code and config."""
+"""Flags that describe the model. FSDP takes all of this from the checkpoint's code and config.json."""
 
 
 WITHOUT_EFFECT = frozenset(
@@ -52,7 +52,8 @@ WITHOUT_EFFECT = frozenset(
     use_checkpoint_opt_param_scheduler check_for_nan_in_loss_and_grad pin_cpu_grads pin_cpu_params
     overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload""".split()  # noqa: SIM905
 )
-"""Choices between kernels, and what slime decides: results are the same either way."""
+"""Flags that choose between equivalent kernels, or that concern what slime decides itself. The results do not depend on
+them."""
 
 
 _NO_TE = "it needs Transformer Engine"
@@ -64,7 +65,7 @@ _NO_MAP = "no model family with a weight map has it"
 REFUSED: dict[str, str] = {
     "fp16": "use --train-dtype bfloat16",
     **dict.fromkeys(("fp8", "fp4", "fp8_param", "fp4_param", "moe_latent_size", "tp_comm_overlap"), _NO_TE),
-    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), "packs change their shape"),
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), "packs vary in shape"),
     **dict.fromkeys(("moe_enable_deepep", "moe_flex_dispatcher_backend"), "it needs DeepEP: use alltoall"),
     **dict.fromkeys(("squared_relu", "quick_geglu", "use_gated_attention", "attention_output_gate"), _NO_MAP),
     **dict.fromkeys(("experimental_attention_variant", "apply_layernorm_1p", "moe_shared_expert_gate"), _NO_MAP),
@@ -73,32 +74,32 @@ REFUSED: dict[str, str] = {
     "cpu_offloading": f"{_NO_TE}: use --recompute-granularity full or --optimizer-cpu-offload",
     "use_megatron_fsdp": "use --train-backend fsdp",
     "use_precision_aware_optimizer": f"{_NO_TE}'s Adam",
-    "hidden_dropout": "dropout in a policy's update makes its ratios wrong: use 0",
-    "attention_dropout": "dropout in a policy's update makes its ratios wrong: use 0",
+    "hidden_dropout": "dropout in a policy update makes the importance ratios wrong: use 0",
+    "attention_dropout": "dropout in a policy update makes the importance ratios wrong: use 0",
     "moe_aux_loss_coeff": "the RL loss has no load-balancing term: use 0",
     "moe_z_loss_coeff": "the RL loss has no z-loss term: use 0",
     "moe_input_jitter_eps": "it makes log-probs random: leave it out",
     "moe_expert_capacity_factor": "dropped tokens make log-probs wrong: leave it out",
-    "average_in_collective": "gradients are summed here: leave it out",
+    "average_in_collective": "slime sums gradients: leave it out",
     "lr_decay_samples": "use --lr-decay-iters",
     "lr_warmup_samples": "use --lr-warmup-iters",
     "rotary_seq_len_interpolation_factor": _NO_MAP,
 }
-"""Flags that this backend cannot honour once they are on."""
+"""Flags that the Megatron backend cannot support, with the reasons."""
 
 
 BUILT_IN_SPECS = ("glm4", "get_glm_spec", "slime_plugins.models.glm4")
-"""What ``--spec`` may name: the layers follow from config.json, so these change nothing."""
+"""Values that ``--spec`` accepts. They have no effect, because the layers follow from config.json."""
 
 
 def fields_by_dest() -> dict[str, str]:
-    """Megatron-LM's attribute → megatron-core's config field, where the names differ."""
+    """Map attributes of Megatron-LM to config fields of megatron-core where the names differ."""
     table = load_table("megatron_lm", MEGATRON_VERSION)
     return {entry["dest"]: entry["field"] for entry in table.values() if "field" in entry}
 
 
 def refused_flags(given: dict[str, Any]) -> list[str]:
-    """Flags that are on and cannot be honoured, or that nobody reads."""
+    """Report given flags that the Megatron backend cannot support or does not read."""
     problems = [
         f"--{name.replace('_', '-')} {given[name]} is not supported by --train-backend megatron: {why}"
         for name, why in REFUSED.items()
@@ -106,7 +107,7 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
     ]
     other = [name for name in given.get("spec") or [] if name not in BUILT_IN_SPECS]
     if other:
-        problems.append(f"--spec {' '.join(other)}: only the built-in layers exist; leave it out")
+        problems.append(f"--spec {' '.join(other)}: slime supports only its built-in layers; leave it out")
     known = READ_BY_SLIME | WITHOUT_EFFECT | set(REFUSED) | set(fields_by_dest())
     known |= set(load_table("megatron_core", MEGATRON_VERSION))
     problems += [
@@ -118,13 +119,13 @@ def refused_flags(given: dict[str, Any]) -> list[str]:
 
 
 def check_megatron(args: Args) -> list[str]:
-    """On the Megatron backend: sizes that do not fit, and flags that would be ignored. A notice names a checkout of
-    Megatron-LM whose ``megatron.core`` is not used."""
+    """Check the flags for the Megatron backend: parallel sizes that do not fit, and flags that it cannot support. A
+    notice names a checkout of Megatron-LM whose ``megatron.core`` is not used."""
     if args.train_backend != "megatron":
         return []
     if notice := shadowing_notice():
         args.notices.append(notice)
-    stateless = "--use-stateless-adam: --train-backend megatron keeps its moments; leave it out, or use fsdp"
+    stateless = "--use-stateless-adam: not supported by --train-backend megatron; leave it out, or use fsdp"
     return [
         *ParallelLayout.from_args(args).problems(),
         *([stateless] if args.use_stateless_adam else []),
@@ -134,7 +135,7 @@ def check_megatron(args: Args) -> list[str]:
 
 
 def _offload_problems(args: Args) -> list[str]:
-    """What ``--optimizer-cpu-offload`` cannot do."""
+    """Report flags that do not fit ``--optimizer-cpu-offload``."""
     given = args.megatron
     fraction = given.get("optimizer_offload_fraction")
     problems = []
@@ -150,11 +151,11 @@ def _offload_problems(args: Args) -> list[str]:
 
 
 REFUSED_ABOVE_ONE = {
-    "tensor_model_parallel_size": "tensor parallel",
-    "pipeline_model_parallel_size": "pipeline parallel",
-    "virtual_pipeline_model_parallel_size": "interleaved pipelines",
-    "expert_model_parallel_size": "expert parallel",
-    "expert_tensor_parallel_size": "expert tensor parallel",
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "virtual_pipeline_model_parallel_size": "interleaved pipeline",
+    "expert_model_parallel_size": "expert",
+    "expert_tensor_parallel_size": "expert tensor",
 }
 
 
@@ -175,26 +176,26 @@ DROPOUTS = ("attention_dropout", "hidden_dropout")
 
 
 def check_fsdp(args: Args) -> list[str]:
-    """With FSDP: parallel flags it cannot honour are refused, the rest is named in one notice. Without it: flags that
-    only FSDP has are refused."""
+    """Check the flags for FSDP: unsupported parallelism is a problem, and other Megatron flags without effect are named
+    in one notice. On the Megatron backend, flags that only FSDP has are a problem."""
     if args.train_backend != "fsdp":
         flags = flags_of(type(args))
         given = [(name, getattr(args, name)) for name in FSDP_ONLY if getattr(args, name) != flags[name].default]
         typed = ["no-" * (value is False) + name.replace("_", "-") for name, value in given]
-        return [f"--{option}: only --train-backend fsdp has it; leave it out" for option in typed]
+        return [f"--{option}: only --train-backend fsdp supports it; leave it out" for option in typed]
     problems = _shard_size(args)
     for name, words in REFUSED_ABOVE_ONE.items():
         size = args.megatron.get(name)
         if size is not None and size > 1:
-            why = "only the Megatron backend has it"
-            problems.append(f"--{name.replace('_', '-')} {size}: --train-backend fsdp has no {words} ({why}); use 1")
+            why = f"{words} parallelism needs --train-backend megatron"
+            problems.append(f"--{name.replace('_', '-')} {size}: {why}; use 1")
     problems += [
         f"--{name.replace('_', '-')}: only --train-backend megatron calls it; leave it out"
         for name in MEGATRON_HOOKS
         if getattr(args, name)
     ]
     if args.ckpt_format == "torch":
-        args.notices.append("--ckpt-format torch is Megatron's: snapshots of --train-backend fsdp have one format")
+        args.notices.append("--ckpt-format torch has no effect: --train-backend fsdp has only one snapshot format")
     if args.use_routing_replay:
         problems.append("--use-routing-replay: --train-backend fsdp does not replay routing; leave it out")
     layout = ParallelLayout.from_args(args)
@@ -205,27 +206,27 @@ def check_fsdp(args: Args) -> list[str]:
             "--rollout-top-p below 1 or --rollout-top-k": cut,
             "--multimodal-keys": args.multimodal_keys,
         }
-        problems += [f"{flag} has no --context-parallel-size: drop one" for flag, given in alone.items() if given]
+        problems += [f"{flag} excludes --context-parallel-size: remove one" for flag, given in alone.items() if given]
     problems += layout.problems()
     known = set(SHAPE) | ARCHITECTURE | UNDERSTOOD | set(REFUSED_ABOVE_ONE) | {"context_parallel_size"}
     known |= {"untie_embeddings_and_output_weights"}
     idle = [name for name, value in args.megatron.items() if name not in known and not _is_idle(name, value)]
     if idle:
         shown = ", ".join("--" + name.replace("_", "-") for name in sorted(idle))
-        args.notices.append(f"Megatron flags without effect on --train-backend fsdp: {shown}")
+        args.notices.append(f"these Megatron flags have no effect with --train-backend fsdp: {shown}")
     return problems
 
 
 def _shard_size(args: Args) -> list[str]:
     size, ranks = args.fsdp_shard_size, args.world_size
-    if size is None or size < 1 or ranks % size == 0:  # the flag itself is at least 1
+    if size is None or size < 1 or ranks % size == 0:  # the range check reports a size below 1
         return []
     sizes = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
     return [f"--fsdp-shard-size {size} does not divide the {ranks} training ranks: use one of {sizes}, or leave it out"]
 
 
 def _is_idle(name: str, value: object) -> bool:
-    """A flag at the value that FSDP has anyway needs no notice."""
+    """Whether a flag has the value that FSDP uses anyway, so that it needs no notice."""
     if name in DROPOUTS:
         return bool(value == 0)
     return bool(value == by_name("megatron")[name].flag.default)

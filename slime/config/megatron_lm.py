@@ -1,9 +1,9 @@
-"""A checkout of Megatron-LM on PYTHONPATH: the flags of its command line, and the megatron-core that it
-must not replace.
+"""Support for a checkout of Megatron-LM on PYTHONPATH: its command-line flags, and its copy of megatron-core, which
+must not replace the installed one.
 
-The flags of megatron-core are known without it (``passthrough``). What Megatron-LM alone has is asked of its parser, in
-a separate process and only when a flag is not known otherwise. The values become attributes of ``args`` for the user's
-own functions; slime's backend reads none of them, and a notice says so.
+The flags of megatron-core are known without the checkout (``passthrough``). Flags that only Megatron-LM has are read
+from its parser, in a separate process and only if a flag is unknown otherwise. Their values become attributes of
+``args`` for the user's own functions; slime's backend reads none of them, and a notice says so.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ print({_MARK!r} + json.dumps(said))
 
 
 def is_there() -> bool:
-    """Whether Megatron-LM can be imported; imports nothing."""
+    """Whether Megatron-LM can be imported. Nothing is imported for this."""
     spec = importlib.util.find_spec("megatron")
     places = (spec.submodule_search_locations or []) if spec else []
     return any((Path(place) / "training" / "arguments.py").is_file() for place in places)
 
 
 def add_options(parser: argparse.ArgumentParser) -> str | None:
-    """Add those of its options that ``parser`` does not have; returns what went wrong, or None."""
+    """Add those options of Megatron-LM that ``parser`` does not have. Return the problem, or None."""
     command = [sys.executable, "-c", _PROGRAM]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=ASK_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return f"Megatron-LM on PYTHONPATH did not say within {ASK_SECONDS:.0f} s which flags it has"
+        return f"Megatron-LM on PYTHONPATH did not list its flags within {ASK_SECONDS:.0f} s"
     said = next((line for line in answer.stdout.splitlines() if line.startswith(_MARK)), None)
     if said is None:
         last = answer.stderr.strip().splitlines()[-1:] or [f"exit {answer.returncode}"]
-        return f"Megatron-LM on PYTHONPATH could not be asked for its flags: {last[0]}"
+        return f"the flags of Megatron-LM on PYTHONPATH could not be read: {last[0]}"
     for options, dest, nargs, const, kind in json.loads(said.removeprefix(_MARK)):
         new = [option for option in options if option not in parser._option_string_actions]
         common: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
@@ -65,9 +65,10 @@ def add_options(parser: argparse.ArgumentParser) -> str | None:
 
 
 def installed_core() -> Path | None:
-    """The folder that holds the ``megatron`` package of the installed megatron-core distribution.
+    """Return the folder that contains the ``megatron`` package of the installed megatron-core distribution.
 
-    None where no distribution lists the files of ``megatron/core``: megatron-core is absent or installed as editable.
+    It is None if no distribution lists the files of ``megatron/core``: megatron-core is not installed, or installed in
+    editable mode.
     """
     for distribution in importlib.metadata.distributions(name="megatron-core"):
         if "megatron/core/__init__.py" in (distribution.read_text("RECORD") or ""):
@@ -76,7 +77,7 @@ def installed_core() -> Path | None:
 
 
 def shadowing_paths() -> list[str]:
-    """Entries of ``sys.path`` from which ``megatron.core`` would be imported instead of the installed distribution."""
+    """Return the entries of ``sys.path`` whose ``megatron.core`` would be imported instead of the installed one."""
     installed = installed_core()
     found = []
     is_before = True
@@ -85,14 +86,15 @@ def shadowing_paths() -> list[str]:
         if folder == installed:
             is_before = False
         elif (folder / "megatron" / "__init__.py").is_file():
-            found.append(entry)  # a regular package precedes namespace packages wherever it is on the path
+            # Python prefers a regular package to namespace packages, wherever it is on the path.
+            found.append(entry)
         elif is_before and (folder / "megatron" / "core").is_dir():
             found.append(entry)
     return found
 
 
 def prefer_installed_core() -> list[str]:
-    """Make ``import megatron.core`` find the installed distribution; returns the paths that shadowed it.
+    """Make ``import megatron.core`` find the installed distribution, and return the paths that shadowed it.
 
     A checkout whose ``megatron`` is a namespace package moves to the end of ``sys.path``, so that ``megatron.training``
     can still be imported from it. One whose ``megatron`` is a regular package is removed.
@@ -106,12 +108,12 @@ def prefer_installed_core() -> list[str]:
 
 
 def shadowing_notice() -> str | None:
-    """What the user is told about :func:`shadowing_paths`; None when there are none."""
+    """Return a notice about :func:`shadowing_paths`; None if there are none."""
     paths = shadowing_paths()
     if not paths:
         return None
     version = importlib.metadata.version("megatron-core")
     return (
-        f"{', '.join(paths)} on PYTHONPATH has a megatron.core of its own, which is not used: slime is tested with the "
-        f"installed megatron-core {version} and imports that one"
+        f"{', '.join(paths)} on PYTHONPATH contains its own megatron.core, which slime does not use: it imports the "
+        f"installed megatron-core {version}, with which it is tested"
     )

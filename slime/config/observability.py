@@ -1,4 +1,4 @@
-"""Metrics, dumps, profiles."""
+"""Flags of metrics, debug data, profiling, and hooks of the Megatron backend."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class ObservabilityConfig:
 
 
 def log_samples_count(value: str) -> int | None:
-    """The number that ``--log-samples`` means: None for ``all``, 0 for ``none``.
+    """Return the number in ``--log-samples``: None for ``all``, 0 for ``none``.
 
     Raises:
-        ValueError: it means none.
+        ValueError: the value is neither of these words nor a number.
     """
     if value in ("all", "none"):
         return None if value == "all" else 0
     if not (value.isascii() and value.isdigit()):
-        raise ValueError(f"--log-samples {value}: give all, none, or the number of samples to write of each rollout")
+        raise ValueError(f"--log-samples {value}: must be all, none, or the number of samples per rollout")
     return int(value)
 
 
@@ -161,13 +161,13 @@ def check_debug_files(args: Args) -> list[str]:
     problems = []
     if args.debug_train_only and args.debug_rollout_only:
         problems.append(
-            "--debug-rollout-only and --debug-train-only (or --load-debug-rollout-data) leave nothing to run: drop one"
+            "--debug-rollout-only and --debug-train-only (or --load-debug-rollout-data) exclude each other: remove one"
         )
     makes_own = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION  # SFT needs no engines
     if args.debug_train_only and not args.load_debug_rollout_data and not makes_own:
         problems.append(
-            "--debug-train-only needs rollouts to train on: --load-debug-rollout-data TEMPLATE, or a "
-            "--rollout-function-path that asks no engine, such as slime.rollout.sft_rollout.generate_rollout"
+            "--debug-train-only needs rollouts to train on: pass --load-debug-rollout-data TEMPLATE, or a "
+            "--rollout-function-path that uses no engine, such as slime.rollout.sft_rollout.generate_rollout"
         )
     flags = flags_of(type(args))
     for name in (
@@ -178,9 +178,9 @@ def check_debug_files(args: Args) -> list[str]:
     ):
         template = getattr(args, name)
         if template and "{rollout_id}" not in template:
-            problems.append(f"{flags[name].option} {template}: needs {{rollout_id}}, one file for each rollout")
+            problems.append(f"{flags[name].option} {template}: the path must contain {{rollout_id}}")
     if args.save_debug_train_data and args.save_debug_train_data == args.save_debug_rollout_data:
-        problems.append("--save-debug-train-data and --save-debug-rollout-data name the same files: give two templates")
+        problems.append("--save-debug-train-data and --save-debug-rollout-data name the same files: use different ones")
     if args.load_debug_rollout_data_subsample is not None and not args.load_debug_rollout_data:
         problems.append("--load-debug-rollout-data-subsample needs --load-debug-rollout-data")
     if args.profile_step_end <= args.profile_step_start:
@@ -197,10 +197,10 @@ def check_sinks(args: Args) -> list[str]:
         idle = [flag.option for name, flag in flags if name.startswith("wandb_") and name in args.explicit]
         idle = [option for option in idle if option != "--wandb-always-use-train-step"]
         if idle:
-            args.notices.append(f"{', '.join(idle)}: no effect without --use-wandb")
+            args.notices.append(f"without --use-wandb, these flags have no effect: {', '.join(idle)}")
     problems = []
     if args.tb_experiment_name and not args.tb_project_name:
-        problems.append("--tb-experiment-name needs --tb-project-name, the folder that it lies in")
+        problems.append("--tb-experiment-name needs --tb-project-name, its parent folder")
     try:
         log_samples_count(args.log_samples)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Processes that must not outlive the one that started them (Linux).
+"""Processes that must not outlive the process that started them (on Linux).
 
-:mod:`slime.agent.sandbox_child` has its own copy of the first function, because it runs with nothing but Python.
+:mod:`slime.agent.sandbox_child` has its own copy of the first function, because it runs with the standard library only.
 """
 
 from __future__ import annotations
@@ -20,20 +20,26 @@ _PR_SET_CHILD_SUBREAPER = 36
 def kill_with_parent() -> None:
     """Let the kernel kill this process when the *thread* that started it ends.
 
-    It is for children of a thread that lives as long as its process. It holds from this call on: a parent that ended
-    before is not noticed. Other children use :func:`end_with_parent`.
+    Use it only for children of a thread that lives as long as its process; other children use
+    :func:`end_with_parent`. A parent that ended before this call is not noticed.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parents end, so that they can be found and waited for."""
+    """Make this process the new parent of descendants whose own parent ends, so that it can find and wait for them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process, without clean-up, once ``parent`` is no longer its parent, which is how a death shows even
-    after SIGKILL. A thread asks each second; whichever thread of the parent started this process does not matter."""
+    """End this process without clean-up once ``parent`` is no longer its parent.
+
+    The parent process id changes when the parent dies for any reason, even by SIGKILL. A thread polls it each second,
+    so unlike in :func:`kill_with_parent` it does not matter which thread of the parent started this process.
+
+    Args:
+        parent: the process id of the parent at the start of this process.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""The command line: argparse made from the dataclass fields. All mistakes are reported together."""
+"""The command-line parser. It is built from the config dataclasses and reports all problems together."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from slime.config.trainer import drop_other_model
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with the arguments, told at once.
+    """Raised with all problems of the arguments at once.
 
     Attributes:
-        problems: one line each, with what to change.
+        problems: one line for each problem, which also says what to change.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -46,18 +46,18 @@ ExtraCheck = Callable[[Args], list[str]]
 
 _PASS = "pass:"
 _EPILOG = """\
-SGLang's own flags take the prefix --sglang- (--sglang-mem-fraction-static 0.7), the router's --router-;
-Megatron's are typed as they are (--tensor-model-parallel-size 2). All flags, with those that are refused and
-why: docs/en/reference/flags.md
+Flags of SGLang have the prefix --sglang- (--sglang-mem-fraction-static 0.7), flags of its router --router-.
+Flags of Megatron have no prefix (--tensor-model-parallel-size 2). docs/en/reference/flags.md describes all flags,
+including those that slime refuses and the reasons.
 """
 
 
 class _Misuse(Exception):
-    """argparse gave up on the command line."""
+    """Raised where argparse would print an error and exit."""
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse that raises instead of leaving at the first mistake, and knows ``-1e-5`` for a number."""
+    """An ``ArgumentParser`` that raises instead of exiting, and that reads ``-1e-5`` as a number, not as an option."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -81,12 +81,13 @@ class _Help(argparse.HelpFormatter):
 
 @functools.cache
 def _own_parser(prog: str | None) -> FlagParser:
-    """The parser without arguments of a user's, which takes 0.1 s to build. Nothing may be added to it."""
+    """The parser without user-defined arguments. It is cached, because building it takes 0.1 s; never add to it."""
     return build_parser(prog=prog)
 
 
 def build_parser(add_custom_arguments: AddArguments | None = None, prog: str | None = None) -> FlagParser:
-    """Every flag; the user's own first, so that slime's definition wins where both have one."""
+    """Build the parser of all flags. The user's arguments come first, so that slime's flag replaces one of the same
+    name (``conflict_handler="resolve"``)."""
     parser = FlagParser(
         prog=prog,
         usage="%(prog)s [flags] ${MODEL_ARGS[@]}",
@@ -144,7 +145,7 @@ def _add_pass(parser: argparse.ArgumentParser, option: str, entry: passthrough.P
 
 
 def help_text(flag: Flag) -> str:
-    """One line for ``--help``: the meaning and the default."""
+    """Return the ``--help`` line of a flag: its meaning and its default. ``%`` is doubled, as argparse formats it."""
     if flag.kind == "negative" or flag.derived or "Default" in flag.help:
         return flag.help.replace("%", "%%")
     if flag.is_bool:
@@ -157,7 +158,7 @@ def help_text(flag: Flag) -> str:
 
 
 def metavar(flag: Flag) -> str:
-    """What stands for the value in help and reference."""
+    """Return the placeholder for the flag's value in ``--help`` and in the reference."""
     if flag.metavar:
         return flag.metavar
     if flag.choices:
@@ -170,12 +171,14 @@ def metavar(flag: Flag) -> str:
 def read_command_line(
     argv: Sequence[str], add_custom_arguments: AddArguments | None = None, prog: str | None = None
 ) -> tuple[Args, list[str]]:
-    """Words to unresolved :class:`Args`, with everything that is wrong with the words."""
+    """Parse the command line into unresolved :class:`Args`; also return all problems with the words."""
     parser = build_parser(add_custom_arguments, prog) if add_custom_arguments else _own_parser(prog)
     theirs: list[str] = []
     try:
         namespace, rest = parser.parse_known_args(list(argv))
         problems = _unknown(parser, rest)
+        # Asking Megatron-LM for its flags imports it in a separate process, which takes seconds. So this happens only
+        # for flags that are unknown otherwise, and with a parser of its own: the cached one must stay as it is.
         if problems and megatron_lm.is_there():
             known = set(parser._option_string_actions)
             parser = build_parser(add_custom_arguments, prog)
@@ -185,11 +188,15 @@ def read_command_line(
             words = {word.partition("=")[0] for word in argv}
             theirs = sorted(words & (set(parser._option_string_actions) - known))
     except _Misuse as error:
+        # argparse stops at its first error. Unknown flags are reported with it; the values of all flags are lost, so
+        # stray words cannot be told from values here (strict=False).
         namespace = argparse.Namespace()
         problems = [str(error), *_unknown(parser, [word for word in argv if word.startswith("--")], strict=False)]
     args = Args()
     if theirs:
-        args.notices.append(f"{', '.join(theirs)}: Megatron-LM's own; slime reads them not, your functions may")
+        args.notices.append(
+            f"{', '.join(theirs)}: flags of Megatron-LM that slime ignores; your functions may use them"
+        )
     given: set[str] = set()
     for dest, value in vars(namespace).items():
         problem = _store(args, dest, value, given)
@@ -200,7 +207,7 @@ def read_command_line(
 
 
 def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
-    """Convert one value and keep it; the user's own arguments are kept as they are."""
+    """Convert one value and store it in ``args``. The user's own arguments are stored as argparse returned them."""
     if dest in FLAGS:
         flag, target = FLAGS[dest], dest
         if flag.kind == "pairs" and isinstance(value, list):
@@ -227,14 +234,15 @@ def _store(args: Args, dest: str, value: object, given: set[str]) -> str | None:
 
 
 def _unknown(parser: argparse.ArgumentParser, rest: Sequence[str], strict: bool = True) -> list[str]:
-    """One line per flag that does not exist, with the nearest that does."""
+    """Describe each unknown flag in one line, with the most similar flag that exists."""
     known = [option for option in parser._option_string_actions if option.startswith("--")]
     problems = []
     for position, word in enumerate(rest):
         option = word.partition("=")[0]
         if not option.startswith("--"):
+            # Words after an unknown flag are probably its values and are not reported as well.
             if strict and not any(earlier.startswith("--") for earlier in rest[:position]):
-                problems.append(f"{word!r} belongs to no flag")
+                problems.append(f"{word!r} does not belong to any flag")
         elif option not in known:
             reason = why_missing(option)
             problems.append(f"{option} {reason}" if reason else f"{option}: no such flag{_suggestion(option, known)}")
@@ -257,18 +265,18 @@ def parse_args(
     extra_checks: Sequence[ExtraCheck] = (),
     settings: Mapping[str, object] | None = None,
 ) -> Args:
-    """The command line of train.py, resolved and checked.
+    """Parse, resolve and check the command line of train.py and train_async.py.
 
     Args:
-        argv: words after the program's name; default: ``sys.argv[1:]``.
+        argv: the words after the program's name. Default: ``sys.argv[1:]``.
         add_custom_arguments: adds the user's own arguments to the parser and returns it.
         asynchronous: True in train_async.py.
-        extra_checks: more checks to report together with the configuration's. Where there are any, that of the
-            data files is among them, so the configuration does not look for these files itself.
-        settings: by argument name; they take precedence over ``argv`` and the files that it names.
+        extra_checks: further checks, whose problems are reported together with those of the configuration. The
+            caller includes the check of the data files, so the configuration does not look for these files itself.
+        settings: values by argument name. They take precedence over ``argv`` and over the files that it names.
 
     Raises:
-        SystemExit: 2, after every problem was printed to stderr; 0 after ``--help``.
+        SystemExit: with status 2 after all problems were printed to stderr; with status 0 after ``--help``.
     """
     prog = os.path.basename(sys.argv[0]) or "slime"
     args, problems = check_args(
@@ -286,7 +294,7 @@ def parse_args(
 def load_args(
     argv: Sequence[str] | None = None, *, asynchronous: bool = False, settings: Mapping[str, object] | None = None
 ) -> Args:
-    """Like :func:`parse_args`, but raises :class:`ConfigError` and prints nothing."""
+    """Do the same as :func:`parse_args`, but raise :class:`ConfigError` and print nothing."""
     args, problems = check_args(argv, asynchronous=asynchronous, settings=settings)
     if problems:
         raise ConfigError(problems)
@@ -301,7 +309,7 @@ def check_args(
     extra_checks: Sequence[ExtraCheck] = (),
     settings: Mapping[str, object] | None = None,
 ) -> tuple[Args, list[str]]:
-    """The resolved arguments with everything that is wrong with them."""
+    """Return the resolved arguments and all problems with them, without duplicates."""
     args, problems = read_settings(sys.argv[1:] if argv is None else argv, add_custom_arguments, settings)
     refused, notices = check_states(args)
     args.notices += [*notices, *unread_variables(os.environ)]
@@ -316,8 +324,9 @@ def check_args(
 def read_settings(
     argv: Sequence[str], add_custom_arguments: AddArguments | None = None, settings: Mapping[str, object] | None = None
 ) -> tuple[Args, list[str]]:
-    """Words, then the files that they name (``--custom-config-path`` and ``--override``), then ``settings``. Nothing is
-    resolved yet."""
+    """Apply ``argv``, then the files that it names (``--custom-config-path``, then ``--override``), then ``settings``.
+
+    Later sources take precedence. Derived defaults are not filled in yet."""
     args, problems = read_command_line(argv, add_custom_arguments)
     if args.custom_config_path:
         problems += apply_file(args, args.custom_config_path, "--custom-config-path", new_names=True)
@@ -334,7 +343,7 @@ def _apply_override(args: Args, file: str) -> list[str]:
     before = {**vars(args), **args.megatron}
     problems = apply_file(args, file, "--override", new_names=False)
     if before["ref_load"] is not None and args.ref_load == before["ref_load"] == before["hf_checkpoint"]:
-        args.ref_load = args.hf_checkpoint  # the reference was the model that the file replaces
+        args.ref_load = args.hf_checkpoint  # --ref-load named the model that the file replaces, so it follows
     after = {**vars(args), **args.megatron}
     hidden = {"explicit", "sglang", "router", "megatron", "notices"}
     changed = [
@@ -342,5 +351,5 @@ def _apply_override(args: Args, file: str) -> list[str]:
         for name in after
         if name not in hidden and before.get(name) != after[name]
     ]
-    args.notices.append(f"--override {file}: " + ("; ".join(changed) or "changes nothing"))
+    args.notices.append(f"--override {file}: " + ("; ".join(changed) or "it changes nothing"))
     return problems

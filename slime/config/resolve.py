@@ -1,8 +1,8 @@
 """The order in which derived defaults are filled in, and in which the checks run.
 
-The derivations and the checks stand beside the flags that they concern. Derivations write to ``args`` and explain
-choices that a user could miss in ``args.notices``. Checks return what is wrong and what to change; all problems are
-reported together.
+Derivations and checks are defined in the modules of the flags that they concern. Derivations write to ``args``, and
+add a notice to ``args.notices`` for choices that a user could overlook. Checks return a list of problems, each with
+what to change, and all problems are reported together.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from slime.config.machine import Machine, this_machine
 
 
 def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine | None = None) -> list[str]:
-    """Fill in every flag that has a derived default and was not given. Returns problems.
+    """Fill in the derived defaults of flags that were not given, and return the problems.
 
-    The order matters: later derivations read what earlier ones filled in.
+    The order matters: later derivations read the values of earlier ones.
     """
     machine = machine or this_machine()
     problems: list[str] = []
@@ -53,7 +53,7 @@ def resolve_defaults(args: Args, *, asynchronous: bool = False, machine: Machine
 
 
 def check_ranges(args: Args) -> list[str]:
-    """Ranges of values that were derived; those of the command line and of files are checked as they are read."""
+    """Check the ranges of derived values. Values of the command line and of files are checked when they are read."""
     problems = []
     for name, flag in FLAGS.items():
         value = getattr(args, name)
@@ -61,7 +61,7 @@ def check_ranges(args: Args) -> list[str]:
         if problem:
             problems.append(f"{flag.option} {value}: {problem}")
     if args.rollout_temperature == 0:
-        hint = "greedy sampling cannot explore; evaluate greedily with --eval-temperature 0"
+        hint = "greedy sampling does not explore; for greedy evaluations use --eval-temperature 0"
         problems.append(f"--rollout-temperature 0: must be above 0 ({hint})")
     return problems
 
@@ -72,7 +72,7 @@ FILE_RULES = (
     data.check_multimodal_keys,
 )  # fmt: skip
 DATA_RULES = (data.check_data_files, data.check_scored, data.check_eval_files)
-"""What can be said of the data without reading it; the data room's own check says more."""
+"""Checks that need not read all data. Where ``slime.data`` reads the files, its own checks replace these."""
 ROLLOUT_RULES = (check_ranges, batch.check_batch, rollout.check_rollout, engine.check_draft, data.check_reward)
 AGENT_RULES = (agent.check_parsers, agent.check_constrained_decoding)
 ALGORITHM_RULES = (
@@ -85,10 +85,10 @@ MODEL_RULES = (trainer.check_shape, trainer.check_media, megatron_flags.check_fs
 def validate(
     args: Args, *, asynchronous: bool = False, machine: Machine | None = None, data_is_checked: bool = False
 ) -> list[str]:
-    """Problems of resolved args, in the order of the rooms. Notices go to ``args.notices``.
+    """Return the problems of resolved arguments, grouped by topic. Notices are added to ``args.notices``.
 
     Args:
-        data_is_checked: the data room reads the files itself, so their absence is not told twice.
+        data_is_checked: whether ``slime.data`` checks the data files, so that a missing file is not reported twice.
     """
     problems: list[str] = []
     data_rules = () if data_is_checked else DATA_RULES

@@ -1,4 +1,4 @@
-"""Generation: sampling, the context length, the rollout loop and its hooks, and asynchrony."""
+"""Flags of rollouts: sampling, the context length, hooks of the rollout loop, and asynchronous training."""
 
 from __future__ import annotations
 
@@ -120,25 +120,27 @@ class AsyncConfig:
 
 
 def staleness_bound(buffer_size: int, update_interval: int, max_staleness: int | None = None) -> int:
-    """Steps between the weights of a sample's oldest token and the step that trains it, at most.
+    """Return the maximum number of steps between the weights that sampled a token and the step that trains on it.
 
-    While step ``s`` trains, nothing beyond step ``s + N`` is admitted, and the engines' weights are at most ``K - 1``
-    steps older than those that ``s`` trains.
+    With ``N`` buffered rollouts and an update every ``K`` steps: while step ``s`` trains, no rollout after that of step
+    ``s + N`` is started, and the engines' weights are at most ``K - 1`` steps older than those that ``s`` trains. This
+    gives ``N + K - 1``.
     """
     implied = buffer_size + update_interval - 1
     return implied if max_staleness is None else min(implied, max_staleness)
 
 
 def old_actor_lag(args: Args) -> int | None:
-    """How many updates the weights that make a rollout of ``train_async.py`` are behind those that the engines hold
-    when the rollout is trained as the first after an update.
+    """Return by how many weight updates a rollout of ``train_async.py`` is behind, when it is the first one that is
+    trained after an update: its weights compared to those that the engines hold then.
 
-    With ``N`` buffered rollouts (``--async-buffer-size``), an update every ``K`` steps and at most ``M`` steps of age
-    (``--max-weight-staleness``): with ``M = K - 1`` a rollout starts after the update before it. With ``N = 1`` or
-    ``M = K`` it starts after the update before that one, and before the step before it ends.
+    Let ``N`` be the number of buffered rollouts (``--async-buffer-size``), ``K`` the steps between two updates, and
+    ``M`` the maximum age in steps (``--max-weight-staleness``). With ``M = K - 1``, the rollout starts after the latest
+    update before its step. With ``N = 1`` or ``M = K``, it starts after the update before that one, and before the
+    previous step ends.
 
     Returns:
-        0 or 1; None where it depends on how fast rollouts and steps are, or where groups go on through an update.
+        0 or 1; None if it depends on the speed of rollouts and steps, or if groups continue across an update.
     """
     buffered, interval, bound = args.async_buffer_size, args.update_weights_interval, args.max_weight_staleness
     if bound is not None and bound < interval:
@@ -161,16 +163,16 @@ def check_rollout(args: Args) -> list[str]:
         )
     if args.rollout_max_context_len is not None and args.rollout_max_context_len < 2:
         problems.append(
-            f"--rollout-max-context-len {args.rollout_max_context_len}: leaves no room for a prompt and a response"
+            f"--rollout-max-context-len {args.rollout_max_context_len}: must be at least 2, a prompt and a response"
         )
     problems += _truncated_sampling(args)
     if (args.sglang_router_ip is None) != (args.sglang_router_port is None):
-        problems.append("--sglang-router-ip and --sglang-router-port go together: give both or none")
+        problems.append("--sglang-router-ip and --sglang-router-port need each other: pass both or none")
     return problems
 
 
 def _truncated_sampling(args: Args) -> list[str]:
-    """Samples from a part of the vocabulary whose tokens training would score over all of it."""
+    """Refuse top-p and top-k sampling where training would compute log-probs over the whole vocabulary."""
     given = [f"--rollout-top-p {args.rollout_top_p}"] if args.rollout_top_p < 1 else []
     given += [f"--rollout-top-k {args.rollout_top_k}"] if args.rollout_top_k > 0 else []
     replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
@@ -178,8 +180,8 @@ def _truncated_sampling(args: Args) -> list[str]:
         return []
     what = (
         f"{' and '.join(given)} with --rollout-backend {args.rollout_backend} and --train-backend "
-        f"{args.train_backend}: samples come from a part of the vocabulary, and training scores all of it, so "
-        "importance ratios are wrong (only the embedded engine says which part, and only FSDP scores over it)"
+        f"{args.train_backend}: samples come from a part of the vocabulary, but training scores all of it, so the "
+        "importance ratios are wrong (only the embedded engine reports this part, and only FSDP scores over it)"
     )
     if args.allow_truncated_sampling:
         args.notices.append(what)
@@ -189,21 +191,21 @@ def _truncated_sampling(args: Args) -> list[str]:
 
 def check_loop(args: Args, asynchronous: bool) -> list[str]:
     if asynchronous and args.colocate:
-        return ["train_async.py needs GPUs of their own for the engines: drop --colocate, or use train.py"]
+        return ["train_async.py needs separate GPUs for the engines: remove --colocate, or use train.py"]
     if args.keep_old_actor and (args.partial_rollout or _samples_more(args)) and not is_fully_async(args):
         args.notices.append(
-            "--keep-old-actor with --partial-rollout or --over-sampling-batch-size: what an earlier rollout started is "
-            "older than the copy of the weights that computes its old log-probs; --use-rollout-logprobs takes the "
-            "engine's"
+            "--keep-old-actor with --partial-rollout or --over-sampling-batch-size: samples that an earlier rollout "
+            "started are older than the copy of the weights that computes their old log-probs; --use-rollout-logprobs "
+            "uses the engine's log-probs instead"
         )
     if asynchronous:
         return [*_check_staleness(args), *_check_old_actor(args), *_check_replay(args)]
     flags = flags_of(type(args))
     for name in ("async_buffer_size", "update_weights_interval", "max_weight_staleness", "replay_schedule"):
         if name in args.explicit and getattr(args, name) != flags[name].default:
-            args.notices.append(f"{flags[name].option} is for train_async.py; train.py syncs after every rollout")
+            args.notices.append(f"{flags[name].option} has no effect in train.py; it is for train_async.py")
     if is_fully_async(args):
-        return ["the fully asynchronous rollout generates while the trainer trains: start it with train_async.py"]
+        return ["the fully asynchronous rollout generates samples during training: start the run with train_async.py"]
     return []
 
 
@@ -212,19 +214,19 @@ def _samples_more(args: Args) -> bool:
 
 
 def _check_old_actor(args: Args) -> list[str]:
-    """The copy of the weights has to be the one that made the samples."""
+    """Refuse ``--keep-old-actor`` where no single copy of the weights generated all samples of a rollout."""
     if not args.keep_old_actor or old_actor_lag(args) is not None:
         return []
     interval = args.update_weights_interval
     if is_fully_async(args):
-        how = "groups of the fully asynchronous rollout go on through weight updates"
+        how = "groups of the fully asynchronous rollout continue across weight updates"
         instead = f"pass --max-weight-staleness {interval - 1}"
     else:
-        how = f"with --async-buffer-size {args.async_buffer_size} samples are of weights of several ages"
+        how = f"with --async-buffer-size {args.async_buffer_size}, samples come from several weight versions"
         instead = f"pass --async-buffer-size 1 or --max-weight-staleness {interval}"
     return [
-        f"--keep-old-actor: {how}, and the copy of the weights that computes their old log-probs can be one of them "
-        f"only: {instead}, or drop --keep-old-actor (--use-rollout-logprobs takes the engine's log-probs)"
+        f"--keep-old-actor: {how}, but the old log-probs are computed with a single copy of the weights: {instead}, or "
+        "use --use-rollout-logprobs (the engine's log-probs) instead"
     ]
 
 
@@ -234,13 +236,13 @@ def _check_staleness(args: Args) -> list[str]:
         return []
     if bound < interval - 1:
         return [
-            f"--max-weight-staleness {bound}: with --update-weights-interval {interval} the engines' weights alone are "
-            f"up to {interval - 1} steps old: allow that, or update more often"
+            f"--max-weight-staleness {bound}: with --update-weights-interval {interval}, the engines' weights can be "
+            f"{interval - 1} steps old: use at least {interval - 1}, or update more often"
         ]
     if (_samples_more(args) or args.partial_rollout) and not is_fully_async(args):
         return [
-            "--max-weight-staleness bounds how much starts, and --over-sampling-batch-size or --partial-rollout keep "
-            "what was started for later rollouts of any age: drop them, or take the fully asynchronous rollout "
+            "--max-weight-staleness limits only when samples start, but with --over-sampling-batch-size or "
+            "--partial-rollout they can wait for any later rollout: remove these, or use the fully asynchronous rollout "
             "(--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async)"
         ]
     return []
@@ -252,23 +254,23 @@ def _check_replay(args: Args) -> list[str]:
     problems = []
     if args.rollout_backend != "embedded" or not args.deterministic:
         problems.append(
-            "--replay-schedule repeats a run exactly, which takes --rollout-backend embedded and --deterministic"
+            "--replay-schedule repeats a run exactly, which needs --rollout-backend embedded and --deterministic"
         )
     if args.load and not is_hf_folder(args.load):
-        problems.append(f"--replay-schedule repeats a run from its beginning: drop --load {args.load}")
+        problems.append(f"--replay-schedule repeats a run from its beginning: remove --load {args.load}")
     return problems
 
 
 ENGINES_OWN = 8
-"""Tokens of the context that SGLang keeps to itself: 7 in 0.5.23."""
+"""Tokens of the context length that SGLang reserves for itself: 7 in 0.5.23."""
 
 
 def served_context(args: Args) -> int | None:
-    """Tokens of the longest sequence that the engines take, prompt and response; None where it is not known.
+    """Return the maximum number of tokens of prompt and response that the engines accept; None if it is not known.
 
-    ``--sglang-context-length``, else what the model's config.json says; at most the tokens of the KV cache, where
-    they are given. With ``--sglang-config`` the least of the groups of its first model, whose router takes the
-    requests of a rollout; a group's overrides win over the flags.
+    It is ``--sglang-context-length`` or else the value in the model's config.json, and at most the size of the KV cache
+    if that is given. With ``--sglang-config`` it is the minimum over the groups of the first model, whose router gets
+    the requests of a rollout; the overrides of a group take precedence over the flags.
     """
     path: str | None = args.hf_checkpoint
     if args.rollout_backend == "embedded":
@@ -287,8 +289,8 @@ def _of_model(path: str | None, scaled: bool = True) -> int | None:
 
 
 def _first_model(args: Args, path: str | None) -> tuple[str | None, list[dict[str, Any]]]:
-    """Checkpoint and overrides of each server group of the first model of ``--sglang-config``; without a usable file,
-    which the checks of the flags report, one group without overrides."""
+    """Return the checkpoint of the first model of ``--sglang-config``, and the overrides of each of its groups. Without
+    a file, or with an invalid one, which the checks report, there is one group without overrides."""
     file = args.sglang_config
     if not file:
         return path, [{}]
@@ -300,15 +302,15 @@ def _first_model(args: Args, path: str | None) -> tuple[str | None, list[dict[st
 
 
 def context_limit(args: Args) -> int | None:
-    """Tokens that prompt and response may have together: ``--rollout-max-context-len``, at most what the engines
-    take."""
+    """Return the maximum number of tokens of prompt and response together: ``--rollout-max-context-len``, limited by
+    what the engines accept. None if there is no limit."""
     served = served_context(args)
     limits = [args.rollout_max_context_len, None if served is None else served - ENGINES_OWN]
     return min((int(limit) for limit in limits if limit is not None), default=None)
 
 
 def longest_per_gpu(args: Args) -> int:
-    """Tokens of the longest sample that the flags allow, on each GPU that shares it (context parallelism)."""
+    """Return the number of tokens of the longest possible sample on one GPU; context parallel ranks share a sample."""
     longest: int = args.rollout_max_response_len + (args.rollout_max_prompt_len or 0)
     if (limit := context_limit(args)) is not None:
         longest = min(longest, limit)
@@ -316,13 +318,13 @@ def longest_per_gpu(args: Args) -> int:
 
 
 def context_notice(args: Args) -> str | None:
-    """What to know where the longest prompt and the longest response together are more than the engines take."""
+    """Return a notice if the longest prompt and the longest response together exceed the context length."""
     limit, response = context_limit(args), args.rollout_max_response_len
     if limit is None or response is None or response + (args.rollout_max_prompt_len or 1) <= limit:
         return None
     given = args.rollout_max_context_len is not None and args.rollout_max_context_len <= limit
     return (
-        f"prompt and response may have {limit} tokens together "
-        f"({'--rollout-max-context-len' if given else 'what the engines take of this model'}): answers are cut there "
-        f"before --rollout-max-response-len {response}, and prompts that leave no room are left out and counted"
+        f"prompt and response can have at most {limit} tokens together "
+        f"({'--rollout-max-context-len' if given else 'the context length of the engines'}): responses are truncated "
+        f"there before --rollout-max-response-len {response}, and prompts that leave no room are dropped and counted"
     )

@@ -1,4 +1,4 @@
-"""A run: its backends, where it writes, its snapshots, and what scales it to a machine."""
+"""Flags of the run itself: backends, output folder, deadlines, and snapshots."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def derive_run_folder(args: Args, now: Callable[[], str] = lambda: time.strftime
         args.run_name = resumed or f"{model}-{kind}-{now()}"
     if args.save_interval and args.save is None:
         args.save = str(Path(args.output_dir) / args.run_name / "checkpoints")
-        args.notices.append(f"--save is not given: snapshots go to {args.save}")
+        args.notices.append(f"--save is not given: snapshots are written to {args.save}")
 
 
 def _resumed_run(args: Args) -> str | None:
-    """Name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it goes on in its own folder."""
+    """Return the name of the run whose ``outputs/<run>/checkpoints`` is loaded, so that it continues in its folder."""
     if args.load is None or args.finetune:
         return None
     load, outputs = Path(args.load).resolve(), Path(args.output_dir).resolve()
@@ -158,4 +158,4 @@ def check_load(args: Args) -> list[str]:
         return []
     if looks_like_hub_id(args.load):
         return []
-    return [f"--load {args.load}: no such folder (a first run may name the folder of --save)"]
+    return [f"--load {args.load}: no such folder (it may be missing only if --save names the same folder)"]

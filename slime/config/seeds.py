@@ -1,4 +1,5 @@
-"""Every random draw has a seed of its own, derived from what it is for; there is no global generator."""
+"""Seeds. Every random choice has its own seed, derived from its purpose, so there is no global generator whose state
+would depend on the order of calls."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import hashlib
 
 
 def derive_seed(run_seed: int, purpose: str, *index: int) -> int:
-    """A 31-bit seed for one draw, the same on every machine and Python version.
+    """Derive a 31-bit seed for one random choice. It is the same on every machine and in every Python version.
 
     >>> derive_seed(1, "shuffle", 0) == derive_seed(1, "shuffle", 0) != derive_seed(1, "shuffle", 1)
     True

@@ -1,7 +1,7 @@
-"""Settings as files: the YAML files that set flags, and the resolved settings as one mapping without secrets.
+"""YAML files that set flags, and the resolved settings as one mapping without secrets.
 
-``--custom-config-path`` is applied before the checks, ``--override`` last of all, and ``--megatron-config-path`` for
-one role (actor or critic).
+``--custom-config-path`` is applied after the command line, ``--override`` after that, and ``--megatron-config-path``
+changes the arguments of one role (actor or critic). All of them are applied before the checks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _OPTION = re.compile(
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of a setting or variable with this name is a secret: ``wandb_key``, ``OPENAI_API_KEY``,
-    ``ssl_keyfile_password``; but not ``input_key``, a column, nor ``max_tokens``."""
+    """Whether the value of a setting or variable with this name is a secret. ``wandb_key``, ``OPENAI_API_KEY`` and
+    ``ssl_keyfile_password`` are secrets; ``input_key`` (a column) and ``max_tokens`` are not."""
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     return bool(_SECRET.search(plain)) and not _OF_DATA.search(plain) and not _PATH.search(plain)
 
 
 def redacted(name: str, value: object) -> object:
-    """``value`` as it may be shown: :data:`HIDDEN` for a secret, also inside of mappings, URLs and commands."""
+    """Return ``value`` with secrets replaced by :data:`HIDDEN`, also inside mappings, lists, URLs and commands."""
     if is_secret(name) and value not in (None, "", False, [], {}):
         return HIDDEN
     if isinstance(value, Mapping):
@@ -55,7 +55,7 @@ def redacted(name: str, value: object) -> object:
 
 
 def redacted_text(text: str) -> str:
-    """A text without the user part of URLs and the values of options and variables that are secrets."""
+    """Hide the user part of URLs, and the values of options and variables that are secrets, in a text."""
     text = _USER_OF_URL.sub(f"{HIDDEN}@", text)
 
     def hide(match: re.Match[str]) -> str:
@@ -69,11 +69,11 @@ def redacted_text(text: str) -> str:
 RESERVED = frozenset(
     ("explicit", "notices", "sglang", "router", "megatron", "sglang_model_routers", "use_critic", "world_size")
 )
-"""Attributes of the arguments that are no flags."""
+"""Attributes of the arguments that are not flags."""
 
 
 def names_of_flag(flag: Flag) -> set[str]:
-    """How a file may spell a flag: by attribute, or by option without the dashes in front."""
+    """Return the spellings of a flag in a file: its attribute, and its option without the leading dashes."""
     return {flag.name, flag.option[2:].replace("-", "_")}
 
 
@@ -81,7 +81,7 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
     """Set every key of the file on ``args``.
 
     Args:
-        new_names: whether a key that is no flag becomes an attribute, or is a problem.
+        new_names: whether a key that is not a flag becomes a new attribute. Otherwise it is a problem.
 
     Returns:
         Problems, one line each.
@@ -97,8 +97,8 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
 
 
 def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
-    """The settings in the config.yaml of a run: without what was derived and the secrets, which are not in it, and with
-    the pass-through flags by their full names."""
+    """Extract the settings from the config.yaml of a run. Derived values and hidden secrets are left out, and the
+    pass-through flags get their full names."""
     left_out = {*RESERVED, "override"}
     settings = {key: value for key, value in content.items() if key not in left_out and value != HIDDEN}
     for family in FAMILIES:
@@ -109,12 +109,12 @@ def _of_a_run(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_value(args: Args, key: str, value: object, new_names: bool = False) -> str | None:
-    """Set one flag by name; returns what is wrong, if anything. None un-sets a pass-through flag."""
+    """Set one flag by name, and return the problem, if any. The value None restores the default of the flag."""
     name = key.removeprefix("--").replace("-", "_")
     if name in RESERVED or name.startswith("__"):
         return f"{key}: slime sets this itself"
     if name == "override" and not new_names:
-        return f"{key}: a file for --override cannot name another one"
+        return f"{key}: an --override file cannot name another --override file"
     own = _own_flags().get(name)
     try:
         if own is not None:
@@ -170,28 +170,28 @@ def _set_pass(args: Args, family: Family, name: str, value: object) -> None:
 ROLES = ("actor", "critic")
 
 
-_IGNORED = ("num_nodes", "num_gpus_per_node")  # both roles have the same places
+_IGNORED = ("num_nodes", "num_gpus_per_node")  # actor and critic share the same GPUs
 
 
 _ROLES_OPTION = "--megatron-config-path"
 
 
 def role_args(args: Args, role: str) -> Args:
-    """The arguments of one role; checked by :func:`check_roles` before."""
+    """Return the arguments of one role. :func:`check_roles` must have found no problem before."""
     return _changed(args, role)[0]
 
 
 def check_roles(args: Args) -> list[str]:
-    """What is wrong with the file, one line each."""
+    """Check the file of ``--megatron-config-path``."""
     if not args.megatron_config_path:
         return []
     content, problems = read_yaml(args.megatron_config_path, _ROLES_OPTION)
-    problems += [f"{_ROLES_OPTION}: {name!r} is no role: {' or '.join(ROLES)}" for name in content if name not in ROLES]
+    problems += [f"{_ROLES_OPTION}: {name!r} is not {' or '.join(ROLES)}" for name in content if name not in ROLES]
     for role in ROLES:
         changed, wrong = _changed(args, role)
         problems += [f"{_ROLES_OPTION}: {role}: {problem}" for problem in wrong]
         if not wrong and ParallelLayout.from_args(changed) != ParallelLayout.from_args(args):
-            problems.append(f"{_ROLES_OPTION}: {role} has another layout: both roles share their processes' layout")
+            problems.append(f"{_ROLES_OPTION}: {role} has another parallel layout, but both roles share one")
     return problems
 
 
@@ -207,10 +207,10 @@ def _changed(args: Args, role: str) -> tuple[Args, list[str]]:
 
 
 def to_dict(args: Args) -> dict[str, Any]:
-    """Every flag at its resolved value, the pass-through flags that were given, and what hooks set.
+    """Return all flags with their resolved values, the pass-through flags that were given, and attributes of hooks.
 
-    The mapping is also a valid ``--override`` file, apart from what is derived (``use_critic``, ``world_size``) and
-    from secrets, which are left out.
+    The mapping is also a valid ``--override`` file, except for derived values (``use_critic``, ``world_size``).
+    Secrets are None.
     """
     values = vars(args)
     known: dict[str, Any] = {name: values[name] for name in FLAGS}
@@ -226,7 +226,7 @@ def to_dict(args: Args) -> dict[str, Any]:
 
 
 def _shown(name: str, value: object) -> object:
-    """None for a secret: as an override it means that none is given."""
+    # None for a secret: if the mapping is used as an override, it means that the flag is not given.
     return None if is_secret(name) else redacted(name, value)
 
 

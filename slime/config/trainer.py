@@ -1,4 +1,4 @@
-"""The model that is trained, its numerics, its optimizer, and the checkpoints that it starts from."""
+"""Flags of the trained model: its checkpoints, numerics, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def derive_model(args: Args, machine: Machine) -> None:
     if args.ref_load is None:
         args.ref_load = args.hf_checkpoint
     if args.deterministic is None:
-        # On the CPU it costs 2-3% of a decode step at 8 running requests and more (17% at one alone). A rollout that
-        # goes on with aborted samples is a matter of timing by its nature.
+        # On the CPU, determinism costs 2-3% of a decode step with 8 or more running requests (17% with only one). A
+        # partial rollout cannot be deterministic: which samples it continues depends on timing.
         on_cpu = args.embedded_device == "cpu" and args.rollout_backend == "embedded" and not machine.cuda
         args.deterministic = args.deterministic_mode or (on_cpu and not args.partial_rollout)
     if args.bf16 and args.train_dtype is None:
@@ -135,8 +135,8 @@ def derive_model(args: Args, machine: Machine) -> None:
 def check_checkpoint(args: Args) -> list[str]:
     if args.hf_checkpoint is None:
         return [
-            "no --hf-checkpoint: name a Hugging Face folder or hub id with the weights and the tokenizer "
-            "(MODEL_ARGS describe only the shape)"
+            "--hf-checkpoint is missing: pass a Hugging Face folder or hub id with the weights and the tokenizer "
+            "(MODEL_ARGS describe only the shape of the model)"
         ]
     return _hf_problem("--hf-checkpoint", args.hf_checkpoint)
 
@@ -146,8 +146,8 @@ def _hf_problem(option: str, name: str) -> list[str]:
     if is_hf_folder(name) or (not folder.exists() and looks_like_hub_id(name)):
         return []
     if folder.is_dir():
-        return [f"{option} {name}: no config.json there; it needs a Hugging Face folder"]
-    return [f"{option} {name}: no such folder, and not the form of a hub id (owner/model)"]
+        return [f"{option} {name}: the folder has no config.json; pass a Hugging Face folder"]
+    return [f"{option} {name}: no such folder, and the name does not have the form of a hub id (owner/model)"]
 
 
 def check_reference(args: Args) -> list[str]:
@@ -160,11 +160,9 @@ def check_reference(args: Args) -> list[str]:
     if not problems:
         return []
     if not uses:
-        args.notices.append(f"{problems[0]}; nothing uses a reference model, so it is left aside")
+        args.notices.append(f"{problems[0]}; it is ignored, because no KL term uses the reference model")
         return []
-    return [
-        f"{problem}; the KL needs it (without --ref-load, --hf-checkpoint is the reference)" for problem in problems
-    ]
+    return [f"{problem}; the KL term needs it (without --ref-load, it uses --hf-checkpoint)" for problem in problems]
 
 
 def check_teacher(args: Args) -> list[str]:
@@ -174,15 +172,15 @@ def check_teacher(args: Args) -> list[str]:
 
 
 def check_shape(args: Args) -> list[str]:
-    """Every difference between the shape flags and config.json, named."""
+    """Report every difference between the shape flags (MODEL_ARGS) and config.json."""
     return [
-        f"{difference}: source the model script of this checkpoint, or leave the flag out"
+        f"{difference}: use the model script of this checkpoint, or leave the flag out"
         for difference in _differences(args)
     ]
 
 
 def check_media(args: Args) -> list[str]:
-    """Images for a model that can see them."""
+    """Check that the model of ``--multimodal-keys`` can process images, video or audio."""
     folder = Path(args.hf_checkpoint or "").expanduser()
     if not args.multimodal_keys or not folder.is_dir() or media_token_ids(args.hf_checkpoint):
         return []
@@ -190,18 +188,22 @@ def check_media(args: Args) -> list[str]:
         return []
     return [
         f"--multimodal-keys: {args.hf_checkpoint} is a text model (no image token in its config.json, no "
-        "preprocessor_config.json); take a vision-language model, or leave the flag out"
+        "preprocessor_config.json); use a vision-language model, or leave the flag out"
     ]
 
 
 def drop_other_model(args: Args, override: str) -> None:
-    """An override that names a checkpoint scales the model: MODEL_ARGS of another one give way to its config.json."""
+    """Remove MODEL_ARGS that describe another model than the checkpoint that the ``--override`` file names.
+
+    Such a file scales a recipe to a smaller model, while the recipe's script still passes the shape of the larger one.
+    Its config.json is used instead.
+    """
     differences = _differences(args) if _names_checkpoint(override) else []
     if not differences:
         return
     args.notices.append(
-        f"MODEL_ARGS describe another model than the override's hf_checkpoint ({len(differences)} differences): "
-        "its own config.json is used"
+        f"MODEL_ARGS describe another model than hf_checkpoint of the --override file ({len(differences)} "
+        "differences): the config.json of this checkpoint is used instead"
     )
     for name in (*SHAPE, *ARCHITECTURE, "untie_embeddings_and_output_weights"):
         args.megatron.pop(name, None)
@@ -239,7 +241,7 @@ def _tied(args: Args, config: dict[str, Any]) -> list[str]:
     untied = bool(args.megatron.get("untie_embeddings_and_output_weights", False))
     if untied != bool(tied):
         return []
-    has = "has --untie-embeddings-and-output-weights" if untied else "lacks --untie-embeddings-and-output-weights"
+    has = "contain --untie-embeddings-and-output-weights" if untied else "lack --untie-embeddings-and-output-weights"
     return [f"MODEL_ARGS {has}, but config.json of {args.hf_checkpoint} has tie_word_embeddings {tied}"]
 
 
@@ -295,11 +297,11 @@ class OptimizerConfig:
 def check_schedule(args: Args) -> list[str]:
     problems = []
     if args.lr_warmup_fraction and args.lr_warmup_iters:
-        problems.append("--lr-warmup-fraction and --lr-warmup-iters say the same thing twice: drop one")
+        problems.append("--lr-warmup-fraction and --lr-warmup-iters both set the warm-up: remove one")
     if args.min_lr > args.lr:
-        problems.append(f"--min-lr {args.min_lr} is above --lr {args.lr}")
+        problems.append(f"--min-lr {args.min_lr} must not be above --lr {args.lr}")
     if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
-        problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last phase")
+        problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its final decay")
     for name in ("lr_decay_samples", "lr_warmup_samples"):
         if name in args.megatron:
             option = "--" + name.replace("_", "-")

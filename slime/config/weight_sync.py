@@ -1,4 +1,4 @@
-"""How the weights of the trainer reach the engines."""
+"""Flags of weight syncs, which send the trainer's weights to the engines."""
 
 from __future__ import annotations
 
@@ -89,8 +89,11 @@ class WeightSyncConfig:
 
 
 def checks_first_update(args: Args) -> bool:
-    """Whether one more update shows cheaply that every tensor of an engine is written: not through files, and not where
-    an engine holds tensors that nobody sends (a draft model, a vision tower) or holds them quantised."""
+    """Return the default of ``--check-weight-update-equal``.
+
+    The check sends all weights a second time, so it is off where that is expensive (through files). It compares all
+    tensors of an engine, so it is off where the trainer does not send some of them (a draft model, a vision tower), or
+    where the engine stores them quantized."""
     if not args.audit_weights or args.rollout_backend != "sglang" or args.update_weight_transport != "nccl":
         return False
     if args.rollout_external_engine_addrs or args.sglang.get("quantization"):
@@ -107,10 +110,10 @@ def check_disk_sync(args: Args) -> list[str]:
             "--update-weight-transport disk needs --update-weight-disk-dir, a folder that trainer and engines share"
         )
     if args.update_weight_mode == "delta" and args.update_weight_transport != "disk":
-        problems.append("--update-weight-mode delta goes through files: add --update-weight-transport disk")
+        problems.append("--update-weight-mode delta uses files: add --update-weight-transport disk")
     if args.update_weight_mode == "delta" and args.colocate:
         problems.append(
-            "--update-weight-mode delta is for engines elsewhere: with --colocate all weights are handed over within "
-            "the GPU, in less time than a comparison takes. Leave --update-weight-mode out"
+            "--update-weight-mode delta is for engines on other GPUs: with --colocate, passing all weights within the "
+            "GPU takes less time than computing a delta. Leave --update-weight-mode out"
         )
     return problems

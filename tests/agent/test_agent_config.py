@@ -27,7 +27,10 @@ from slime.config.resolve import resolve_defaults
         ({"agent_command": "node agent.js"}, None),
         ({"agent_command": "a", "custom_generate_function_path": "mine:generate"}, None),
         ({"custom_generate_function_path": "slime.agent.rollout.generate"}, "--agent-function-path or --agent-command"),
-        ({"agent_command": "a", "agent_function_path": "b:c"}, "both name the agent program"),
+        (
+            {"agent_command": "a", "agent_function_path": "b:c"},
+            "--agent-function-path and --agent-command exclude each other",
+        ),
         ({"agent_command": "a", "agent_timeout": 0.0}, "--agent-timeout 0.0: must be above 0"),
     ],
 )

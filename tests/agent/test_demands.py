@@ -230,7 +230,7 @@ def test_a_form_without_a_grammar_is_checked_only() -> None:
     ("flags", "problem", "notice"),
     [
         ({"agent_constrained_decoding": False, "rollout_backend": "embedded"}, None, None),
-        ({"rollout_backend": "embedded"}, "SGLang alone samples under a constraint", None),
+        ({"rollout_backend": "embedded"}, "only SGLang supports constraints", None),
         ({"rollout_backend": "sglang"}, None, "are not trained (loss mask 0)"),
         ({"rollout_backend": "sglang", "allow_truncated_sampling": True}, None, "importance ratios are wrong"),
         ({"rollout_backend": "sglang", "debug_rollout_only": True}, None, None),

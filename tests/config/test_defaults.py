@@ -36,7 +36,7 @@ def test_the_seeds_quick_start_has_all_it_needs(workplace) -> None:
     assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.world_size) == (1, 1, 1)
     assert (args.train_dtype, args.rollout_dtype, args.embedded_device) == ("float32", "float32", "cpu")
     assert args.use_tensorboard and args.num_rollout == 3000
-    assert any("--rm-type math" in notice for notice in args.notices)
+    assert any("so --rm-type is math" in notice for notice in args.notices)
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 2), (3, 2), (8, 4), (192, 96)])
@@ -80,13 +80,14 @@ def test_batch_equation_holds_whatever_was_given(prompts: int, samples: int, ste
     [
         (
             "--rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 250",
-            "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256, which is no multiple of --global-batch-size "
-            "250: 256 would fit",
+            "--rollout-batch-size 32 x --n-samples-per-prompt 8 = 256, which is not a multiple of --global-batch-size "
+            "250; 256 would fit",
         ),
         (
             "--rollout-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 8 --num-steps-per-rollout 3",
             "--rollout-batch-size 4 x --n-samples-per-prompt 4 = 16, but --global-batch-size 8 x "
-            "--num-steps-per-rollout 3 = 24: leave one of the last two out, and it follows",
+            "--num-steps-per-rollout 3 = 24: leave out one of the last two flags; its value follows from "
+            "the others",
         ),
         (
             "--rollout-batch-size 3 --n-samples-per-prompt 3 --num-steps-per-rollout 2",
@@ -155,7 +156,7 @@ def test_eval_settings_fall_back_to_the_rollouts(workplace) -> None:
 def test_rows_choose_keys_and_reward(workplace) -> None:
     data = workplace.write("other.jsonl", json.dumps({"input": "hi", "answer": "4"}) + "\n")
     line = f"--prompt-data {data}"
-    assert any(problem.startswith("nothing scores the samples") for problem in workplace.problems(line))
+    assert any(problem.startswith("no flag provides rewards") for problem in workplace.problems(line))
     args = workplace.load(f"{line} --rm-type random")
     assert (args.input_key, args.label_key) == ("input", None)
     args = workplace.load(f"{line} --label-key answer")
@@ -221,7 +222,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_kl_in_the_loss_regularises_by_default(workplace, line: str, kind: str, told: bool) -> None:
     args = workplace.load(line)
     assert args.kl_loss_type == kind
-    assert any("does not regularise" in notice for notice in args.notices) == told
+    assert any("does not regularize" in notice for notice in args.notices) == told
 
 
 def test_the_first_update_is_checked_where_one_more_update_is_cheap(tmp_path: Path) -> None:

@@ -41,11 +41,11 @@ def test_words_that_are_not_utf8(workplace) -> None:
     ("content", "part"),
     [
         ("é: 1".encode("latin-1"), "UTF-8"),
-        (b"[" * 5000, "not YAML"),
+        (b"[" * 5000, "not valid YAML"),
         (b"a: 2001-99-99", ""),
         (b"a: &a [*a]", ""),
-        (b"!!python/object:os.system x", "not YAML"),
-        (b"a: \x00", "not YAML"),
+        (b"!!python/object:os.system x", "not valid YAML"),
+        (b"a: \x00", "not valid YAML"),
         (b"- 1", ""),
     ],
 )
@@ -115,7 +115,7 @@ def test_an_override_file_names_no_other(workplace, value: str) -> None:
 
 def test_deep_json_and_other_odd_values(workplace) -> None:
     one_problem(workplace, ["--apply-chat-template-kwargs", '{"a":' * 5000], "--apply-chat-template-kwargs")
-    one_problem(workplace, ["--multimodal-keys", '{"image": {"a": 1}}'], "needs the name of a column")
+    one_problem(workplace, ["--multimodal-keys", '{"image": {"a": 1}}'], "must name a column")
     one_problem(workplace, ["--rollout-num-gpus", "9" * 20], "--rollout-num-gpus")
     file = workplace.write("x.yaml", "sglang_attention_backend: {a: 1}\nload: [1]\nrm_type: {}\n")
     for part in ("sglang_attention_backend", "load: needs a text", "rm_type: needs a text"):
@@ -157,7 +157,7 @@ def test_a_hook_with_other_parameters_is_told_before_it_is_called(workplace, nam
 
 def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> None:
     file = workplace.write("hooks.py", "def keep(args): ...\nnumber = 5\n")
-    one_problem(workplace, ["--buffer-filter-path", f"{file}:keep"], "it is called as fn(args, rollout_id, buffer")
+    one_problem(workplace, ["--buffer-filter-path", f"{file}:keep"], "slime calls it as fn(args, rollout_id, buffer")
     one_problem(workplace, ["--custom-rm-path", f"{file}:number"], "it is a int, not a function")
 
 
@@ -166,9 +166,11 @@ def test_a_hook_with_other_parameters_is_a_problem_of_the_command(workplace) -> 
 
 def test_routing_replay_needs_an_engine_that_records(workplace) -> None:
     moe = "--train-backend megatron --use-rollout-routing-replay"
-    assert any("does not say which experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded"))
+    assert any(
+        "does not report the chosen experts" in p for p in workplace.problems(f"{moe} --rollout-backend embedded")
+    )
     on_cpu = workplace.problems(f"{moe} --rollout-backend sglang")
-    assert any("--use-rollout-routing-replay: SGLang records experts on a GPU only" in p for p in on_cpu)
+    assert any("--use-rollout-routing-replay: SGLang reports the chosen experts only on a GPU" in p for p in on_cpu)
     workplace.use(GPUS)
     assert not any("routing-replay" in p for p in workplace.problems(f"{moe} --rollout-backend sglang"))
     asked = workplace.problems(f"{moe} --rollout-backend sglang --sglang-device cpu")

@@ -41,7 +41,7 @@ def test_a_limit_of_the_machine_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     for engines, told in ((48, False), (56, True)):
         args = make_args(rollout_num_gpus=engines, rollout_num_gpus_per_engine=1)
         check_machine(args, here)
-        notices = [notice for notice in args.notices if "requests under way: limited to 25000" in notice]
+        notices = [notice for notice in args.notices if "concurrent requests; they are limited to 25000" in notice]
         assert bool(notices) == told
 
 

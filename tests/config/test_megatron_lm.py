@@ -45,7 +45,10 @@ def test_its_flags_are_taken_for_the_users_functions(tmp_path: Path) -> None:
     words = ["--log-throughput", "--no-data-sharding", "--data-path", "a", "b", "--train-samples=7", "--lr", "1e-5"]
     said = read(tmp_path, *words)
     assert said.startswith("[True, False, ['a', 'b'], 7, 1e-05]\n[] [")
-    assert "--data-path, --log-throughput, --no-data-sharding, --train-samples: Megatron-LM's own" in said
+    assert (
+        "--data-path, --log-throughput, --no-data-sharding, --train-samples: flags of Megatron-LM that slime ignores"
+        in said
+    )
 
 
 def test_a_misspelt_flag_is_an_error_with_a_suggestion_from_both(tmp_path: Path) -> None:
@@ -55,7 +58,9 @@ def test_a_misspelt_flag_is_an_error_with_a_suggestion_from_both(tmp_path: Path)
 @pytest.mark.parametrize("source", ["import a_package_that_is_not_there", "raise SystemExit(3)"])
 def test_one_that_cannot_be_asked_is_said(tmp_path: Path, source: str) -> None:
     said = read(tmp_path, "--log-throughput", source=source)
-    assert "--log-throughput: no such flag" in said and "Megatron-LM on PYTHONPATH could not be asked" in said
+    assert (
+        "--log-throughput: no such flag" in said and "the flags of Megatron-LM on PYTHONPATH could not be read" in said
+    )
 
 
 def run_beside(checkout: Path, program: str, place: str = "first") -> str:

@@ -44,7 +44,7 @@ def test_files_that_are_not_there_or_not_mappings(workplace) -> None:
     broken = workplace.write("broken.yaml", "a: [1\n")
     assert "no such file" in workplace.problems("--override none.yaml")[0]
     assert "needs a mapping" in workplace.problems(f"--override {listing}")[0]
-    assert "not YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
+    assert "not valid YAML" in workplace.problems(f"--custom-config-path {broken}")[0]
     assert workplace.problems(f"--override {workplace.write('empty.yaml', '')}") == []
 
 
@@ -106,7 +106,7 @@ def test_a_reference_that_was_the_model_goes_with_it(workplace) -> None:
 
 
 def test_a_key_that_is_gone_or_of_another_framework_is_refused_with_the_reason() -> None:
-    assert set_value(Args(), "use_http2", True) == "use_http2 is gone: HTTP/1.1 with a connection pool is used"
+    assert set_value(Args(), "use_http2", True) == "use_http2 was removed: slime uses HTTP/1.1 with a connection pool"
     assert str(set_value(Args(), "lora_rank", 8)).startswith("lora_rank does not exist: LoRA is not supported yet")
 
 

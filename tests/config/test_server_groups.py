@@ -74,13 +74,16 @@ def test_one_model_without_a_file() -> None:
         ("sglang: [{server_groups: [{num_gpus: 1}]}]", "model 1 has no name"),
         ("sglang: [{name: a, server_grups: []}]", "did you mean 'server_groups'"),
         ("sglang: [{name: a, server_groups: [{num_gpu: 1}]}]", "did you mean 'num_gpus'"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", "model 'a', group 1: num_gpus needs a whole number"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]", "no multiple"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "none of regular, prefill"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: encoder}]}]", "not built"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "either all regular, or prefill"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "placeholders only"),
-        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "names and values"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 0}]}]", "model 'a', group 1: num_gpus must be a whole number"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 3, num_gpus_per_engine: 2}]}]", "not a multiple"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decoder}]}]", "not one of regular, prefill"),
+        (
+            "sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: encoder}]}]",
+            "encoder servers are not supported",
+        ),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: decode}]}]", "use only regular, or prefill"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, worker_type: placeholder}]}]", "only placeholders"),
+        ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: [x]}]}]", "must map names to values"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {api-key: x}}]}]", "api_key is not supported"),
         ("sglang: [{name: a, server_groups: [{num_gpus: 1, overrides: {context-length: 4k}}]}]", "context_length"),
         (
@@ -88,7 +91,7 @@ def test_one_model_without_a_file() -> None:
             "two models have the name 'a'",
         ),
         ("sglang: [{name: a, model_path: /other, server_groups: [{num_gpus: 1}]}]", "no model gets the trainer's"),
-        ("sglang: [", "not YAML"),
+        ("sglang: [", "not valid YAML"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_said_where(tmp_path: Path, text: str, says: str) -> None:
@@ -104,12 +107,12 @@ def test_flags_that_do_not_go_together(tmp_path: Path) -> None:
         return "\n".join(check_placement(make_args(**{**given, **more})))
 
     assert problems() == ""
-    assert "its groups have 2 GPUs, --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
-    assert "use --rollout-backend sglang" in problems(rollout_backend="embedded")
-    assert "write the prefill group into the file" in problems(prefill_num_servers=1)
-    assert "starts nothing" in problems(rollout_external_engine_addrs=["h:1"])
+    assert "its groups have 2 GPUs, but --rollout-num-gpus is 4" in problems(rollout_num_gpus=4)
+    assert "needs --rollout-backend sglang" in problems(rollout_backend="embedded")
+    assert "add the prefill group to the file" in problems(prefill_num_servers=1)
+    assert "--rollout-external-engine-addrs exclude each other" in problems(rollout_external_engine_addrs=["h:1"])
     assert "No such file" in problems(sglang_config=str(tmp_path / "none.yaml"))
-    assert "both kinds are needed" in problems(sglang_config=None, prefill_num_servers=2, rollout_num_gpus=2)
+    assert "at least one must decode" in problems(sglang_config=None, prefill_num_servers=2, rollout_num_gpus=2)
 
 
 def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
@@ -117,7 +120,7 @@ def test_what_sglang_on_a_cpu_does_not_do_is_said() -> None:
     args = make_args(hf_checkpoint="m", rollout_backend="sglang", deterministic=True, embedded_max_total_tokens=9)
     assert any("--deterministic: SGLang" in problem for problem in check_machine(args, cpu))
     assert not any("--deterministic" in problem for problem in check_machine(args, gpu))
-    assert any("--embedded-max-total-tokens: for the embedded engine" in notice for notice in args.notices)
+    assert any("--embedded-max-total-tokens: no effect on SGLang" in notice for notice in args.notices)
 
 
 ON_GPU, ON_CPU = Machine(gpus=8, cores=8, in_cluster=False), Machine(gpus=0, cores=8, in_cluster=False)

@@ -23,35 +23,35 @@ ONE_PROBLEM = [
     ("--advantage-estimator dr_grpo --calculate-per-token-loss", "divides by a constant"),
     (
         "--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo:pg_loss_reducer --calculate-per-token-loss",
-        "divides by a constant",
+        "divides the loss by a constant",
     ),
     ("--overlong-buffer-len 5000", "must be between 0 and --rollout-max-response-len"),
     ("--opd-teacher-load /nowhere --use-opd --opd-type megatron", "--opd-teacher-load /nowhere: no such folder"),
-    ("--embedded-device gpu", "--embedded-device gpu: cpu or cuda"),
+    ("--embedded-device gpu", "--embedded-device gpu: must be cpu or cuda"),
     ("--n-samples-per-prompt 1", "makes every advantage 0"),
     ("--num-critic-only-steps 2", "--advantage-estimator ppo"),
     ("--loss-type custom_loss", "--custom-loss-function-path"),
     ("--eps-clip-c 0.5", "above 1"),
-    ("--log-samples some", "give all, none, or the number"),
-    ("--log-samples -3", "give all, none, or the number"),
+    ("--log-samples some", "must be all, none, or the number"),
+    ("--log-samples -3", "must be all, none, or the number"),
     ("--log-keep-last 0", "--log-keep-last"),
-    ("--sglang-api-key k", "--sglang-api-key is not supported: slime's own requests carry no key"),
+    ("--sglang-api-key k", "--sglang-api-key is not supported: slime's own requests have no key"),
     ("--sglang-admin-api-key k", "--sglang-admin-api-key is not supported"),
     ("--sglang-ssl-certfile k", "plain HTTP"),
-    ("--router-api-key k", "--router-api-key is not supported: slime's own requests carry no key"),
+    ("--router-api-key k", "--router-api-key is not supported: slime's own requests have no key"),
     ("--router-control-plane-api-keys a:b:admin:k", "--router-control-plane-api-keys is not supported"),
     ("--router-tls-key-path k", "plain HTTP"),
     ("--eps-clip -0.1 --eps-clip-high 0.2", "at least 0"),
     ("--gamma 1.5", "from 0 to 1"),
     ("--only-train-params-name-list a --freeze-params-name-list b", "exclude each other"),
-    ("--use-rollout-logprobs --use-tis", "drop one"),
+    ("--use-rollout-logprobs --use-tis", "remove one"),
     ("--get-mismatch-metrics", "needs --custom-tis-function-path"),
     ("--tis-clip 1 --tis-clip-low 2", "must be above"),
     ("--use-opd", "needs --opd-type"),
     ("--opd-type sglang", "needs --use-opd"),
-    ("--min-lr 1 --lr 0.1", "is above --lr"),
+    ("--min-lr 1 --lr 0.1", "must not be above --lr"),
     ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
-    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "drop one"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "remove one"),
     ("--lr-decay-samples 10", "use --lr-decay-iters"),
     ("--over-sampling-batch-size 8", "is below --rollout-batch-size 32"),
     ("--balance-by-flops --micro-batch-size 1", "needs --use-dynamic-batch-size"),
@@ -62,41 +62,41 @@ ONE_PROBLEM = [
     ("--rollout-max-response-len 0", "at least 1"),
     ("--rm-type deepscalar", "not one of deepscaler"),
     ("--rm-type remote_rm", "needs --rm-url"),
-    ("--agent-tool-parser qwen26 --agent-command program", "known are auto, hermes"),
-    ("--agent-reasoning-parser qwen4 --agent-command program", "known are auto, none"),
-    ("--sglang-router-ip 127.0.0.1", "go together"),
+    ("--agent-tool-parser qwen26 --agent-command program", "use one of auto, hermes"),
+    ("--agent-reasoning-parser qwen4 --agent-command program", "use one of auto, none"),
+    ("--sglang-router-ip 127.0.0.1", "pass both or none"),
     ("--update-weight-transport disk", "--update-weight-disk-dir"),
     ("--debug-train-only", "--load-debug-rollout-data"),
-    ("--eval-prompt-data a b c", "needs pairs NAME PATH"),
+    ("--eval-prompt-data a b c", "needs pairs of NAME PATH"),
     ('--multimodal-keys {"image":"images"}', "is a text model"),
     ("--eval-prompt-data a none.jsonl", "no such file"),
     ("--load /nowhere", "no such folder"),
-    ("--ref-load /nowhere --use-kl-loss --kl-loss-coef 0.1", "the KL needs it"),
+    ("--ref-load /nowhere --use-kl-loss --kl-loss-coef 0.1", "the KL term needs it"),
     ("--custom-rm-path nowhere.py", "does not exist"),
     ("--custom-generate-function-path no_such_module.fn", "no module"),
     ("--rollout-sample-hook-path json.dumpz", "has no 'dumpz'"),
-    ("--tensor-model-parallel-size 2", "has no tensor parallel"),
-    ("--context-parallel-size 2", "no multiple"),
-    ("--context-parallel-size 2 --actor-num-gpus-per-node 2 --attn-implementation sdpa", "has no --context-parallel"),
-    ("--rollout-top-p 0.9 --context-parallel-size 2", "--rollout-top-k has no --context-parallel-size"),
+    ("--tensor-model-parallel-size 2", "tensor parallelism needs --train-backend megatron"),
+    ("--context-parallel-size 2", "not a multiple"),
+    ("--context-parallel-size 2 --actor-num-gpus-per-node 2 --attn-implementation sdpa", "excludes --context-parallel"),
+    ("--rollout-top-p 0.9 --context-parallel-size 2", "--rollout-top-k excludes --context-parallel-size"),
     ("--num-layers 35", "num_hidden_layers 36"),
     ("--rollout-num-gpus-per-engine 2 --rollout-num-gpus 2", "the embedded engine runs on one GPU"),
     ("--rollout-num-gpus 0", "leaves no engine"),
-    ("--micro-batch-size 5", "does not split"),
+    ("--micro-batch-size 5", "is not a multiple of --micro-batch-size"),
     ("--actor-num-gpus-per-node 8", "2 CPU cores"),
     ("--update-weight-mode delta", "add --update-weight-transport disk"),
     ("--rollout-data-transport nixl", "is not supported"),
     ("--megatron-deepgemm-forward-layers 1 2", "no DeepGEMM kernels"),
     ("--sglang-model-path x", "--hf-checkpoint"),
     ("--router-port 3", "--sglang-router-port"),
-    ("--train-backend megatron --actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "no multiple"),
+    ("--train-backend megatron --actor-num-gpus-per-node 3 --tensor-model-parallel-size 2", "not a multiple"),
     ("--use-routing-replay", "does not replay"),
     ("--train-backend megatron --fp8 e4m3", "Transformer Engine"),
     ("--train-backend megatron --moe-aux-loss-coeff 0.01", "load-balancing"),
-    ("--use-stateless-adam --train-backend megatron", "keeps its moments"),
-    ("--fsdp-shard-size 2 --train-backend megatron", "--fsdp-shard-size: only --train-backend fsdp has it"),
-    ("--no-fsdp-reshard-after-forward --train-backend megatron", "only --train-backend fsdp has it"),
-    ("--fsdp-accumulate-unsharded-gradients --train-backend megatron", "only --train-backend fsdp has it"),
+    ("--use-stateless-adam --train-backend megatron", "--use-stateless-adam: not supported"),
+    ("--fsdp-shard-size 2 --train-backend megatron", "--fsdp-shard-size: only --train-backend fsdp supports it"),
+    ("--no-fsdp-reshard-after-forward --train-backend megatron", "only --train-backend fsdp supports it"),
+    ("--fsdp-accumulate-unsharded-gradients --train-backend megatron", "only --train-backend fsdp supports it"),
     (
         "--fsdp-shard-size 4 --actor-num-gpus-per-node 6",
         "--fsdp-shard-size 4 does not divide the 6 training ranks: use one of 1, 2, 3, 6",
@@ -264,13 +264,13 @@ def test_a_kl_that_trains_nothing_is_said_with_its_cost() -> None:
     for coefficient, said in ((0.0, True), (0.001, False)):
         args = make_args(use_kl_loss=True, kl_loss_coef=coefficient)
         assert check_kl(args) == []
-        assert any("a forward pass over every rollout" in notice for notice in args.notices) is said
+        assert any("a forward pass per rollout" in notice for notice in args.notices) is said
 
 
 @pytest.mark.parametrize(
     ("sglang", "settings", "said"),
     [
-        ({"speculative_algorithm": "EAGLE"}, {}, "layers for multi-token prediction"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "the checkpoint's multi-token prediction layers"),
         ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "draft"}, {}, "draft model draft is not"),
         ({"speculative_algorithm": "NGRAM"}, {}, None),
         ({"speculative_algorithm": "EAGLE"}, {"debug_rollout_only": True}, None),
@@ -292,10 +292,10 @@ def test_notices_say_what_a_flag_does_not_do(workplace) -> None:
     )
     text = "\n".join(args.notices)
     for part in (
-        "--http-proxy x: no effect",
+        "--http-proxy x has no effect",
         "--kl-coef has no effect",
         "--max-tokens-per-gpu has",
-        "wins over --num-epoch",
+        "takes precedence over --num-epoch",
     ):
         assert part in text
 
@@ -315,7 +315,7 @@ def test_the_fully_asynchronous_rollout_is_for_the_asynchronous_loop(workplace) 
 
 def test_a_staleness_bound_that_cannot_hold_is_refused(workplace) -> None:
     (problem,) = workplace.problems("--max-weight-staleness 1 --update-weights-interval 3", asynchronous=True)
-    assert "up to 2 steps old" in problem
+    assert "can be 2 steps old" in problem
     assert workplace.problems("--max-weight-staleness 2 --update-weights-interval 3", asynchronous=True) == []
     (problem,) = workplace.problems("--max-weight-staleness 1 --partial-rollout", asynchronous=True)
     assert "fully asynchronous" in problem

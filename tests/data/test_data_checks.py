@@ -120,7 +120,7 @@ def test_when_prompts_are_needed() -> None:
 def test_a_bad_eval_list_is_a_problem_too(tmp_path: Path) -> None:
     args = make_args(rollout_global_dataset=False, eval_prompt_data=["a", "b.jsonl", "c"])
     assert check_data(args, numbers_only) == [
-        "--eval-prompt-data needs pairs NAME PATH; these are 3 words: a b.jsonl c"
+        "--eval-prompt-data needs pairs of NAME PATH, but has 3 words: a b.jsonl c"
     ]
 
 
