@@ -242,7 +242,7 @@ def _check_staleness(args: Args) -> list[str]:
     if (_samples_more(args) or args.partial_rollout) and not is_fully_async(args):
         return [
             "--max-weight-staleness limits only when samples start, but with --over-sampling-batch-size or "
-            "--partial-rollout they can wait for any later rollout: remove these, or use the fully asynchronous rollout "
+            "--partial-rollout they can wait for any later one: remove both, or use the fully asynchronous rollout "
             "(--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async)"
         ]
     return []
