@@ -16,7 +16,7 @@ MODEL_ARGS = "source scripts/models/qwen3-4B.sh"
 
 def test_quick_start(desk: Desk) -> None:
     result = desk.train("quick_start", before='CKPT_ARGS=(--hf-checkpoint "$PWD/path/to/Qwen3-4B")')
-    assert "MODEL_ARGS describe another model than hf_checkpoint of the --override file" in result.output
+    assert "MODEL_ARGS describe another model than hf_checkpoint of the" in result.output
     assert all("train/kl_loss" in step for step in result.metrics())
 
 
