@@ -364,7 +364,7 @@ def _lost_words(engine: Engine, reason: str) -> str:
 
 def _last_words(engine: Engine, reason: str) -> str:
     if engine.host is None:
-        return f"{reason}; this run did not start it: restart it by hand, it is taken back when it answers"
+        return f"{reason}; this run did not start it: start it again by hand, it is taken back when it answers"
     try:
         return engine.host.log_tail()
     except Exception as error:

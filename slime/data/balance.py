@@ -1,6 +1,7 @@
-"""What samples cost, and splitting weighted items into balanced parts.
+"""The cost of samples in FLOPs, and algorithms that split weighted items into balanced parts.
 
-The cost is an estimate of forward FLOPs; parts come from Karmarkar-Karp differencing, longest-first or first-fit.
+The cost is an estimate of the FLOPs of a forward pass. The algorithms are Karmarkar-Karp differencing, longest
+processing time first, and first-fit.
 """
 
 from __future__ import annotations
@@ -16,22 +17,29 @@ _GENERIC_HIDDEN = 4096
 
 
 def karmarkar_karp(weights: Sequence[float], parts: int, equal_counts: bool = False) -> list[list[int]]:
-    """Split items into ``parts`` lists with sums as equal as the largest differencing method makes them.
+    """Split items into ``parts`` lists with nearly equal sums, by the largest differencing method.
+
+    The method keeps partial solutions, each of them ``parts`` sets. It repeatedly merges the two with the largest
+    spread (heaviest minus lightest set), until one is left.
 
     Args:
-        weights: of the items, not negative.
+        weights: weights of the items, not negative.
         parts: number of lists.
-        equal_counts: every list gets the same number of items; ``len(weights)`` must be a multiple.
+        equal_counts: every list gets the same number of items; ``len(weights)`` must be a multiple of ``parts``.
 
     Returns:
-        Lists of item positions in ascending order; the lists are in the order of their first item,
-        empty ones last. The result depends on nothing but the arguments.
+        Lists of item positions in ascending order. The lists are in the order of their first item, empty ones last. The
+        result depends only on the arguments.
 
-    Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982), for k parts.
+    Raises:
+        ValueError: ``parts`` is below 1, or does not divide the number of items although ``equal_counts`` is set.
+
+    Source: Karmarkar and Karp, "The differencing method of set partitioning" (1982), extended to k parts.
     """
     if parts < 1 or (equal_counts and len(weights) % parts):
         raise ValueError(f"cannot split {len(weights)} items into {parts} parts" + " of equal count" * equal_counts)
     order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    # With equal counts, each solution at the start has one item per set, and a merge adds the counts: they stay equal.
     width = parts if equal_counts else 1
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for serial, start in enumerate(range(0, len(order), width)):
@@ -42,7 +50,7 @@ def karmarkar_karp(weights: Sequence[float], parts: int, equal_counts: bool = Fa
     while len(heap) > 1:
         _, serial, large = heapq.heappop(heap)
         _, _, small = heapq.heappop(heap)
-        # The heaviest set of one meets the lightest of the other, so that their spreads cancel.
+        # The heaviest set of one joins the lightest set of the other, so that their spreads cancel.
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(large, reversed(small), strict=True)]
         heapq.heappush(heap, _state(merged, serial))
     sets = heap[0][2] if heap else [(0.0, [])] * parts
@@ -50,13 +58,13 @@ def karmarkar_karp(weights: Sequence[float], parts: int, equal_counts: bool = Fa
 
 
 def _state(sets: list[tuple[float, list[int]]], serial: int) -> tuple[float, int, list[tuple[float, list[int]]]]:
-    """(minus the spread, a unique tie breaker, the sets from heavy to light)"""
+    """(minus the spread, a unique tie breaker, the sets from heavy to light), as an entry of the min-heap."""
     sets = sorted(sets, key=lambda s: (-s[0], s[1]))
     return (sets[-1][0] - sets[0][0], serial, sets)
 
 
 def first_fit(weights: Sequence[float], cap: float) -> list[list[int]]:
-    """Put each item, in order, into the first list whose sum stays within ``cap``; an item above it stays alone."""
+    """Put each item, in order, into the first list whose sum stays within ``cap``; a larger item stays alone."""
     bins: list[list[int]] = []
     sums: list[float] = []
     for i, weight in enumerate(weights):
@@ -72,7 +80,10 @@ def first_fit(weights: Sequence[float], cap: float) -> list[list[int]]:
 
 
 def split_in_two(items: list[int], weight: Callable[[int], float]) -> tuple[list[int], list[int]]:
-    """Two halves by longest-processing-time-first, each in ascending order; neither is empty for two or more items."""
+    """Split items into two halves, longest first, each into the lighter half.
+
+    Both are in ascending order. With two or more items, neither half is empty.
+    """
     halves: tuple[list[int], list[int]] = ([], [])
     sums = [0.0, 0.0]
     for item in sorted(items, key=lambda i: (-weight(i), i)):
@@ -84,14 +95,14 @@ def split_in_two(items: list[int], weight: Callable[[int], float]) -> tuple[list
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the estimate of a model's FLOPs needs to know, by Megatron's names.
+    """The dimensions of a model from which its FLOPs are estimated.
 
     Attributes:
-        query_rank: of multi-latent attention; None where queries are projected in one step.
-        kv_rank: of multi-latent attention; None for grouped-query attention, which has ``key_width``.
-        key_width, value_width: of one head.
-        expert_width: of one expert's feed-forward layer.
-        sparse_layers: how many layers have experts.
+        query_rank: rank of the query projection in multi-latent attention; None if queries are projected in one step.
+        kv_rank: rank of the key-value projection in multi-latent attention; None with grouped-query attention.
+        key_width, value_width: dimensions of one head.
+        expert_width: intermediate size of one expert.
+        sparse_layers: number of layers that have experts.
     """
 
     layers: int
@@ -114,9 +125,9 @@ class ModelShape:
 
     @classmethod
     def from_megatron(cls, megatron: Mapping[str, object]) -> ModelShape | None:
-        """From the model's flags (``MODEL_ARGS``) as they were given; None where they were not.
+        """Read the shape from the model's flags (``MODEL_ARGS``); None if these flags were not given.
 
-        What is absent has Megatron's default.
+        Dimensions that were not given have Megatron's defaults.
         """
         given: dict[str, Any] = dict(megatron)
         hidden, layers = given.get("hidden_size"), given.get("num_layers")
@@ -151,13 +162,14 @@ class ModelShape:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: str | None) -> ModelShape | None:
-        """From config.json of a Hugging Face checkpoint; None where it is not on this machine."""
+        """Read the shape from config.json of a Hugging Face checkpoint; None if it is not on this machine."""
         config = read_config(checkpoint) if checkpoint else None
         if config is None:
             return None
         given = {name: value for name in SHAPE if (value := lookup_dimension(config, name)[1]) is not None}
         width, dense = given.get("moe_ffn_hidden_size") or 0, config.get("first_k_dense_replace") or 0
-        # Older models, such as GPT-2 and Phi, name plain GELU; the gated ones name these activations.
+        # config.json does not say whether the MLP is gated. Models with a gated one name these activations, while older
+        # models, such as GPT-2 and Phi, name plain GELU.
         given["swiglu"] = (config.get("hidden_act") or config.get("hidden_activation")) in ("silu", "gelu_pytorch_tanh")
         given["multi_latent_attention"] = "kv_lora_rank" in given
         shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
@@ -167,22 +179,24 @@ class ModelShape:
 
 
 def forward_flops(shape: ModelShape | None, length: int) -> float:
-    """FLOPs of one forward pass over ``length`` tokens: projections, causal attention, MLPs, LM head.
+    """FLOPs of a forward pass over one sample of ``length`` tokens: projections, causal attention, MLPs, LM head.
 
-    Without a shape, only the ratio of quadratic to linear cost of a generic dense model counts.
+    Without a shape, the result is only proportional to the cost of a generic dense model. That suffices for balancing,
+    which compares costs.
     """
     if shape is None:
         return 24 * _GENERIC_HIDDEN**2 * length + 2 * _GENERIC_HIDDEN * length**2
     s = shape
     if s.kv_rank is not None:
         q = s.query_rank * (s.hidden + s.heads * s.key_width) if s.query_rank else s.hidden * s.heads * s.key_width
-        # The part of the keys with rotary embeddings is one for all heads and is not stored compressed.
+        # All heads share the part of the keys with rotary embeddings (RoPE), and it is not compressed.
         kv = s.hidden * (s.kv_rank + s.rope_width)
         kv += s.kv_rank * s.heads * (s.key_width - s.rope_width + s.value_width)
         projections = q + kv + s.heads * s.value_width * s.hidden
     else:
         projections = 2 * s.hidden * s.key_width * (s.heads + s.kv_heads)
-    # Two matrix products (scores, values), each 2 FLOPs per element, half of it masked: width * L^2 per layer.
+    # Attention has two matrix products (scores and values) with 2 FLOPs per multiply-add. The causal mask removes half
+    # of them, so that heads * width * length^2 FLOPs per layer remain of each.
     attention = s.layers * (2 * projections * length + s.heads * (s.key_width + s.value_width) * length**2)
     matrices = 3 if s.gated else 2
     dense = matrices * s.hidden * s.ffn

@@ -1,4 +1,4 @@
-"""Chunks of rows made into prompts, in this process or ahead of time in others; what comes out is the same."""
+"""Converts chunks of rows into prompts, in this process or ahead of time in worker processes, with the same result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ CHUNK_SECONDS = 600.0
 Made = tuple[list[Sample | None], Report]
 Make = Callable[[list[RawRow]], Made]
 
-_make: Make  # of a worker process
+_make: Make  # set in each worker process
 
 
 class Chunks:
-    """``chunks[i]`` is what ``make`` makes of the rows at positions ``i * CHUNK`` and on of the present order.
+    """``chunks[i]`` is the result of ``make`` for the :data:`CHUNK` rows from position ``i * CHUNK`` on.
 
     Args:
-        order: rows at a range of positions.
-        workers: processes; they are started at the first chunk, and make the next ones while one is used.
+        order: returns the rows at a range of positions in the current order.
+        workers: number of worker processes. They are started with the first chunk, and work on the following chunks
+            while one is used.
     """
 
     def __init__(self, rows: RowFile, make: Make, order: Callable[[range], list[int]], workers: int) -> None:
@@ -36,6 +37,7 @@ class Chunks:
         self._open: dict[int, Future[Made] | Made] = {}
 
     def __getitem__(self, chunk: int) -> Made:
+        # Positions are read in ascending order, so earlier chunks are not needed again.
         for earlier in [known for known in self._open if known < chunk]:
             del self._open[earlier]
         last = -(-len(self._rows) // CHUNK) - 1
@@ -46,8 +48,8 @@ class Chunks:
         if isinstance(found, Future):
             if not futures.wait([found], CHUNK_SECONDS).done:
                 raise TimeoutError(
-                    f"{self._rows.spec}: a worker of --num-data-workers did not make prompts of {CHUNK} rows in "
-                    f"{CHUNK_SECONDS:g} s; --num-data-workers 0 shows where it stands"
+                    f"{self._rows.spec}: a worker of --num-data-workers did not convert {CHUNK} rows to prompts in "
+                    f"{CHUNK_SECONDS:g} s; run with --num-data-workers 0 to see where it hangs"
                 )
             found = self._open[chunk] = found.result()
         return found
@@ -58,12 +60,12 @@ class Chunks:
         if not self._workers:
             return self._make(raws)
         if self._pool is None:
-            context = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+            context = multiprocessing.get_context("spawn")  # A fork would copy locks that other threads hold.
             self._pool = ProcessPoolExecutor(self._workers, context, _begin, (self._make,))
         return self._pool.submit(_work, raws)
 
     def forget(self) -> None:
-        """The order changes."""
+        """Drop all chunks, because the order changes."""
         self._open.clear()
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""A pack cut over context-parallel ranks, so that each computes about as many attention scores.
+"""A pack split over context-parallel ranks such that all of them compute about the same number of attention scores.
 
-Every sample is padded to a multiple of 2·cp tokens and cut into 2·cp chunks; rank r holds chunks r and 2·cp−1−r.
-A chunk attends to the sample's tokens up to its own end: causal and aligned at the bottom right, as every segment of
-:mod:`slime.data.packing`, with keys and values gathered from all ranks.
+Every sample is padded to a multiple of 2·cp tokens and split into 2·cp chunks; rank r holds chunks r and 2·cp−1−r. With
+causal attention, a later chunk computes more scores, and these pairs have equal sums. A chunk attends to the sample's
+tokens up to its own end, with keys and values gathered from all ranks. So it is causal and aligned at the bottom right,
+like every segment of :mod:`slime.data.packing`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ def build_context_pack(
     rank: int,
     pad_to_multiple: int = 1,
 ) -> PackLayout:
-    """Rank ``rank``'s part of a pack of n samples over ``size`` ranks.
+    """Lay out the part of rank ``rank`` in a pack of n samples that is split over ``size`` ranks.
 
-    Labels are shifted before the cut: a response token belongs to the rank that holds the token before it.
-    ``kv_index`` points into the rows of all ranks, ``[size · T]``; ``response_lengths`` counts this rank's share, and
-    ``response_index`` says which of each sample's response tokens they are.
+    Labels are shifted before the split: a response token belongs to the rank that holds the token before it, whose
+    logits score it. ``kv_index`` points into the concatenated rows of all ranks, ``[size · T]``. ``response_lengths``
+    counts the response tokens that this rank scores, and ``response_index`` says which ones of each sample they are.
 
     Args:
-        pad_to_multiple: of the tokens of one rank.
+        pad_to_multiple: the number of tokens of each rank is padded to a multiple of this.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
     halves = [-(-len(array) // (2 * size)) for array in arrays]
@@ -59,7 +60,7 @@ def build_context_pack(
         ids.append(np.zeros(num_padding, np.int64))
         positions.append(np.arange(num_padding))
         q_lens.append(num_padding)
-        keys.append(rank * rows + count + np.arange(num_padding))
+        keys.append(rank * rows + count + np.arange(num_padding))  # Padding only attends to itself.
     lens, k_lens = np.asarray(q_lens, np.int64), np.asarray([len(k) for k in keys], np.int64)
     cu_q, cu_k = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lens, k_lens))
     return PackLayout(
@@ -83,7 +84,7 @@ def build_context_pack(
 
 
 def _rows_of_all(positions: np.ndarray, half: int, start: int, size: int, rows: int) -> np.ndarray:
-    """Where the tokens of one sample lie once every rank's rows are behind each other."""
+    """The rows of one sample's tokens after the rows of all ranks were concatenated."""
     chunk = positions // half
     second = chunk >= size
     owner = np.where(second, 2 * size - 1 - chunk, chunk)

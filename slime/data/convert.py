@@ -1,4 +1,4 @@
-"""Finished samples → train data (flat lists, one entry per sample) → one dict of arrays per data-parallel rank."""
+"""Converts samples into train data (lists with one entry per sample), and splits these over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
     """Convert the samples of a rollout.
 
     Args:
-        groups: lists of samples per prompt; where one rollout fanned out, a list of samples stands in
-            the place of one. A flat list of samples is taken too when every sample has a ``group_index``.
+        groups: a list of samples for each prompt; a rollout that fanned out is a list of samples in place of one. A
+            flat list of samples is accepted as well if every sample has a ``group_index``.
 
     Returns:
-        A dict of lists with one entry per sample, in the order given (where that entry is a sequence with one number
-        per token, it is an array): ``tokens, response_lengths,
-        rewards, raw_reward, truncated, sample_indices, group_indices, rollout_ids, loss_masks,
-        rollout_mask_sums`` always; ``rollout_log_probs, teacher_log_probs, rollout_routed_experts,
-        rollout_top_p_token_ids, rollout_top_p_token_offsets, round_number, source_names, metadata,
-        multimodal_train_inputs, weight_versions`` where samples have them. Whether an optional entry is there is
-        decided over all samples.
+        A dict of lists with one entry per sample, in the given order; an entry with one number per token is an array.
+        Always: ``tokens, response_lengths, rewards, raw_reward, truncated, sample_indices, group_indices, rollout_ids,
+        loss_masks, rollout_mask_sums``. Only if samples have them: ``rollout_log_probs, teacher_log_probs,
+        rollout_routed_experts, rollout_top_p_token_ids, rollout_top_p_token_offsets, round_number, source_names,
+        metadata, multimodal_train_inputs, weight_versions``. An optional entry exists for all samples or for none.
 
     Raises:
-        ValueError: a sample that cannot be trained on, or mixed optional fields that the loss needs;
-            the message names the sample.
+        ValueError: a sample cannot be trained on, or only some samples have a field that the loss needs; the message
+            names the sample.
     """
     samples = flatten(groups)
     if not samples:
@@ -73,19 +71,19 @@ def samples_to_train_data(args: Args, groups: Sequence[Group | Sample]) -> Train
 def split_train_data(
     args: Args, train_data: TrainData, dp_size: int, parallel: Mapping[str, int] | None = None
 ) -> list[wire.Wire]:
-    """Schedule the samples over data-parallel ranks and pack each rank's share for the object store.
+    """Assign the samples to data-parallel ranks, and pack each rank's part for the object store.
 
     Args:
-        train_data: of :func:`samples_to_train_data`, or from a custom converter.
+        train_data: the result of :func:`samples_to_train_data` or of a custom converter.
         dp_size: number of data-parallel ranks.
-        parallel: ``cp_size, vpp_size, microbatch_group_size_per_vp_stage`` where they are not 1.
+        parallel: ``cp_size, vpp_size, microbatch_group_size_per_vp_stage`` if they are not 1.
 
     Returns:
         One dict per rank (see :mod:`slime.data.wire`).
     """
     lengths = [len(t) for t in train_data["tokens"]]
     global_batch_size = args.global_batch_size
-    if args.load_debug_rollout_data_subsample:  # as many steps as with the whole dump
+    if args.load_debug_rollout_data_subsample:  # The number of steps is the same as with the whole dump.
         global_batch_size = max(len(set(train_data["rollout_ids"])) // (args.num_steps_per_rollout or 1), 1)
     assert global_batch_size is not None, "defaults.py resolves it"
     settings = PackingSettings.from_args(args)
@@ -97,6 +95,7 @@ def split_train_data(
         rollout_indices=train_data["rollout_ids"],
         prompts=shared_prompts(settings, train_data, (parallel or {}).get("cp_size", 1)),
     )
+    # The global normalizer of each step is computed here, where the samples of all ranks are known.
     tokens_of = [max(int(np.sum(mask)), 1) for mask in train_data["loss_masks"]]
     shared = {
         "num_microbatches": num_microbatches,
@@ -113,17 +112,19 @@ def split_train_data(
 def shared_prompts(
     settings: PackingSettings, data: TrainData | RankBatch, context_size: int
 ) -> list[tuple[Hashable, int]] | None:
-    """Per sample the key and the length of the prompt that it stores once per pack with others of its group.
+    """For each sample, the key and the length of the prompt that it shares with other samples of its group in a pack.
 
-    A sample that shares nothing has the key None. None instead of a list: training shares no prompts at all, because
-    the settings say so, or because the tokens of each sample are cut over ``context_size`` ranks.
+    A sample that shares no prompt has the key None. The result is None if no prompts are shared at all, either because
+    of the settings, or because the tokens of each sample are split over ``context_size`` ranks.
 
-    ``data``: of the whole rollout, or a rank batch.
+    Args:
+        data: the train data of a whole rollout, or a rank batch.
     """
     if not settings.shares_prompts or context_size > 1:
         return None
     lengths = [len(t) - int(r) for t, r in zip(data["tokens"], data["response_lengths"], strict=True)]
     media = data.get("multimodal_train_inputs") or [None] * len(lengths)
+    # A prompt with media is not shared: equal token ids do not mean that the images are equal.
     keys: list[Hashable] = [
         None if own else (group, np.asarray(tokens[:length], np.int64).tobytes())
         for tokens, length, group, own in zip(data["tokens"], lengths, data["group_indices"], media, strict=True)
@@ -135,7 +136,7 @@ def shared_prompts(
 def _token_counts(
     partitions: list[list[int]], micro_batches: list[list[list[int]]], counts: list[int], tokens_of: list[int]
 ) -> list[int]:
-    """Per step, the sum over all ranks of max(mask sum, 1)."""
+    """For each step, the sum of max(mask sum, 1) over the samples of all ranks."""
     totals, begin = [], 0
     for count in counts:
         totals.append(
@@ -151,7 +152,7 @@ def _token_counts(
 
 
 def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
-    """The group of each sample: its ``group_index``; where a hook made samples without one, that of its list."""
+    """The group key of each sample: its ``group_index``, or if a hook made a sample without one, that of its list."""
     keys: list[Hashable] = []
     for position, group in enumerate(groups):
         samples = flatten(group)
@@ -162,14 +163,14 @@ def _group_keys(groups: Sequence[Group | Sample]) -> list[Hashable]:
                 "or let the data source set Sample.group_index"
             )
         if len(known) > 1 and any(s.group_index is None for s in samples):
-            raise ValueError(f"group {position}: samples of groups {sorted(known)} and some without a group_index")
+            raise ValueError(f"group {position} has samples of groups {sorted(known)} and some without a group_index")
         fallback: Hashable = known.pop() if len(known) == 1 else ("list", position)
         keys += [fallback if s.group_index is None else s.group_index for s in samples]
     return keys
 
 
 def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list[int]:
-    """The rollout of each sample; fan-out siblings share one, a sample without one gets a fresh one."""
+    """The rollout id of each sample. Fan-out siblings share one; a rollout without an id gets a new one."""
     rollouts = [flatten(rollout) for group in groups for rollout in ([group] if isinstance(group, Sample) else group)]
     given = [s.rollout_id for rollout in rollouts for s in rollout if s.rollout_id is not None]
     fresh = max(given, default=-1) + 1
@@ -186,6 +187,7 @@ def _rollout_ids(groups: Sequence[Group | Sample], keys: list[Hashable]) -> list
             fresh += 1
         else:
             ids += [s.rollout_id for s in rollout if s.rollout_id is not None]
+    # Samples of different groups with one id would be counted as one rollout, and normalized together.
     group_of: dict[int, Hashable] = {}
     for rollout_id, key in zip(ids, keys, strict=True):
         if group_of.setdefault(rollout_id, key) != key:
@@ -210,7 +212,7 @@ def _check_lengths(sample: Sample) -> None:
 
 
 def _loss_mask(sample: Sample) -> np.ndarray:
-    """int8 [response_length]; all 0 for a sample that was removed or whose verifier timed out."""
+    """The loss mask, int8 [response_length]; all 0 for a removed sample, or if the verifier timed out."""
     if sample.remove_sample or sample.reward_timed_out:
         return np.zeros(sample.response_length, np.int8)
     mask = None if is_unset(vars(sample)["loss_mask"]) else sample.array("loss_mask")
@@ -226,7 +228,7 @@ def _loss_mask(sample: Sample) -> np.ndarray:
 
 
 def _mask_sums(masks: Sequence[Sequence[int] | np.ndarray], rollout_ids: Sequence[int]) -> list[float]:
-    """Per sample the mask sum over all samples of its rollout."""
+    """For each sample, the sum of the masks of all samples of its rollout."""
     sums: dict[int, float] = {}
     for mask, rollout in zip(masks, rollout_ids, strict=True):
         sums[rollout] = sums.get(rollout, 0.0) + float(np.sum(mask))
@@ -234,6 +236,7 @@ def _mask_sums(masks: Sequence[Sequence[int] | np.ndarray], rollout_ids: Sequenc
 
 
 def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[int]) -> TrainData:
+    # Groups without a group_index get numbers above all others, so that no two groups have the same.
     numbers: dict[Hashable, int] = {key: key for key in keys if isinstance(key, int)}
     unnumbered = max(numbers.values(), default=-1) + 1
     for key in keys:
@@ -249,9 +252,10 @@ def _bookkeeping(samples: list[Sample], keys: list[Hashable], rollout_ids: list[
 
 
 def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> TrainData:
-    """Entries that are there only if some sample has them."""
+    """Entries that exist only if some sample has them."""
     data: TrainData = {}
-    asked = ["use_tis"] if "use_tis" in args.explicit else []  # by default it corrects where it can
+    # Off-policy correction that is on by default applies if log-probs exist; a flag on the command line requires them.
+    asked = ["use_tis"] if "use_tis" in args.explicit else []
     engine = _flags(args, *asked, "use_rollout_logprobs", "get_mismatch_metrics")
     teacher = ["--use-opd"] if args.use_opd and args.opd_type == "sglang" else []
     replay = _flags(args, "use_rollout_routing_replay")
@@ -261,14 +265,14 @@ def _optional(args: Args, samples: list[Sample], masks: list[np.ndarray]) -> Tra
     def zeros(sample: Sample) -> np.ndarray:
         return np.zeros(sample.response_length, np.float32)
 
-    def no_rows(sample: Sample) -> np.ndarray:  # the router chooses for tokens without a row
+    def no_rows(sample: Sample) -> np.ndarray:  # For tokens without a row, the trainer's router chooses the experts.
         return np.zeros((0, *(shape or ())), np.uint8)
 
     _per_token(data, "rollout_log_probs", samples, masks, engine, zeros)
     _per_token(data, "teacher_log_probs", samples, masks, teacher, zeros)
     _per_token(data, "rollout_routed_experts", samples, masks, replay, no_rows)
     if any(s.rollout_top_p_token_offsets is not None for s in samples):
-        # An empty nucleus stands for a token whose choice was not restricted.
+        # An empty nucleus means that the choice of the token was not restricted.
         offsets = [s.rollout_top_p_token_offsets for s in samples]
         ids = [s.rollout_top_p_token_ids for s in samples]
         data["rollout_top_p_token_offsets"] = [
@@ -300,9 +304,12 @@ def _per_token(
     needed_by: list[str],
     fill: Callable[[Sample], np.ndarray],
 ) -> None:
-    """Take a field that every trained sample must have, or leave it out for all, with a warning.
+    """Add a field to ``data`` if every trained sample has it; otherwise leave it out for all samples, with a warning.
 
-    Samples that are not trained on may lack it; ``fill`` makes what stands in for it.
+    Samples that are not trained may lack it; ``fill`` makes a substitute for them.
+
+    Raises:
+        ValueError: a trained sample lacks the field, but the flags ``needed_by`` need it.
     """
     values = [s.array(name) if name in TOKEN_FIELDS else getattr(s, name) for s in samples]
     if all(value is None for value in values) and not needed_by:
@@ -314,13 +321,13 @@ def _per_token(
     said = f"{len(lacking)} of {len(samples)} samples (the first is {lacking[0].index}) have no {name}"
     if needed_by:
         raise ValueError(f"{said}, which {', '.join(needed_by)} needs: let the generate function set Sample.{name}")
-    logger.warning("%s: leaving it out for all; old log-probs are computed by the trainer", said)
+    logger.warning("%s: it is left out for all of them, and the trainer computes old log-probs", said)
 
 
 def _complete_custom(
     path: str, data: TrainData, samples: list[Sample], keys: list[Hashable], rollout_ids: list[int]
 ) -> TrainData:
-    """Add what a custom converter may leave out, and check what it gave."""
+    """Add the entries that a custom converter may leave out, and check those that it returned."""
     flag = f"--custom-convert-samples-to-train-data-path {path}"
     if not isinstance(data, dict):
         raise ValueError(f"{flag} must return a dict, not {type(data).__name__}")
@@ -328,9 +335,11 @@ def _complete_custom(
     if missing:
         raise ValueError(f"{flag}: {', '.join(missing)} missing; it returned {', '.join(map(str, data))}")
     for name in data.keys() - BY_NAME.keys() - {field.public_name for field in FIELDS}:
-        if hint := nearest(name, BY_NAME):  # it may be the function's own, for its loss
+        if hint := nearest(name, BY_NAME):  # Only a warning: the entry may be meant for the user's own loss.
             logger.warning("%s returned an entry %r that slime does not know%s", flag, name, hint)
     data = from_hook_names(data, flag)
+    # With the same number of entries, they belong to the samples. Otherwise the converter merged or split samples, and
+    # each entry counts as a rollout and a group of its own.
     count = len(data["tokens"])
     if count == len(samples):
         for key, value in _bookkeeping(samples, keys, rollout_ids).items():

@@ -1,8 +1,12 @@
-"""Packing samples into micro-batches for ranks that run their micro-batches in lock step.
+"""Packs samples into micro-batches for ranks that run their micro-batches in lock step.
 
-With FSDP and with expert parallelism every rank waits for the slowest one in each micro-batch, so a step costs the
-sum over micro-batches ``i`` of the largest cost that any rank has in its micro-batch ``i``. The lower bound is the
-total cost divided by the number of ranks.
+With FSDP and with expert parallelism, every rank waits for the slowest one in each micro-batch. So the cost of a step
+is the sum over ``i`` of the largest cost that any rank has in its ``i``-th micro-batch. Its lower bound is the total
+cost divided by the number of ranks. Balancing only the *total* cost of each rank does not reach the bound: two ranks
+with equal totals still wait for each other if their ``i``-th micro-batches differ.
+
+Terms: a *row* is the set of the ``i``-th micro-batches of all ranks, the *target* is what a micro-batch should cost,
+and the *excess* is its cost minus its target.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The search stops when no micro-batch is this much above its target.
+# The search stops when no micro-batch exceeds its target by more than this fraction of it.
 _TOLERANCE = 0.005
-# Samples are exchanged with this many of the micro-batches that are furthest below their targets.
+# Samples are only exchanged with this many micro-batches, those furthest below their targets. This bounds the time of
+# one step of the search.
 _PARTNERS = 64
 
 
@@ -23,9 +28,9 @@ _PARTNERS = 64
 class Items:
     """The samples of one optimizer step.
 
-    ``tokens`` and ``costs`` are those of each whole sample. Samples with the same key in ``prompts`` can store their
-    prompt once per micro-batch: each further one saves ``prompt_tokens`` and ``prompt_costs``. ``None`` is a prompt of
-    its own. Costs are positive numbers of any unit.
+    ``tokens`` and ``costs`` refer to whole samples. Samples with the same key in ``prompts`` can store their prompt
+    once per micro-batch, so each further one saves ``prompt_tokens`` and ``prompt_costs``. The key ``None`` means that
+    a sample shares its prompt with no other. Costs are positive numbers in any unit.
     """
 
     tokens: Sequence[int]
@@ -35,7 +40,7 @@ class Items:
     prompt_costs: Sequence[float]
 
     def size(self, members: Sequence[int]) -> tuple[int, float]:
-        """Tokens and cost of samples that are packed together; a shared prompt counts once."""
+        """Tokens and cost of samples in one micro-batch; a shared prompt counts once."""
         tokens, cost = sum(self.tokens[i] for i in members), sum(self.costs[i] for i in members)
         seen: set[Hashable] = set()
         for i in members:
@@ -51,28 +56,31 @@ class Items:
 def pack_in_lock_step(
     items: Items, ranks: int, cap: int, multiple: int = 1, at_least: int = 1
 ) -> list[list[list[int]]] | None:
-    """Pack samples into equally many micro-batches per rank, so that the ``i``-th of all ranks cost alike.
+    """Pack samples into the same number of micro-batches per rank, such that the ``i``-th ones cost about the same.
 
-    Starts from ``k = ceil(tokens / (ranks * cap))`` micro-batches per rank, and takes more while the cap cannot be
-    met. Samples are placed longest first: with others that have their prompt while that does not exceed the target,
-    else into the micro-batch that is furthest below its target. Then samples are moved and exchanged while that lowers
-    the largest excess. Finally micro-batches are sorted by cost and dealt out.
+    1. Start with ``k = ceil(tokens / (ranks * cap))`` micro-batches per rank; increase ``k`` while the samples do not
+       fit under the cap.
+    2. Place the samples, longest first: beside samples with the same prompt as long as this does not exceed the target,
+       otherwise into the micro-batch that is furthest below its target.
+    3. Move and exchange samples while this lowers the largest excess.
+    4. Sort the micro-batches by cost, and distribute them over the ranks.
 
-    The search makes at most two steps per micro-batch, each of which looks at the samples of ``_PARTNERS`` others. It
-    takes 50 to 80 ms of CPU time per thousand samples, and up to 130 where prompts are shared (2,048 to 16,384
-    samples, 128 and 512 ranks).
+    The search makes at most two steps per micro-batch, each of which considers the samples of ``_PARTNERS`` others. It
+    takes 50 to 80 ms of CPU time per thousand samples, and up to 130 ms with shared prompts (2,048 to 16,384 samples,
+    128 and 512 ranks).
 
     Args:
         ranks: number of data-parallel ranks.
-        cap: tokens of a micro-batch; only a single sample that is longer may exceed it.
+        cap: maximum tokens of a micro-batch; only a single longer sample may exceed it.
         multiple: the number of micro-batches per rank is a multiple of this.
-        at_least: the smallest number of micro-batches per rank.
+        at_least: minimum number of micro-batches per rank.
 
     Returns:
-        ``[rank][micro-batch]``: positions of samples in ascending order. None where no such schedule was found: fewer
-        samples than micro-batches, or long samples that do not come out even.
+        ``[rank][micro-batch]``: positions of samples in ascending order. None if no such schedule was found, because
+        there are fewer samples than micro-batches, or because long samples cannot be distributed evenly.
     """
     samples = _Samples.of(items)
+    # No schedule with fewer micro-batches per rank can hold so many tokens.
     smallest = max(math.ceil(samples.least_tokens(cap) / (ranks * cap)), at_least, 1)
     bins = _pack(samples, ranks, cap, smallest, multiple)
     if bins is None:
@@ -83,8 +91,13 @@ def pack_in_lock_step(
 
 @dataclass(frozen=True)
 class _Samples:
-    """:class:`Items` as arrays ``[n]``. ``saved_tokens`` and ``saved_costs`` are what a sample saves beside another
-    one with its prompt; ``keys`` numbers the prompts, and a prompt of its own has a number of its own."""
+    """:class:`Items` as arrays ``[n]``.
+
+    Attributes:
+        keys: number of each sample's prompt; a prompt that is not shared has a number of its own.
+        saved_tokens, saved_costs: what a sample saves in a micro-batch that already stores its prompt.
+        shares: whether any two samples have the same prompt.
+    """
 
     tokens: np.ndarray
     costs: np.ndarray
@@ -108,7 +121,7 @@ class _Samples:
         )
 
     def least_tokens(self, cap: int) -> float:
-        """Tokens that any schedule stores at least: a prompt once for every ``cap`` tokens of its samples."""
+        """Lower bound of the tokens that any schedule stores, if a prompt is stored once per ``cap`` tokens."""
         return float(self._least(self.tokens, self.saved_tokens, cap))
 
     def least_cost(self, cap: int) -> float:
@@ -116,8 +129,10 @@ class _Samples:
 
     def _least(self, sizes: np.ndarray, saved: np.ndarray, cap: int) -> np.floating:
         if not self.shares:
-            # A longer sample is alone and fills its micro-batch.
+            # A sample longer than the cap is alone in a micro-batch, so it uses up exactly one.
             return np.minimum(sizes, cap).sum() if sizes is self.tokens else sizes.sum()
+        # For each prompt: its responses, plus the prompt once for each micro-batch that they need at least. Beside the
+        # prompt, a micro-batch has room for ``cap - prompt`` response tokens.
         prompts, once = np.zeros(self.keys.max() + 1), np.zeros(self.keys.max() + 1)
         prompts[self.keys], once[self.keys] = self.saved_tokens, saved
         tokens = np.bincount(self.keys, np.minimum(self.tokens, cap) - self.saved_tokens)
@@ -126,7 +141,7 @@ class _Samples:
 
 
 def _pack(samples: _Samples, ranks: int, cap: int, smallest: int, multiple: int) -> list[list[int]] | None:
-    """``k * ranks`` micro-batches for the smallest possible ``k``; None where no ``k`` is possible."""
+    """Pack into ``k * ranks`` micro-batches with the smallest ``k`` that works; None if none does."""
     k = math.ceil(smallest / multiple) * multiple
     while k * ranks <= len(samples.tokens):
         packer = _Packer(samples, ranks, k, cap)
@@ -142,12 +157,12 @@ class _Packer:
 
     def __init__(self, samples: _Samples, ranks: int, k: int, cap: int) -> None:
         self.samples, self.ranks, self.k, self.cap = samples, ranks, k, cap
-        self.where = np.full(len(samples.tokens), -1, np.int64)
-        self.members: list[list[int]] = [[] for _ in range(ranks * k)]
+        self.where = np.full(len(samples.tokens), -1, np.int64)  # micro-batch of each sample; -1: not placed yet
+        self.members: list[list[int]] = [[] for _ in range(ranks * k)]  # samples of each micro-batch
         self.holders: dict[int, dict[int, int]] = {}
-        """Of each prompt, the micro-batches that store it and how many of their samples have it."""
-        self.used = np.zeros(ranks * k, np.int64)
-        self.load = np.zeros(ranks * k, np.float64)
+        """For each prompt, the micro-batches that store it, and how many of their samples have it."""
+        self.used = np.zeros(ranks * k, np.int64)  # tokens of each micro-batch
+        self.load = np.zeros(ranks * k, np.float64)  # cost of each micro-batch
         self.target = self._targets(samples.least_cost(cap))
 
     def _targets(self, total: float) -> np.ndarray:
@@ -155,15 +170,18 @@ class _Packer:
         return np.repeat(_targets(largest_first, total / self.ranks, self.ranks, self.k), self.ranks)
 
     def place(self) -> bool:
-        """Longest first. False where the cap is in the way."""
+        """Place all samples, longest first; returns False if the cap prevents it."""
         costs, tokens = self.samples.costs, self.samples.tokens
+        # Equal costs are ordered by position, so that the result only depends on the samples.
         order = np.lexsort((np.arange(len(costs)), -costs)).tolist()
         empty = len(self.load)
         for position, u in enumerate(order):
-            spare = len(order) - position > empty  # else each of the samples left has to open a micro-batch
+            # Every micro-batch needs a sample, since all ranks run the same number of them. If there are as many empty
+            # ones as samples left, each of these samples must open one.
+            spare = len(order) - position > empty
             b = self._with_its_prompt(u) if spare and self.samples.shares else -1
             if b < 0:
-                allowed = self.used == 0
+                allowed = self.used == 0  # An empty micro-batch takes any sample, even one that is longer than the cap.
                 if spare:
                     allowed |= self.used + tokens[u] <= self.cap
                 b = int(np.argmin(np.where(allowed, self.load - self.target, np.inf)))
@@ -174,7 +192,7 @@ class _Packer:
         return True
 
     def _with_its_prompt(self, u: int) -> int:
-        """The fullest micro-batch with the sample's prompt that it does not fill above its target; -1 where none is."""
+        """Best fit: of the micro-batches with the sample's prompt, the fullest within target and cap; -1 if none."""
         more = int(self.samples.tokens[u] - self.samples.saved_tokens[u])
         cost = float(self.samples.costs[u] - self.samples.saved_costs[u])
         best, fullest = -1, -math.inf
@@ -185,7 +203,8 @@ class _Packer:
         return best
 
     def _put(self, u: int, b: int) -> None:
-        """Place a sample, or move it."""
+        """Place sample ``u`` in micro-batch ``b``, or move it there."""
+        # The prompt's tokens leave ``a`` only with the last sample that has it, and add to ``b`` only with the first.
         samples, a = self.samples, int(self.where[u])
         holders = self.holders.setdefault(int(samples.keys[u]), {})
         if a >= 0:
@@ -204,10 +223,11 @@ class _Packer:
         self.where[u] = b
 
     def improve(self) -> None:
-        """Move or exchange samples of the micro-batches with the largest excess while that lowers the excess."""
-        self.target = self._targets(float(self.load.sum()))  # now it is known how often prompts are stored
+        """Move or exchange samples of the micro-batches with the largest excess while this lowers the excess."""
+        # The first targets assumed that prompts are stored as rarely as possible. Now the actual cost is known.
+        self.target = self._targets(float(self.load.sum()))
         self._spread_what_does_not_fit()
-        done = np.zeros(len(self.load), bool)
+        done = np.zeros(len(self.load), bool)  # micro-batches that no step could improve
         budget = 2 * len(self.load)
         while budget:
             budget -= 1
@@ -218,8 +238,11 @@ class _Packer:
             done[worst] = not self._relieve(worst, excess)
 
     def _spread_what_does_not_fit(self) -> None:
-        """The cap keeps micro-batches beside a very long sample below their target: others have to do more. Without
-        this the full ones would look like the best partners of every exchange."""
+        """Lower the targets of micro-batches that are full below their target, and raise those of the others.
+
+        The cap keeps such a micro-batch, for example one with a very long sample, below its target, so the others have
+        to do more. Without this, the full ones would look like the best partners of every exchange.
+        """
         full = (self.used + self.samples.tokens.min() > self.cap) & (self.load < self.target)
         if full.all():
             return
@@ -228,13 +251,17 @@ class _Packer:
         self.target[~full] += missing / int((~full).sum())
 
     def _relieve(self, a: int, excess: np.ndarray) -> bool:
-        """Make the largest possible step that lowers the larger excess of ``a`` and another micro-batch."""
+        """Make the step that lowers the most the larger excess of ``a`` and another micro-batch; False if none does.
+
+        A step either exchanges a sample of ``a`` with a sample of the other micro-batch, or moves one there.
+        """
         count = min(_PARTNERS, len(excess))
         lowest = np.sort(np.argpartition(excess, count - 1)[:count])
         lowest = lowest[lowest != a]
         others = np.asarray([v for b in lowest.tolist() for v in self.members[b]], np.int64)
         if not len(others):
             return False
+        # A step must improve by more than a rounding error, or the search would waste steps on equal samples.
         best, step = float(excess[a]) - 1e-9 * float(self.target[a]), None
         partner, kept = self.where[others], self._kept(others)
         for u in self.members[a]:
@@ -256,7 +283,7 @@ class _Packer:
         return True
 
     def _kept(self, others: np.ndarray) -> np.ndarray:
-        """Of each sample, whether its micro-batch stores its prompt without it too."""
+        """For each sample, whether its micro-batch would still store its prompt without it."""
         if not self.samples.shares:
             return np.zeros(len(others), bool)
         pairs = self.samples.keys[others] * len(self.load) + self.where[others]
@@ -264,17 +291,20 @@ class _Packer:
         return counts[place] > 1
 
     def _sizes(self, u: int | np.ndarray, held: bool | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and costs of samples in micro-batches that hold their prompt, or do not."""
+        """Tokens and costs that samples add to micro-batches; ``held``: these already store the sample's prompt."""
         samples = self.samples
         return samples.tokens[u] - held * samples.saved_tokens[u], samples.costs[u] - held * samples.saved_costs[u]
 
     def _after_exchange(
         self, a: int, u: int, others: np.ndarray, partner: np.ndarray, kept: np.ndarray, excess: np.ndarray
     ) -> np.ndarray:
-        """The larger excess of ``a`` and the other micro-batch once ``u`` and each of ``others`` are exchanged."""
+        """The larger excess of ``a`` and its partner after ``u`` was exchanged with each of ``others``; inf if one of
+        the two would exceed the cap."""
         keys = self.samples.keys
         holders = self.holders[int(keys[u])]
-        stays = holders[a] > 1
+        stays = holders[a] > 1  # whether ``a`` still stores the prompt of ``u`` after ``u`` has left
+        # Whether a micro-batch stores the prompt of the sample that comes in. If both samples have the same prompt, it
+        # only does so if another sample with this prompt stays there.
         if self.samples.shares:
             same = keys[others] == keys[u]
             in_a = np.isin(keys[others], keys[self.members[a]]) & (~same | stays)
@@ -291,7 +321,7 @@ class _Packer:
         return np.where(fits, np.maximum(mine, theirs), np.inf)
 
     def _after_move(self, a: int, u: int, lowest: np.ndarray, excess: np.ndarray) -> np.ndarray:
-        """The larger excess of ``a`` and each of ``lowest`` once ``u`` has moved there."""
+        """The larger excess of ``a`` and each of ``lowest`` after ``u`` has moved there; inf if it does not fit."""
         holders = self.holders[int(self.samples.keys[u])]
         _, costs_out = self._sizes(u, holders[a] > 1)
         tokens, costs = self._sizes(u, np.isin(lowest, np.fromiter(holders, np.int64)))
@@ -300,15 +330,16 @@ class _Packer:
 
 
 def _targets(costs: np.ndarray, ideal: float, ranks: int, k: int) -> np.ndarray:
-    """What the micro-batches of each of the ``k`` rows should cost.
+    """What a micro-batch of each of the ``k`` rows should cost.
 
-    The targets add up to ``ideal``, the total over the number of ranks. They are equal, except that row ``i`` costs at
-    least what the ``i * ranks``-th largest sample costs: a few very long samples should meet in one row instead of
-    raising the cost of several.
+    The targets add up to ``ideal``, the total cost divided by the number of ranks. They are equal, except that the
+    target of row ``i`` is at least the cost of the ``i * ranks``-th largest sample. So a few very long samples are
+    collected in one row, instead of raising the cost of several rows.
 
     Args:
-        costs: of single samples, the largest first.
+        costs: the costs of the samples, the largest first.
     """
+    # Find the smallest number of rows that need their floor: the rest is distributed equally over the other rows.
     floors = costs[: k * ranks : ranks]
     for high in range(k):
         level = (ideal - float(floors[:high].sum())) / (k - high)
@@ -318,10 +349,10 @@ def _targets(costs: np.ndarray, ideal: float, ranks: int, k: int) -> np.ndarray:
 
 
 def _deal(items: Items, bins: list[list[int]], ranks: int) -> list[list[list[int]]]:
-    """``[micro-batch][rank]``: sorted by cost, so that each row holds micro-batches that cost alike.
+    """Distribute micro-batches as ``[row][rank]``; sorted by cost, so that those in one row cost about the same.
 
-    Rows go back and forth over the ranks, so that no rank gets the larger one of every row; they are trained in the
-    order of their first sample.
+    The direction alternates from row to row, so that no rank gets the most expensive micro-batch of every row. Rows are
+    trained in the order of their first sample.
     """
     order = sorted(bins, key=lambda batch: (-items.size(batch)[1], batch))
     rows = [order[start : start + ranks] for start in range(0, len(order), ranks)]

@@ -1,4 +1,4 @@
-"""A shuffled order that is computed entry by entry, so that no list of it exists however long it is."""
+"""A pseudo-random permutation that is computed entry by entry, so that it needs no memory however long it is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _Words = np.ndarray  # uint64
 
 
 def shuffled(positions: Sequence[int] | range, count: int, seed: int) -> list[int]:
-    """What stands at these positions of a random permutation of ``range(count)``.
+    """Return the entries at these positions of a random permutation of ``range(count)``.
 
-    A Feistel network over the smallest 4^k >= count; what falls outside the range goes through it again until it
-    falls inside. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", cycle-walking.
+    The permutation is a Feistel network over the smallest power of four, 4^k >= count. A value outside of the range
+    goes through the network again until it falls inside. The network is a bijection, so no two positions meet in one
+    value. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", cycle-walking.
 
     Args:
-        seed: of the permutation; the order depends on it and ``count`` alone.
+        seed: seed of the permutation, which depends only on it and on ``count``.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)

@@ -1,13 +1,13 @@
-"""Where every token of a micro-batch lies when samples are packed into one row without padding between them.
+"""The layout of a micro-batch whose samples are packed into one row, without padding between them.
 
-A pack is a sequence of *segments*. Without sharing, a segment is one whole sample. With sharing, the
-samples of a group that have the same prompt store it once, as a segment of its own; their responses
-are segments whose queries attend to the prompt's keys and values and then to their own. In both
-cases attention is causal and aligned at the bottom right: query ``i`` of ``q`` attends to the first
-``k - q + i + 1`` of the segment's ``k`` keys. That is what varlen attention kernels compute from
-``cu_seqlens_q`` and ``cu_seqlens_k`` once keys and values are gathered with ``kv_index``.
+A pack is a sequence of *segments*. Without sharing, a segment is one whole sample. With sharing, samples of a group
+that have the same prompt store it once, as a segment of its own. Each of their responses is a segment whose queries
+attend to the keys and values of the prompt and then to their own. In both cases, attention is causal and aligned at the
+bottom right: query ``i`` of ``q`` attends to the first ``k - q + i + 1`` of the segment's ``k`` keys. Varlen attention
+kernels compute exactly this from ``cu_seqlens_q`` and ``cu_seqlens_k`` after keys and values were gathered with
+``kv_index``.
 
-The layout is plain numpy, so it is tested without a model.
+The layout is plain numpy, so it can be tested without a model.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ class PackLayout:
     ================ ============= ==========================================================
     field            shape, type   meaning
     ================ ============= ==========================================================
-    tokens           int64 [T]     ids; padding is 0
-    positions        int64 [T]     position in the token's own sample (or shared prompt)
-    q_starts, q_lens int64 [S]     rows of each segment
-    kv_ranges        S lists       per segment the ``(start, end)`` rows that hold its keys,
-                                   in order: the shared prompt, if any, then its own
+    tokens           int64 [T]     token ids; padding is 0
+    positions        int64 [T]     position of the token in its sample (or shared prompt)
+    q_starts, q_lens int64 [S]     first row and number of rows of each segment
+    kv_ranges        S lists       per segment, the ``(start, end)`` rows that hold its keys,
+                                   in order: the shared prompt, if any, then its own rows
     cu_seqlens_q     int32 [S+1]   cumulative q_lens
     cu_seqlens_k     int32 [S+1]   cumulative numbers of keys
-    kv_index         int64 [K]     rows to gather keys and values from; None = no sharing,
-                                   keys are in the order of the queries
-    max_q, max_k     int           longest segment in queries and keys
+    kv_index         int64 [K]     rows from which keys and values are gathered; None without
+                                   sharing, since keys then have the order of the queries
+    max_q, max_k     int           longest segment in queries and in keys
     logit_index      int64 [R]     row whose logits score each response token, samples in order
-    targets          int64 [R]     the response tokens themselves
+    targets          int64 [R]     ids of the response tokens
     response_lengths list, n       as given
-    num_padding      int           padding tokens at the end, a segment of their own
-    response_index   list, n       with context parallelism (``context_pack.py``): which of a sample's
-                                   response tokens this rank scores; else None, for all
+    num_padding      int           padding tokens at the end, which form a segment
+    sample_ranges    n lists       per sample, the ``(start, end)`` rows that hold its tokens
+    response_index   list, n       with context parallelism (``context_pack.py``): which of a
+                                   sample's response tokens this rank scores; otherwise None
     ================ ============= ==========================================================
     """
 
@@ -65,7 +66,7 @@ class PackLayout:
     response_index: list[np.ndarray] | None = None
 
     def rows_of(self, sample: int) -> np.ndarray:
-        """int64 [total_length]: the rows of the pack that hold the tokens of one sample, in order."""
+        """The rows of the pack that hold the tokens of one sample, in order: int64 [total_length]."""
         return _indices(self.sample_ranges[sample])
 
 
@@ -79,14 +80,14 @@ def build_pack(
     """Lay out samples in one pack.
 
     Args:
-        tokens: prompt + response ids of each sample; lists, arrays or CPU tensors.
-        response_lengths: the last so many tokens of each are its response.
-        group_keys: only samples with equal keys share a prompt; None = prompts alone decide.
-        share_prompts: store equal prompts (``tokens[:total - response]``) of a group once.
-        pad_to_multiple: pad the number of tokens to a multiple of this.
+        tokens: prompt + response ids of each sample, as lists, arrays or CPU tensors.
+        response_lengths: number of tokens at the end of each sample that are its response.
+        group_keys: only samples with equal keys may share a prompt. None: all samples with equal prompts may.
+        share_prompts: whether equal prompts (``tokens[:total - response]``) of a group are stored once.
+        pad_to_multiple: the number of tokens is padded to a multiple of this.
 
     Raises:
-        ValueError: no samples, or one without a prompt token to predict its first response token from.
+        ValueError: there are no samples, or one has no prompt token, from which its first response token is predicted.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
     _check(arrays, response_lengths, group_keys, pad_to_multiple)
@@ -95,6 +96,8 @@ def build_pack(
     if share_prompts:
         keys = group_keys if group_keys is not None else [None] * len(arrays)
         prompts = [(k, t[:p].tobytes()) for k, t, p in zip(keys, arrays, prompt_lens, strict=True)]
+        # A prompt that only one sample has stays in one segment with its response. If no prompt is shared, keys need no
+        # gathering.
         uses = Counter(prompts)
         for array, prompt_len, prompt in zip(arrays, prompt_lens, prompts, strict=True):
             builder.add(array, prompt_len, prompt if uses[prompt] > 1 else None)
@@ -120,6 +123,7 @@ class _Builder:
         if prompt_key is None:
             start, end = self._segment(array, 0, [])
             self.sample_ranges.append([(start, end)])
+            # The logits of a row predict the next token, so the rows begin one before the response and end one early.
             self.logit_index.append(np.arange(start + prompt_len - 1, end - 1))
         else:
             if prompt_key not in self.shared:
@@ -127,11 +131,13 @@ class _Builder:
             prompt = self.shared[prompt_key]
             own = self._segment(array[prompt_len:], prompt_len, [prompt])
             self.sample_ranges.append([prompt, own])
-            # The first response token is scored by the prompt's last row, each further one by its predecessor.
+            # The last row of the shared prompt scores the first response token of all its samples. Every other response
+            # token is scored by the row of the token before it.
             self.logit_index.append(_indices([prompt, own])[prompt_len - 1 : -1])
         self.targets.append(array[prompt_len:])
 
     def _segment(self, array: np.ndarray, first_position: int, before: list[Range]) -> Range:
+        # An empty response or an empty padding adds no segment.
         rows = (self.size, self.size + len(array))
         if len(array):
             self.size = rows[1]

@@ -1,4 +1,4 @@
-"""From the reward of a sample to the number that trains it: normalisation within the prompt's group."""
+"""Post-processing of rewards: normalization within the group of a prompt."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slime.data.sample import Sample
 def post_process_rewards(
     args: Args, samples: Sequence[Sample], group_keys: Sequence[Hashable]
 ) -> tuple[list[float], list[float]]:
-    """Raw and trained reward of every sample.
+    """Return the raw and the trained reward of every sample.
 
-    The trained reward is the raw one plus the penalty of ``--overlong-buffer-len``, less the group baseline of
-    ``--advantage-estimator``. With ``--disable-rewards-normalization`` no baseline is subtracted. The samples with the
-    same key are a group, wherever they stand. ``--custom-reward-post-process-path`` replaces all of this.
+    The trained reward is the raw one plus the penalty of ``--overlong-buffer-len``, minus the group baseline of
+    ``--advantage-estimator``. With ``--disable-rewards-normalization``, no baseline is subtracted. Samples with the
+    same key form a group, regardless of their positions. ``--custom-reward-post-process-path`` replaces all of this.
 
     Raises:
-        ValueError: a sample without a reward, or a user's function that does not return one number per sample.
+        ValueError: a sample has no reward, or the user's function does not return one number per sample.
     """
     if args.custom_reward_post_process_path:
         return _custom(args, samples)
@@ -32,8 +32,8 @@ def post_process_rewards(
     if args.overlong_buffer_len:
         limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
         shaped = [r + overlong_penalty(s.response_length, *limits) for r, s in zip(raw, samples, strict=True)]
-    # A sample whose verifier gave no answer in time tells nothing about the others: it stays out of its group's
-    # statistics, and trains with 0. Its raw reward is NaN, so that metrics can leave it out.
+    # A sample whose verifier timed out says nothing about the others: it is left out of its group's statistics, and its
+    # trained reward is 0. Its raw reward is NaN, so that metrics can leave it out.
     answered = [i for i, reward in enumerate(shaped) if not math.isnan(reward)]
     rewards = [0.0] * len(samples)
     if not args.rewards_normalization:
@@ -54,7 +54,7 @@ def post_process_rewards(
 def _number(args: Args, sample: Sample) -> float:
     value = sample.get_reward_value(args)
     if isinstance(value, dict):
-        raise ValueError(f"the reward of sample {sample.index} is {value}: say which entry trains with --reward-key")
+        raise ValueError(f"the reward of sample {sample.index} is {value}: name the entry to train with --reward-key")
     if value is None:
         raise ValueError(
             f"sample {sample.index} (group {sample.group_index}, {sample.status.value}) has no reward: "
@@ -62,7 +62,7 @@ def _number(args: Args, sample: Sample) -> float:
         )
     value = float(value)
     if not math.isfinite(value):
-        raise ValueError(f"the reward of sample {sample.index} is {value}")
+        raise ValueError(f"the reward of sample {sample.index} is {value}, but it must be finite")
     return value
 
 
@@ -75,6 +75,6 @@ def _custom(args: Args, samples: Sequence[Sample]) -> tuple[list[float], list[fl
     raw, rewards = ([float(x) for x in part] for part in result)
     if len(raw) != len(samples) or len(rewards) != len(samples):
         raise ValueError(
-            f"--custom-reward-post-process-path {path}: {len(raw)} and {len(rewards)} for {len(samples)} samples"
+            f"--custom-reward-post-process-path {path} gave {len(raw)} and {len(rewards)} for {len(samples)} samples"
         )
     return raw, rewards

@@ -1,4 +1,4 @@
-"""Which data-parallel rank trains which samples, in which optimizer step and micro-batch. Pure Python."""
+"""Assigns samples to optimizer steps, data-parallel ranks and micro-batches. Pure Python."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class PackingSettings:
     """How samples are put into micro-batches.
 
     Attributes:
-        dynamic: micro-batches hold up to ``max_tokens`` tokens of a GPU instead of ``micro_batch_size`` samples.
-        forward_max_tokens: the same for passes without a backward; None for the micro-batches of training.
-        balanced: micro-batches of the same step have equal costs, as far as possible.
-        pads: micro-batches are padded to their longest sample instead of packed into one row.
+        dynamic: micro-batches hold up to ``max_tokens`` tokens per GPU, instead of ``micro_batch_size`` samples.
+        forward_max_tokens: the same limit for passes without a backward; None: these use the micro-batches of training.
+        balanced: micro-batches of the same step should have equal costs.
+        pads: samples are padded to the longest one of the micro-batch, instead of packed into one row.
         shares_prompts: samples with the same prompt store it once per pack.
-        shape: of the model, for the costs; None where it is not known.
+        shape: the model's dimensions, for the costs; None if they are not known.
     """
 
     dynamic: bool = False
@@ -50,7 +50,8 @@ class PackingSettings:
             micro_batch_size=args.micro_batch_size or 1,
             balanced=bool(args.balance_data or args.balance_by_flops),
             pads=pads,
-            # Siblings' prompts may have gone to other experts each, so replayed routing needs them apart.
+            # The engine may have routed the same prompt to different experts for each sample, so replayed routing needs
+            # a copy of the prompt per sample.
             shares_prompts=bool(args.share_prompt_in_pack and not pads and not args.use_rollout_routing_replay),
             shape=ModelShape.from_megatron(args.megatron) or ModelShape.from_checkpoint(args.hf_checkpoint),
         )
@@ -67,39 +68,40 @@ def build_dp_schedule(
 ) -> Schedule:
     """Split a rollout's samples into optimizer steps, micro-batches and ranks.
 
-    Samples with the same rollout id (fan-out siblings) stay in one step; a step holds ``global_batch_size`` rollouts.
-    Every rank gets the same number of micro-batches in a step.
+    Samples with the same rollout id (fan-out siblings) stay in one step, and a step holds ``global_batch_size``
+    rollouts. In a step, every rank gets the same number of micro-batches.
 
-    With ``--use-dynamic-batch-size`` a micro-batch holds at most ``max_tokens_per_gpu * cp_size`` tokens, and only a
-    single longer sample may exceed that. With ``--balance-data`` or ``--balance-by-flops`` micro-batches are packed
-    for ranks that run in lock step (see :mod:`slime.data.lock_step`), by estimated FLOPs. Otherwise they are filled
-    first-fit in the order of the samples, the largest are halved until their number fits, and they are dealt out round
-    robin.
+    With ``--use-dynamic-batch-size``, a micro-batch holds at most ``max_tokens_per_gpu * cp_size`` tokens; only a
+    single longer sample may exceed that. With ``--balance-data`` or ``--balance-by-flops``, micro-batches are packed by
+    estimated FLOPs for ranks that run in lock step (see :mod:`slime.data.lock_step`). Otherwise they are filled
+    first-fit in the order of the samples, the largest are halved until their number is a multiple of the number of
+    ranks, and they are assigned round-robin.
 
-    Without ``--use-dynamic-batch-size`` a micro-batch is ``micro_batch_size`` consecutive samples; micro-batches are
-    dealt out round robin or, with ``--balance-data``, balanced by FLOPs.
+    Without ``--use-dynamic-batch-size``, a micro-batch is ``micro_batch_size`` consecutive samples. Micro-batches are
+    assigned round-robin or, with ``--balance-data``, balanced by FLOPs.
 
     Args:
-        train_parallel_config: ``dp_size`` and, where not 1, ``cp_size``, ``vpp_size`` and
-            ``microbatch_group_size_per_vp_stage``.
-        total_lengths: tokens of each sample.
+        train_parallel_config: ``dp_size``, and ``cp_size``, ``vpp_size`` and ``microbatch_group_size_per_vp_stage``
+            if they are not 1.
+        total_lengths: number of tokens of each sample.
         global_batch_size: rollouts per optimizer step over all ranks.
         rollout_indices: rollout id of each sample.
-        prompts: per sample the key and the number of tokens of its prompt, where samples with equal keys in a
-            micro-batch store the prompt once; ``None``: nothing is shared. Only the lock-step packing uses it.
+        prompts: for each sample, the key of its prompt and the prompt's number of tokens. Samples with equal keys in a
+            micro-batch store the prompt once. None: nothing is shared. Only the lock-step packing uses it.
 
     Returns:
-        ``partitions[rank]``: sample positions in the order trained; ``micro_batch_indices[rank]``: per
-        micro-batch the positions within ``partitions[rank]``; ``num_microbatches[step]``: per rank;
-        ``global_batch_sizes[step]``: rollouts. Rollouts that fill no whole step are left out, with a warning.
+        ``partitions[rank]``: sample positions in training order; ``micro_batch_indices[rank]``: for each micro-batch,
+        positions within ``partitions[rank]``; ``num_microbatches[step]``: per rank; ``global_batch_sizes[step]``:
+        number of rollouts. Rollouts that do not fill a whole step are left out, with a warning.
 
     Raises:
-        ValueError: too few rollouts for a step, or micro-batches that cannot be spread evenly.
+        ValueError: there are too few rollouts for a step, or the micro-batches cannot be distributed evenly.
     """
     steps = _steps(rollout_indices, len(total_lengths), global_batch_size)
     dp_size = train_parallel_config["dp_size"]
     vpp_size = train_parallel_config.get("vpp_size") or 1
     vpp_group = train_parallel_config.get("microbatch_group_size_per_vp_stage") or 1
+    # Megatron's interleaved pipeline schedule runs the micro-batches of a rank in groups of this size.
     multiple = dp_size * (vpp_group if vpp_size > 1 else 1)
     cp_size = train_parallel_config.get("cp_size") or 1
 
@@ -127,14 +129,14 @@ def pack_forward_only(
     """Pack the samples of one rank for passes without a backward, which keep no activations.
 
     Args:
-        total_lengths: tokens of each sample.
+        total_lengths: number of tokens of each sample.
         prompts: as in :func:`build_dp_schedule`.
-        cap: tokens of a pack; only a single sample that is longer may exceed it.
-        at_least: number of packs, where there are as many samples; more where the cap asks for it.
+        cap: maximum tokens of a pack; only a single longer sample may exceed it.
+        at_least: minimum number of packs, if there are enough samples; the cap may require more.
 
     Returns:
-        Packs with equal estimated FLOPs, as far as possible, the largest first: ranks that run as many packs in lock
-        step wait little for each other. Every sample is in exactly one of them.
+        Packs with about equal estimated FLOPs, the largest first, so that ranks that run the same number of packs in
+        lock step wait little for each other. Every sample is in exactly one pack.
     """
     if not len(total_lengths):
         return []
@@ -145,7 +147,7 @@ def pack_forward_only(
 
 
 def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: int) -> list[list[int]]:
-    """Per optimizer step the positions of its samples, rollouts in the order first seen."""
+    """The positions of the samples of each optimizer step; rollouts are in the order of their first sample."""
     if len(rollout_indices) != num_samples:
         raise ValueError(f"{num_samples} samples but {len(rollout_indices)} rollout ids")
     rollouts: dict[int, list[int]] = {}
@@ -156,7 +158,7 @@ def _steps(rollout_indices: Sequence[int], num_samples: int, global_batch_size: 
     if num_steps < 1:
         raise ValueError(
             f"{count} rollouts are less than one optimizer step of --global-batch-size {global_batch_size}: "
-            "rollout-batch-size x n-samples-per-prompt must be at least that"
+            "--rollout-batch-size x --n-samples-per-prompt must be at least that number"
         )
     if count % global_batch_size:
         logger.warning(
@@ -178,10 +180,11 @@ def _pack_step(
     sizes: tuple[int, int, int],
     step: int,
 ) -> list[list[list[int]]]:
-    """``[rank][micro-batch]``: the positions of the samples of one optimizer step.
+    """Pack the samples of one optimizer step as ``[rank][micro-batch]``.
 
-    ``sizes`` are the data-parallel size, what the number of micro-batches over all ranks is a multiple of, and the
-    context-parallel size.
+    Args:
+        sizes: the data-parallel size, the number of which the micro-batches over all ranks must be a multiple, and the
+            context-parallel size.
     """
     dp_size, multiple, cp_size = sizes
     if settings.dynamic:
@@ -217,9 +220,9 @@ def _items(
 
 
 def _align(micro_batches: list[list[int]], multiple: int, total_lengths: Sequence[int], step: int) -> None:
-    """Make the number of micro-batches a multiple of ``multiple``: halve the largest ones of several samples.
+    """Make the number of micro-batches a multiple of ``multiple``, by halving the largest ones of several samples.
 
-    Where only single samples are left (an odd number of long fan-out samples), the shortest are joined instead.
+    If only single samples are left (for example an odd number of long fan-out samples), the shortest are joined.
     """
 
     def tokens_in(j: int) -> int:
@@ -238,14 +241,15 @@ def _align(micro_batches: list[list[int]], multiple: int, total_lengths: Sequenc
         return
     if len(micro_batches) < multiple:
         raise ValueError(
-            f"step {step} has {len(micro_batches)} samples for {multiple} data-parallel ranks x micro-batch group: "
-            "use a larger --global-batch-size or fewer ranks"
+            f"step {step} has {len(micro_batches)} samples for {multiple} data-parallel ranks x micro-batch group, too "
+            "few for one each: use a larger --global-batch-size or fewer ranks"
         )
+    # This may exceed the token limit. The warning tells how large the largest micro-batch has become.
     for _ in range(surplus):
         a, b = sorted(sorted(range(len(micro_batches)), key=lambda j: (tokens_in(j), j))[:2])
         micro_batches[a] = sorted(micro_batches[a] + micro_batches.pop(b))
     logger.warning(
-        "step %d: %d single samples do not spread evenly over %d: joined the shortest, largest micro-batch %d tokens",
+        "step %d: %d single samples cannot be split evenly over %d: joined the shortest, the largest has %d tokens",
         *(step, len(micro_batches) + surplus, multiple, max(map(tokens_in, range(len(micro_batches))))),
     )
 
@@ -257,7 +261,7 @@ def _pack_static(settings: PackingSettings, samples: list[int], multiple: int, s
         raise ValueError(
             f"step {step}: {len(samples)} samples / micro-batch-size {size} = {len(micro_batches)} micro-batches, "
             f"not a multiple of {multiple} (data-parallel ranks x micro-batch group): "
-            "use --use-dynamic-batch-size, or change one of them"
+            "use --use-dynamic-batch-size, or change one of these numbers"
         )
     return micro_batches
 
@@ -265,7 +269,7 @@ def _pack_static(settings: PackingSettings, samples: list[int], multiple: int, s
 def _distribute(
     settings: PackingSettings, micro_batches: list[list[int]], total_lengths: Sequence[int], dp_size: int
 ) -> list[list[int]]:
-    """Micro-batch numbers of each rank, equally many."""
+    """The positions of each rank's micro-batches, the same number for each rank."""
     if settings.balanced:
         flops = [sum(forward_flops(settings.shape, total_lengths[i]) for i in batch) for batch in micro_batches]
         return karmarkar_karp(flops, dp_size, equal_counts=True)

@@ -1,7 +1,7 @@
-"""How old the weights are that made a sample's tokens, when a step trains them.
+"""Staleness: the age of the weights that sampled a token, in steps, when the token is trained.
 
-A version is named ``<attempt>.<steps trained>``, so step ``i`` trains the weights of version ``i``, and a token of
-version ``v`` is ``i - v`` steps old in it.
+A weight version is named ``<attempt>.<steps trained>``. So step ``i`` trains the weights of version ``i``, and in that
+step a token of version ``v`` has the staleness ``i - v``.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ UNKNOWN = -1
 
 
 def step_of(version: str) -> int | None:
-    """Steps that had trained a version's weights; None for a name of another form (of an engine never updated)."""
+    """The number of steps that had trained a version's weights; None for other names (of an engine never updated)."""
     _, dot, step = version.partition(".")
     return int(step) if dot and step.isdigit() else None
 
 
 def token_staleness(sample: Sample, step: int) -> np.ndarray:
-    """int16 ``[response_length]``: steps from each token's weights to those that ``step`` trains; :data:`UNKNOWN` for
-    tokens that no engine sampled, and for versions without a number."""
+    """The staleness of each response token in step ``step``, int16 ``[response_length]``.
+
+    It is :data:`UNKNOWN` for tokens that no engine sampled, and for versions without a number.
+    """
     ages = np.full(sample.response_length, UNKNOWN, np.int16)
     for version, start, end in sample.version_spans:
         made = step_of(version)
@@ -34,7 +36,7 @@ def token_staleness(sample: Sample, step: int) -> np.ndarray:
 
 
 def sample_staleness(sample: Sample, step: int) -> int | None:
-    """Of the oldest token that is trained; None where none is, or none has a known version."""
+    """The staleness of the oldest trained token; None if no token is trained, or none has a known version."""
     if sample.remove_sample or sample.reward_timed_out:
         return None
     ages = token_staleness(sample, step)
@@ -45,7 +47,7 @@ def sample_staleness(sample: Sample, step: int) -> int | None:
 
 
 def staleness_metrics(samples: Iterable[Sample], step: int) -> dict[str, float]:
-    """``rollout/staleness/{mean,max}`` over samples, and shares of the samples whose answers an update divided."""
+    """``rollout/staleness/{mean,max}`` over samples, and the fraction of responses with several weight versions."""
     samples = list(samples)
     ages = [age for sample in samples if (age := sample_staleness(sample, step)) is not None]
     if not ages:
@@ -61,16 +63,16 @@ def staleness_metrics(samples: Iterable[Sample], step: int) -> dict[str, float]:
 
 
 def add_staleness(train_data: TrainData, samples: Sequence[Sample], step: int) -> None:
-    """Set ``train_data["staleness"]``, one array per sample, where anything is stale: for the log-prob gap by age."""
+    """If any token is stale, set ``train_data["staleness"]`` to one array per sample, for the log-prob gap by age."""
     if len(train_data["tokens"]) != len(samples):
-        return  # a custom converter made other samples of them
+        return  # A custom converter has merged or split samples.
     ages = [token_staleness(sample, step) for sample in samples]
     if any((age > 0).any() for age in ages):
         train_data["staleness"] = ages
 
 
 def mask_older_versions(sample: Sample) -> None:
-    """Train the tokens of the sample's newest weights only (``--mask-offpolicy-in-partial-rollout``)."""
+    """Train only the tokens that the newest weights sampled (``--mask-offpolicy-in-partial-rollout``)."""
     if len({version for version, _, _ in sample.version_spans}) < 2:
         return
     newest = sample.version_spans[-1][0]

@@ -1,7 +1,7 @@
-"""How a rank's samples travel: few large contiguous arrays instead of many small lists.
+"""The format in which a rank's samples are transferred: few large contiguous arrays instead of many small lists.
 
-An entry with one sequence per sample is a :class:`Ragged`: all values in one array, with offsets.
-Ray's object store keeps such arrays outside the pickle, so that a rank reads them without copying.
+An entry with one sequence per sample is a :class:`Ragged`: one array with all values, and offsets. Ray's object store
+keeps such arrays outside the pickle, so that a rank can read them without a copy.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from numpy.typing import ArrayLike
 from slime.data.fields import BY_NAME, RankBatch, TrainData
 
 Wire: TypeAlias = dict[str, Any]
-"""The share of one rank, by the names of ``FIELDS``: arrays, :class:`Ragged`, and lists of Python objects."""
+"""The part of one rank, by the names of ``FIELDS``: arrays, :class:`Ragged`, and lists of Python objects."""
 
 
 class Ragged(NamedTuple):
-    """Sequences laid end to end: sequence ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
+    """Concatenated sequences: sequence ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
 
     values: np.ndarray
     offsets: np.ndarray  # int64 [n + 1]
@@ -32,13 +32,13 @@ class Ragged(NamedTuple):
 
 
 def pack(train_data: TrainData, partition: Sequence[int], extra: Mapping[str, object]) -> Wire:
-    """The share of one rank.
+    """Select and pack the part of one rank.
 
     Args:
         train_data: lists with one entry per sample of the whole rollout. Entries that a user's converter added are
-            shared out if they are lists of that length; all others are taken over as they are.
+            split over the ranks if they are lists of that length; any others are passed to every rank unchanged.
         partition: positions of this rank's samples.
-        extra: schedule entries, added as they are.
+        extra: entries of the schedule, added unchanged.
     """
     count = len(train_data["tokens"])
     part: Wire = {"partition": np.asarray(partition, np.int64)}
@@ -59,7 +59,7 @@ def pack(train_data: TrainData, partition: Sequence[int], extra: Mapping[str, ob
 
 
 def to_rank_batch(part: Wire) -> RankBatch:
-    """The batch of a training rank: lists per sample, with CPU tensors where there is one value per token.
+    """Unpack the batch of a training rank: a list per entry, with CPU tensors if there is one value per token.
 
     ``train_metadata`` and ``metadata`` are the same list. The tensors own their memory.
     """
@@ -69,7 +69,7 @@ def to_rank_batch(part: Wire) -> RankBatch:
     for name, value in part.items():
         if isinstance(value, Ragged):
             dtype = getattr(torch, BY_NAME[name].tensor or str(value.values.dtype))
-            # A copy, because what comes out of the object store must not be written to.
+            # A copy, because arrays in the object store are read-only.
             whole = torch.from_numpy(np.array(value.values)).to(dtype)
             batch[name] = list(torch.split(whole, np.diff(value.offsets).tolist()))
         elif isinstance(value, np.ndarray):
