@@ -135,7 +135,7 @@ WRONG = {
     "import": (RM, "import no_such_module_of_mine\nasync def f(args, sample): return 1.0", "importing it raised ModuleNotFoundError", 1),
     "syntax": (RM, "async def f(args, sample)\n    return 1.0", "importing it raised SyntaxError", 1),
     "absent": (RM, "async def g(args, sample): return 1.0", "has no 'f'; it defines g", None),
-    "class": (RM, "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): return [1.0]", "wants model_path: give --rm-model-path", 1),
+    "class": (RM, "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): return [1.0]", "needs model_path: set --rm-model-path", 1),
     "filter answer": (FILTER, "def f(args, group):\n    return 'yes'", "returned 'yes', not a bool or DynamicFilterOutput", 1),
     "async filter": (FILTER, "async def f(args, group):\n    return True", "it is an async def, but this hook is called without await", 1),
     "one list": (POST, "def f(args, samples):\n    return [s.reward for s in samples]", "it must return (raw_rewards, rewards)", 1),

@@ -132,5 +132,5 @@ async def test_a_judge_as_the_reward_of_groups(smollm2, tokenizer_dir, judge):
 
 
 async def test_an_address_of_no_known_form_is_refused():
-    with pytest.raises(ValueError, match="ends in /generate, /v1/score, /classify, /v1/embeddings"):
+    with pytest.raises(ValueError, match="must end in one of /generate, /v1/score, /classify, /v1/embeddings"):
         await score(make_args().with_values(rm_url="http://127.0.0.1:1/rank"), Sample())

@@ -381,7 +381,7 @@ async def test_ifbench_is_the_share_of_the_instructions_that_are_followed():
 
 async def test_an_instruction_that_cannot_be_checked_is_an_error_and_no_reward():
     """rows of a streamed file that no check before the start has seen"""
-    with pytest.raises(ValueError, match="'words:start_verb' has no built-in checker; leave the row out"):
+    with pytest.raises(ValueError, match="'words:start_verb' has no built-in checker; remove the row"):
         await score("ifbench", "Go", None, instruction_id_list=["words:start_verb"], kwargs=[{}])
     with pytest.raises(ValueError, match="missing: N"):
         await score("ifbench", "Go", None, instruction_id_list=["count:numbers"], kwargs=[{}])
@@ -433,7 +433,7 @@ async def test_precedence_of_sample_path_then_flag_then_metadata_then_type(tmp_p
         await batched_async_rm(arguments(custom_rm_path=f"{file}:short"), [Sample(), Sample()])
     with pytest.raises(ValueError, match="unknown reward type 'no_such_type'"):
         await async_rm(arguments("no_such_type"), Sample())
-    with pytest.raises(ValueError, match="give --rm-type"):
+    with pytest.raises(ValueError, match="set --rm-type"):
         await async_rm(arguments(), Sample())
 
 
@@ -450,7 +450,7 @@ async def test_class_style_reward_models(tmp_path):
     assert scores_whole_groups(args)
     assert await batched_async_rm(args, [Sample(response="x"), Sample(response="yyy")]) == [4.0, 6.0]
     assert await async_rm(args, Sample(response="x")) == 4.0
-    with pytest.raises(ValueError, match="wants model_path: give --rm-model-path"):
+    with pytest.raises(ValueError, match="needs model_path: set --rm-model-path"):
         await async_rm(arguments(custom_rm_path=path), Sample(response="x"))
 
 
@@ -528,7 +528,7 @@ async def test_remote_rm_waits_for_a_server_that_is_away(quick_retries, monkeypa
         assert await async_rm(args, Sample(prompt="p", response="a", label="l")) == 0.5
         assert len(server.calls) == 41
     assert any(f"waiting for the reward server {server.url}" in record.message for record in caplog.records)
-    assert any("answers again" in record.message for record in caplog.records)
+    assert any("replies again" in record.message for record in caplog.records)
     async with RewardServer(failures=3, status=429) as server:
         assert await async_rm(arguments("remote_rm", rm_url=server.url), Sample(response="a")) == 0.5
 
@@ -538,7 +538,7 @@ async def test_remote_rm_ends_with_the_address(quick_retries, monkeypatch):
         with pytest.raises(RuntimeError, match=f"{server.url} has failed for .*--phase-timeout.*500"):
             await async_rm(arguments("remote_rm", rm_url=server.url, phase_timeout=0.05), Sample())
         monkeypatch.setattr("slime.rollout.rm_hub.remote_rm.UNKNOWN_SERVER_SECONDS", 0.01)
-        with pytest.raises(RuntimeError, match=r"tried for 0\.01 s"):
+        with pytest.raises(RuntimeError, match=r"limit: 0\.01 s"):
             await async_rm(arguments("remote_rm", rm_url=server.url), Sample())
     async with RewardServer(failures=99, status=422) as server:
         with pytest.raises(Exception, match="422"):
@@ -712,7 +712,7 @@ def test_a_reward_model_class_without_its_path_is_told_before_the_start(tmp_path
     file.write_text(MODEL_CLASS)
     args = arguments(custom_rm_path=str(file), rm_model_path=None, eval_prompt_data=None)
     (problem,) = check_rewards(args)
-    assert str(file) in problem and "wants model_path: give --rm-model-path" in problem
+    assert str(file) in problem and "needs model_path: set --rm-model-path" in problem
     args.rm_model_path = "folder"
     assert check_rewards(args) == []
     file.with_name("other.py").write_text("class CustomRewardModel:\n    pass\n")

@@ -1,4 +1,4 @@
-"""What would make a reward fail at its first sample, told before a process starts."""
+"""Checks of the reward configuration before any process starts, for errors that would appear at the first sample."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def check_rewards(args: Args) -> list[str]:
-    """One line for each reward model class that cannot be made.
+    """Return one line for each reward that cannot be used.
 
-    A function that cannot be imported is not told here: the check of the hooks has done so.
+    A function that cannot be imported is not reported here, because the check of the hooks reports it.
     """
     if args.loss_type == "sft_loss" or args.load_debug_rollout_data:
         return []
@@ -28,12 +28,12 @@ def check_rewards(args: Args) -> list[str]:
 
 
 def _rewards(args: Args) -> Iterator[tuple[str, str | None]]:
-    """(words before the problem, ``--custom-rm-path``) of training and of each evaluation set."""
+    """Yield (prefix of the message, ``--custom-rm-path``) for training and for each evaluation set."""
     yield "", args.custom_rm_path
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, OSError):
-        return  # told by the check of the data
+        return  # the check of the data reports this
     for config in datasets:
         yield f"evaluation set {config.name}: ", config.custom_rm_path
 
@@ -44,7 +44,7 @@ def _class_problem(where: str, path: str, model_path: str | None) -> list[str]:
     except BaseException:
         return []
     if not model_rm.is_model_class(function):
-        return [] if callable(function) else [f"{where}--custom-rm-path {path}: it is no function"]
+        return [] if callable(function) else [f"{where}--custom-rm-path {path}: it is not a function"]
     try:
         model_rm.check_class(function, model_path)
     except (TypeError, ValueError) as error:

@@ -1,10 +1,10 @@
-"""Users' reward functions: on a thread of their own, each bounded by ``--reward-timeout``.
+"""Run users' reward functions on a separate event loop, each with the time limit ``--reward-timeout``.
 
-They run on one event loop beside that of the rollout, so one that blocks (symbolic algebra inside an
-``async def``, a request without a time limit) holds up other rewards at most, never the engines. A
-loop that is stuck for longer than the limit is given up: the function that stands in it counts as
-timed out, the other calls start again on a new loop. Objects that belong to an event loop (clients,
-semaphores) must therefore be made inside the reward function, not taken from the generate function.
+The event loop runs in its own thread, next to that of the rollout. A function that blocks it (symbolic algebra inside
+an ``async def``, a request without a time limit) therefore delays other rewards at most, and never generation. A loop
+that is blocked for longer than the limit is abandoned: the function that blocks it counts as timed out, and the other
+calls start again on a new loop. Objects that are bound to an event loop (clients, semaphores) must therefore be created
+inside the reward function and not be shared with the generate function.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from slime.rollout.hooks import is_async
 from slime.rollout.verifier.pool import default_workers
 
 logger = logging.getLogger(__name__)
-_BEAT = 0.1  # seconds between looks at the open calls
-_MOST_STARTS = 3
+_BEAT = 0.1  # seconds between two checks of the open calls
+_MOST_STARTS = 3  # attempts for a call whose event loop was blocked by another call
 
 
 class RewardTimeout(TimeoutError):
-    """A reward function used up its time; the message says where it stood."""
+    """A reward function exceeded its time limit."""
 
 
 @dataclass(eq=False)
 class _Call:
     start: Callable[[], Any]
-    blocking: bool  # a plain function: runs in a thread
+    blocking: bool  # a synchronous function, which runs in a thread
     limit: float
-    used: float = 0.0  # seconds, in which the loop was free to run it
-    running: bool = False
+    used: float = 0.0  # seconds during which the loop was free to run the call
+    running: bool = False  # False while the call waits for a thread
     expired: bool = field(default=False)
 
 
 class _Host:
-    """One event loop on a daemon thread, with a limit of plain functions that run at once."""
+    """An event loop on a daemon thread, with a limit on the synchronous functions that run at once."""
 
     def __init__(self, threads: int) -> None:
         self.loop = asyncio.new_event_loop()
@@ -51,7 +51,7 @@ class _Host:
         self.last_beat = time.monotonic()
         self.stuck = False
         self._slots = threads
-        self._found: tuple[asyncio.Task[Any] | None, float] = (None, 0.0)  # the task that runs, since when
+        self._found: tuple[asyncio.Task[Any] | None, float] = (None, 0.0)  # task that runs, since when
         self._thread = threading.Thread(target=self._serve, name="custom-rewards", daemon=True)
         self._thread.start()
 
@@ -61,7 +61,7 @@ class _Host:
         self.loop.run_forever()
 
     async def timed(self, call: _Call) -> Any:
-        """Run one call; its time counts from here, or from when it got a thread."""
+        """Run one call. Its time counts from here, or for a synchronous function from the moment it gets a thread."""
         task = asyncio.current_task()
         assert task is not None
         if not self.open:
@@ -82,7 +82,10 @@ class _Host:
                 self._beat.cancel()
 
     async def _in_thread(self, call: _Call) -> Any:
-        """A daemon thread per call: one that hangs is left behind, and holds up neither others nor the exit."""
+        """Run a synchronous function in its own daemon thread.
+
+        A pool of threads would lose a thread to each call that hangs, and would wait for it when the process exits.
+        """
         future: asyncio.Future[Any] = self.loop.create_future()
         call.running = True
 
@@ -93,7 +96,7 @@ class _Host:
         def work() -> None:
             try:
                 answer: tuple[Any, BaseException | None] = (call.start(), None)
-            except BaseException as error:  # it belongs to the caller, whatever it is
+            except BaseException as error:  # any error is raised in the caller
                 answer = (None, error)
             self.loop.call_soon_threadsafe(settle, *answer)
 
@@ -102,14 +105,16 @@ class _Host:
         try:
             return await future
         finally:
-            if future.cancelled():  # nobody waits any more
+            if future.cancelled():  # the call timed out; a thread cannot be ended, so remember it
                 _left.append(thread)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_BEAT)
             now = time.monotonic()
-            spent = min(now - self.last_beat, 2 * _BEAT)  # what another call blocked is not on these calls' account
+            # While one call blocks the loop, this task does not run either. The cap keeps that time from being charged
+            # to the other calls.
+            spent = min(now - self.last_beat, 2 * _BEAT)
             self.last_beat = now
             for task, call in list(self.open.items()):
                 call.used += spent if call.running else 0.0
@@ -118,9 +123,10 @@ class _Host:
                     task.cancel()
 
     def blocked_call(self, limit: float) -> _Call | None:
-        """The call in which the loop was found at every look for ``limit`` seconds.
+        """Return the call that was running at every check for ``limit`` seconds, or None.
 
-        That the loop is late does not suffice: many short calls that are ready together run in one turn of it.
+        That the loop is late is not enough: if many short calls are ready at once, one iteration of the loop runs all
+        of them, and none of them blocks it.
         """
         task, now = asyncio.current_task(self.loop), time.monotonic()
         if task is not self._found[0]:
@@ -128,12 +134,12 @@ class _Host:
         return self.open.get(task) if task is not None and now - self._found[1] > limit else None
 
     def position(self) -> str:
-        """File and line in which the loop's thread stands."""
+        """The file and line that the thread of the loop is executing."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_left: list[threading.Thread] = []  # threads of plain functions that used up their time and did not end
+_left: list[threading.Thread] = []  # threads of synchronous functions that timed out and still run
 _MOST_LEFT = 64
 _lock = threading.Lock()
 _host: _Host | None = None
@@ -150,21 +156,21 @@ def _current(threads: int) -> _Host:
 async def call_bounded(
     limit: float, threads: int | None, fn: Callable[..., object], *args: object, **keywords: object
 ) -> Any:
-    """Call a reward function, plain or async, from any event loop.
+    """Call a reward function, synchronous or async, from any event loop.
 
     Args:
-        limit: seconds it may take. Functions with an attribute ``deadline(args) -> seconds`` have their own.
-        threads: plain functions that run at once; default: half of the cores.
+        limit: Maximum seconds of the call.
+        threads: Maximum number of synchronous functions that run at once. Default: half of the cores.
 
     Raises:
-        RewardTimeout: it took longer, or blocked the loop of the rewards for longer.
+        RewardTimeout: The function took longer, or blocked the event loop of the rewards for longer.
     """
     count = threads or default_workers()
     _left[:] = [thread for thread in _left if thread.is_alive()]
     if not is_async(fn) and len(_left) >= _MOST_LEFT:
         raise RewardTimeout(
-            f"{_MOST_LEFT} earlier calls of plain reward functions hang in threads that cannot be ended: no more are "
-            "begun; give them limits of their own, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
+            f"{_MOST_LEFT} earlier calls of synchronous reward functions hang in threads that cannot be killed: no "
+            "more are started. Give them time limits, or use slime.rollout.rm_hub.outcome.verify, which can be killed"
         )
     for _ in range(_MOST_STARTS):
         host = _current(count)
@@ -180,21 +186,21 @@ async def call_bounded(
             raise RewardTimeout(f"no answer in {limit:g} s")
         if not host.stuck or (future.done() and not future.cancelled()):
             return _result(future)
-    raise RewardTimeout(f"other reward functions blocked it {_MOST_STARTS} times for over {limit:g} s")
+    raise RewardTimeout(f"other reward functions blocked it {_MOST_STARTS} times for more than {limit:g} s")
 
 
 def _look_after(host: _Host, call: _Call) -> None:
     blocked = host.blocked_call(call.limit)
     if blocked is None:
         return
-    with _lock:
+    with _lock:  # several calls may find the blocked loop at once; only the first one reports it
         if host.stuck:
             return
         host.stuck = True
     blocked.expired = True
     logger.warning(
-        "a reward function blocks its event loop for over %g s%s: it counts as timed out, its thread is left behind. "
-        "Use asynchronous clients, or run such work with slime.rollout.rm_hub.outcome.verify, which can be killed.",
+        "a reward function has blocked its event loop for more than %g s%s: it counts as timed out, and its thread is "
+        "abandoned. Use asynchronous clients, or slime.rollout.rm_hub.outcome.verify, which can be killed.",
         blocked.limit,
         host.position(),
     )
@@ -205,5 +211,5 @@ def _result(future: asyncio.Future[object]) -> object:
         return future.result()
     except RuntimeError as error:
         if "event loop" in str(error):
-            error.add_note("reward functions run on an event loop of their own: make clients and locks inside of them")
+            error.add_note("reward functions run on an event loop of their own: create clients and locks inside them")
         raise

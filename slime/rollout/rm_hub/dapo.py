@@ -1,6 +1,6 @@
-r"""Reward ``dapo``: the last ``Answer: ...`` within the last 300 characters, compared as normalised text.
+r"""Reward ``dapo``: the last ``Answer: ...`` in the last 300 characters, compared with the label as normalized text.
 
-Gives ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}``: train with ``--reward-key score``.
+The reward is ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}``. Train with ``--reward-key score``.
 Source: the rule-based reward of DAPO (Yu et al. 2025, arXiv:2503.14476), section 4.
 """
 
@@ -26,7 +26,7 @@ def dapo_reward(sample: Sample) -> dict[str, Any]:
 
 
 def _normal(text: str) -> str:
-    """What answers and labels are compared by: whole numbers lose ``.0``, all else is normalised text."""
+    """Return the form in which answers and labels are compared: numbers by value, all else as normalized text."""
     text = text.strip().strip("*").strip()
     boxed = last_boxed(text)
     text = text if boxed is None else boxed

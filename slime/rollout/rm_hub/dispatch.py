@@ -1,10 +1,10 @@
-"""Which reward a sample gets, and getting it.
+"""Select the reward function of a sample, and call it.
 
-Precedence: the sample's own ``custom_rm_path`` (per data set in evaluation), ``--custom-rm-path``,
-``metadata["rm_type"]``, ``--rm-type``. A sample whose ``custom_rm_path`` is empty is scored by its type, whatever
-``--custom-rm-path`` says: an evaluation set that has a type of its own asks for that. A ``boxed_`` prefix scores the
-last boxed part of the response. A custom function has ``--reward-timeout`` for its answer; without one its samples are
-marked, not scored 0.
+The first of these that is set decides: the sample's own ``custom_rm_path`` (set by a data set of an evaluation),
+``--custom-rm-path``, ``metadata["rm_type"]``, ``--rm-type``. An empty ``custom_rm_path`` of a sample means that it is
+scored by its type, although ``--custom-rm-path`` is set; evaluation sets with their own type use this. The prefix
+``boxed_`` of a type scores only the last boxed part of the response. A custom function must return within
+``--reward-timeout``; otherwise its samples are marked as unscored and do not get the reward 0.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ _MODULES = (dapo, f1, gpqa, ifbench, last_number, math, random_rm, remote_rm)
 
 
 def _built_in(name: str) -> Callable[[Args, Sample], Any]:
-    """``<name>_reward`` of one of the modules, which takes ``(args, sample)`` or the sample alone."""
+    """Return ``<name>_reward`` of one of the modules as a function of ``(args, sample)``; some take only a sample."""
     function = next(getattr(module, f"{name}_reward") for module in _MODULES if hasattr(module, f"{name}_reward"))
     return function if "args" in parameters(function)[0] else lambda _, sample: function(sample)
 
 
 REWARD_TYPES = {name: _built_in(name) for name in RM_TYPES}
 _BOXED = "boxed_"
-_COMPARED = ("math", "deepscaler", "dapo", "f1")  # with the label; those that read it otherwise say what it lacks
+_COMPARED = ("math", "deepscaler", "dapo", "f1")  # the other types check their label themselves
 
 
 async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
-    """The reward of one sample: a float or a dict; None (and the sample marked) when its verifier gave no answer.
+    """Score one sample.
+
+    Returns:
+        The reward, a float or a dict. None if the verifier gave no result; the sample is then marked as unscored.
 
     Raises:
-        ValueError: no reward is configured, or an unknown type.
+        ValueError: No reward is configured, or its type is unknown.
     """
     path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
-    if not path:  # the built-in types have limits of their own, which begin when a verifier does
+    if not path:  # no time limit here: that of a built-in type begins when its verifier starts, not while it is queued
         return await by_type(args, sample)
     if model_rm.is_model_class(load_reward(path)):
         rewards = await model_rm.model_rewards(args, path, load_reward(path), [sample])
@@ -57,14 +60,16 @@ async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
 
 
 async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: object) -> list[Any]:
-    """Rewards of several samples, in their order: one call of the function with the list, else each by itself.
+    """Score several samples: in one call with the list of samples if the function supports it, else one by one.
 
-    The function is ``--custom-rm-path``, or the one that all samples name (a data set's own in evaluation;
-    with ``--group-rm`` only, and not where its parameter is called ``sample``: then it scores one by one).
-    None for every sample that was marked because no answer came.
+    One call is used for ``--custom-rm-path``. It is also used if all samples name the same function (that of their
+    evaluation set), ``--group-rm`` is set, and the function has no parameter named ``sample``.
+
+    Returns:
+        The rewards in the order of the samples, with None for each sample that was marked as unscored.
 
     Raises:
-        ValueError: the hook gave another number of rewards than samples.
+        ValueError: The function returned another number of rewards than it got samples.
     """
     own = {sample.custom_rm_path for sample in samples}
     path = own.pop() if len(own) == 1 else None
@@ -81,14 +86,14 @@ async def batched_async_rm(args: Args, samples: Sequence[Sample], **kwargs: obje
         return [None] * len(samples)
     if not hasattr(rewards, "__len__") or isinstance(rewards, dict | str) or len(rewards) != len(samples):
         got = f"{len(rewards)} rewards" if isinstance(rewards, list | tuple) else repr(rewards)
-        raise ValueError(f"--custom-rm-path {path} gave {got} for {len(samples)} samples")
+        raise ValueError(f"--custom-rm-path {path} returned {got} for {len(samples)} samples")
     return list(rewards)
 
 
 async def _custom(
     args: Args, path: str, subject: Sample | list[Sample], samples: Sequence[Sample], kwargs: dict[str, object]
 ) -> Any:
-    """The answer of a custom function; None and ``samples`` marked when it took too long."""
+    """Call a custom function. If it takes too long, mark ``samples`` as unscored and return None."""
     function = load_reward(path)
     deadline = getattr(function, "deadline", None)
     limit = float(deadline(args)) if deadline is not None else args.reward_timeout
@@ -106,7 +111,7 @@ def _names(path: str) -> frozenset[str]:
 
 
 def scores_whole_groups(args: Args) -> bool:
-    """Whether a group is scored in one call: ``--group-rm``, or a class-style reward model, which works in batches."""
+    """Whether a group is scored in one call: with ``--group-rm``, or by a reward model class, which scores batches."""
     if args.group_rm:
         return True
     path = args.custom_rm_path
@@ -114,29 +119,32 @@ def scores_whole_groups(args: Args) -> bool:
 
 
 def load_reward(path: str) -> Any:
-    """What ``--custom-rm-path`` names; in a bare file ``CustomRewardModel`` or the only function or class."""
+    """Load the object that ``--custom-rm-path`` names.
+
+    If it names only a file, the object is ``CustomRewardModel``, or the only function or class of the file.
+    """
     return load_function(path, "CustomRewardModel")
 
 
 async def by_type(args: Args, sample: Sample) -> Any:
-    """The reward by ``metadata["rm_type"]`` or ``--rm-type``, whatever ``--custom-rm-path`` says."""
+    """Score a sample by ``metadata["rm_type"]`` or ``--rm-type``; ``--custom-rm-path`` is ignored."""
     name = str(sample.metadata.get("rm_type") or args.rm_type or "").strip()
     if not name:
         raise ValueError(
-            f"sample {sample.index} has no reward: give --rm-type ({', '.join(REWARD_TYPES)}), --custom-rm-path, "
+            f"sample {sample.index} has no reward: set --rm-type ({', '.join(REWARD_TYPES)}), --custom-rm-path "
             'or metadata {"rm_type": ...} in its row'
         )
     plain = name.removeprefix(_BOXED)
     if plain not in REWARD_TYPES:
         known = ", ".join(REWARD_TYPES)
         raise ValueError(
-            f"unknown reward type {name!r} of sample {sample.index} (known: {known}; each also as {_BOXED}...)"
+            f"unknown reward type {name!r} of sample {sample.index} (known: {known}, each also with prefix {_BOXED})"
         )
     if plain in _COMPARED and sample.label is None:
         raise ValueError(f"reward type {name}: sample {sample.index} has no label to compare with (--label-key)")
     scored = sample
     if plain != name:
-        scored = copy.copy(sample)
+        scored = copy.copy(sample)  # the sample itself keeps its whole response
         scored.response = _boxed_only(plain, sample.response)
     result = REWARD_TYPES[plain](args, scored)
     reward = await result if inspect.isawaitable(result) else result
@@ -146,7 +154,10 @@ async def by_type(args: Args, sample: Sample) -> Any:
 
 
 def _boxed_only(rm_type: str, response: str) -> str:
-    """The boxed part, in the form that the reward type reads: some of them look for a box themselves."""
+    """Return the last boxed part of a response, in the form that the reward type expects.
+
+    ``math`` and ``deepscaler`` look for a box themselves, so they get one.
+    """
     boxed = last_boxed(after_thinking(response))
     if boxed is None:
         return ""

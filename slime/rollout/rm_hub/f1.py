@@ -1,6 +1,6 @@
-"""Reward ``f1``: token F1 of response against label as in SQuAD (Rajpurkar et al. 2016), best over several labels.
+"""Reward ``f1``: token F1 of response and label as in SQuAD (Rajpurkar et al. 2016); the best one of several labels.
 
-``yes``, ``no`` and ``noanswer`` count only as a whole answer, as in HotpotQA's official script.
+``yes``, ``no`` and ``noanswer`` match only as the whole answer, as in HotpotQA's official script.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _CLOSED = {"yes", "no", "noanswer"}
 
 
 def f1_reward(sample: Sample) -> float:
-    """F1 in [0, 1]; the label is a string or a list of accepted strings."""
+    """Return the F1 in [0, 1]. The label is a string or a list of accepted strings."""
     labels = sample.label if isinstance(sample.label, list) else [sample.label]
     response = after_thinking(sample.response)
     return max(f1_score(response, str(label)) for label in labels)
 
 
 def f1_score(prediction: str, gold: str) -> float:
-    """Token F1 of two texts after normalisation (case, punctuation, articles, white space)."""
+    """Return the token F1 of two texts after normalization (case, punctuation, articles, white space)."""
     left, right = normalize_answer(prediction), normalize_answer(gold)
     if left != right and (left in _CLOSED or right in _CLOSED):
         return 0.0
@@ -37,7 +37,10 @@ def f1_score(prediction: str, gold: str) -> float:
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and articles, single spaces; a text of nothing else (``The The``) stays."""
+    """Convert a text to lower case, and remove punctuation, articles and repeated spaces.
+
+    A text that consists only of punctuation and articles (the band ``The The``) would become empty, so it keeps them.
+    """
     text = text.lower()
     words = re.sub(r"\b(a|an|the)\b", " ", text.translate(_PUNCTUATION)).split()
     return " ".join(words or text.split())

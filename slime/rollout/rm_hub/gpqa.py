@@ -1,8 +1,8 @@
-"""Reward ``gpqa``: 1.0 for the right letter of a multiple-choice question, else 0.0.
+"""Reward ``gpqa``: 1.0 for the correct letter of a multiple-choice question, else 0.0.
 
-Metadata keys that it reads: ``choices`` (list or letter -> text), ``valid_letters``, ``correct_letter``,
-``correct_answer`` and ``answer_text`` (text of the right choice). The label may be the letter, the text
-of the right choice, or its index in ``choices``.
+The reward reads these keys of the metadata: ``choices`` (a list, or a dict from letter to text), ``valid_letters``,
+``correct_letter``, ``correct_answer`` and ``answer_text`` (the text of the correct choice). The label may be the
+letter, the text of the correct choice, or its index in ``choices``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from slime.data.sample import Sample
 from slime.rollout.rm_hub.f1 import normalize_answer
 from slime.rollout.rm_hub.text import after_thinking, last_boxed
 
-_TAIL = 4000  # characters of a response in which its choice is looked for
+_TAIL = 4000  # characters at the end of a response in which the choice is searched
 
 
 def gpqa_reward(sample: Sample) -> float:
-    """Score one sample. Raises ValueError where neither label nor metadata tell the right letter."""
+    """Score one sample. A response that names no letter is compared with the text of the correct choice.
+
+    Raises:
+        ValueError: Neither label nor metadata give the correct letter.
+    """
     letters = valid_letters(sample.metadata)
     correct = correct_letter(sample.label, sample.metadata, letters)
     if correct is None:
@@ -34,12 +38,18 @@ def gpqa_reward(sample: Sample) -> float:
 
 
 def extract_letter(response: str, letters: str) -> str | None:
-    """The chosen letter: boxed, after "answer", a line of its own, or the last one that stands alone; in this order."""
+    """Return the letter that a response chooses, or None.
+
+    The first of these that is found decides: a boxed letter, a letter after "answer", "choice" or "option", a letter on
+    a line of its own, a letter before a closing parenthesis, the only separate letter in the last 100 characters.
+    """
     one = f"[{letters}]"
     boxed = last_boxed(response)
-    response = re.sub(r"[^\S\n]+", " ", re.sub(r"\s*\n\s*", "\n", response[-_TAIL:]))  # patterns meet no long runs
+    # The patterns below would take quadratic time on long runs of white space.
+    response = re.sub(r"[^\S\n]+", " ", re.sub(r"\s*\n\s*", "\n", response[-_TAIL:]))
     if boxed is not None:
         found = re.fullmatch(rf"\(?(?:\\text\s*\{{)?\s*\(?({one})\)?[.)]?\s*\}}?.*", boxed.strip(), re.DOTALL)
+        # A box that begins with two letters contains a word: the A of "Answer" is not a choice.
         if found and not re.match(r"[A-Za-z]{2}", boxed.strip()):
             return found[1]
     for pattern in (
@@ -55,7 +65,7 @@ def extract_letter(response: str, letters: str) -> str | None:
 
 
 def valid_letters(metadata: Mapping[str, object]) -> str:
-    """Letters that may be chosen: from metadata, else one per choice, else A to D."""
+    """Return the letters that may be chosen: those of the metadata, else one per choice, else A to D."""
     given, choices = metadata.get("valid_letters"), metadata.get("choices")
     if isinstance(given, str | Sequence) and given:
         return "".join(str(letter).upper() for letter in given)
@@ -65,7 +75,7 @@ def valid_letters(metadata: Mapping[str, object]) -> str:
 
 
 def correct_letter(label: object, metadata: Mapping[str, object], letters: str) -> str | None:
-    """The right letter by ``correct_letter``, else by a label that is a letter, an index or the text of a choice."""
+    """Return the correct letter: ``correct_letter``, else by a label that is a letter, an index or a choice's text."""
     for value in (metadata.get("correct_letter"), label):
         if (
             isinstance(value, str)
@@ -83,7 +93,7 @@ def correct_letter(label: object, metadata: Mapping[str, object], letters: str) 
 
 
 def unreadable(label: object, metadata: Mapping[str, object]) -> str:
-    """Why no letter is known."""
+    """Explain why the correct letter is unknown."""
     keys = ", ".join(sorted(metadata)) or "none"
     return (
         f"label {label!r} is neither one of the letters {valid_letters(metadata)} nor one of the choices, "

@@ -1,7 +1,7 @@
-"""Reward ``ifbench``: share of a prompt's instructions (IFBench, IFEval) that the response follows.
+"""Reward ``ifbench``: the fraction of a prompt's instructions (IFBench, IFEval) that the response follows.
 
-The checkers are those of :mod:`slime.rollout.rm_hub.ifbench_checks`. Where IFBench's own ``evaluation_lib`` can be
-imported (a clone of allenai/IFBench on PYTHONPATH), it scores instead, all ids included.
+The checkers are those of :mod:`slime.rollout.rm_hub.ifbench_checks`. If IFBench's own ``evaluation_lib`` can be
+imported (from a clone of allenai/IFBench on PYTHONPATH), it is used for all instructions instead.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 _MODULE = "evaluation_lib"
 _ALTERNATIVES = (
-    "leave the row out, score it with --custom-rm-path, or put a clone of allenai/IFBench with its requirements on "
+    "remove the row, score it with --custom-rm-path, or put a clone of allenai/IFBench with its requirements on "
     f"PYTHONPATH (its {_MODULE}.py then scores every id)"
 )
 
 
 def external() -> bool:
-    """Whether IFBench's own checkers can be imported; they are preferred then."""
+    """Whether IFBench's own checkers can be imported. They are then preferred."""
     return importlib.util.find_spec(_MODULE) is not None
 
 
 def unreadable(metadata: Mapping[str, object]) -> str | None:
-    """What keeps a row's instructions from being scored, and what to do about it; None where nothing does."""
+    """Explain why the instructions of a row cannot be scored and what to do about it; None if they can be scored."""
     instructions = metadata.get("instruction_id_list")
     if not instructions:
         return "metadata has no instruction_id_list"
@@ -43,15 +43,16 @@ def unreadable(metadata: Mapping[str, object]) -> str | None:
 
 
 async def ifbench_reward(args: Args, sample: Sample) -> float | None:
-    """Reads ``instruction_id_list``, ``kwargs`` and, where given, ``prompt_text`` of the metadata.
+    """Score one sample by ``instruction_id_list``, ``kwargs`` and (optional) ``prompt_text`` of its metadata.
 
-    What stands inside of ``<think>...</think>`` is not judged.
+    Text inside ``<think>...</think>`` is ignored.
 
     Returns:
-        Share of the instructions that are followed, between 0 and 1; None (and the sample marked) without a verdict.
+        The fraction of the instructions that are followed, in [0, 1]. None if the verifier gave no result; the sample
+        is then marked as unscored.
 
     Raises:
-        ValueError: an instruction of the sample cannot be checked: its id has no checker, or its kwargs do not fit.
+        ValueError: An instruction cannot be checked, because its id has no checker or its kwargs are wrong.
     """
     metadata = sample.metadata
     problem = unreadable(metadata)
@@ -69,7 +70,7 @@ async def ifbench_reward(args: Args, sample: Sample) -> float | None:
 
 
 def share(prompt: str, response: str, instructions: list[str], kwargs: list[dict[str, object] | None]) -> float:
-    """Runs in a verifier process. Share of the instructions that are followed (IFEval's strict accuracy)."""
+    """Return the fraction of instructions that are followed (IFEval's strict accuracy). Runs in a verifier process."""
     if not external():
         followed = [follows(response, name, given) for name, given in zip(instructions, kwargs, strict=True)]
         return sum(followed) / len(followed)

@@ -1,4 +1,4 @@
-"""Can the verifier read this label? Asked for every row before a run starts."""
+"""Check that a verifier can read the labels. This runs for every row of a data set before a run starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ Check = Callable[[object, Mapping[str, object]], str | None]
 
 
 def check_label(rm_type: str, label: object, metadata: Mapping[str, object] | None = None) -> str | None:
-    """What is wrong with a label for a reward type, or None. Cheap: no process, no symbolic parser.
+    """Describe what is wrong with a label for a reward type, or return None.
+
+    The check is cheap: it starts no process and uses no symbolic parser.
 
     Args:
-        rm_type: as for ``--rm-type``, ``boxed_`` prefix included; unknown types and those that read no label pass.
-        label: as it stands in the row.
-        metadata: of the row; its ``rm_type`` overrides the argument, as it does in the run.
+        rm_type: A value of ``--rm-type``, also with the prefix ``boxed_``. Unknown types pass, as do types that read no
+            label.
+        label: The label of the row.
+        metadata: The metadata of the row. Its ``rm_type`` overrides the argument, as it does in the run.
     """
     metadata = metadata or {}
     name = str(metadata.get("rm_type") or rm_type or "").strip().removeprefix("boxed_")
@@ -42,12 +45,12 @@ def _math(label: object, _: Mapping[str, object]) -> str | None:
         return missing
     gold = gold_answer(label)
     if not normalize_math(gold):
-        return f"nothing is left of label {str(label)[:80]!r} once spaces and signs are gone"
+        return f"label {str(label)[:80]!r} contains nothing but spaces and signs"
     if gold.count("{") - gold.count("\\{") != gold.count("}") - gold.count("\\}"):
-        return f"unbalanced braces in label {gold[:80]!r}"
+        return f"label {gold[:80]!r} has unbalanced braces"
     prose = re.sub(r"\\[A-Za-z]+", " ", gold)
     if not re.search(r"[\d=^_+*/<>\\]", gold) and len(re.findall(r"[A-Za-z]{2,}", prose)) > 4:
-        return f"label {gold[:80]!r} reads like a sentence, not a mathematical answer (f1 compares texts)"
+        return f"label {gold[:80]!r} reads like a sentence, not a mathematical answer (type f1 compares texts)"
     return None
 
 

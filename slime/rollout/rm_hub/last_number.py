@@ -1,4 +1,4 @@
-"""Reward ``last_number``: 1.0 when the last number of the response equals the label, else 0.0."""
+"""Reward ``last_number``: 1.0 if the last number in the response equals the label, else 0.0."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from slime.rollout.rm_hub.text import after_thinking, as_number, last_number
 
 
 def last_number_reward(sample: Sample) -> float:
-    """Exact comparison of values: ``1,000`` equals ``1000.0``. Raises ValueError for a label that is no number."""
+    """Score one sample. Values are compared exactly: ``1,000`` equals ``1000.0``.
+
+    Raises:
+        ValueError: The label is not a number.
+    """
     gold = number_label(sample.label)
     if gold is None:
         raise ValueError(f"reward type last_number: label {sample.label!r} of sample {sample.index} is not a number")
@@ -17,6 +21,9 @@ def last_number_reward(sample: Sample) -> float:
 
 
 def number_label(label: object) -> Fraction | None:
-    """Value of a label that is one decimal number; None for anything else, fractions included (no text ends in one)."""
+    """Return the value of a label that is one decimal number, else None.
+
+    Fractions such as ``3/4`` give None, because :func:`last_number` finds no fractions in a response.
+    """
     value = as_number(str(label))
     return value if value is not None and last_number(str(label)) == value else None

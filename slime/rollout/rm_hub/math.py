@@ -1,9 +1,12 @@
-r"""Math rewards: ``math`` and ``deepscaler``. 1.0 where the answer means the label, else 0.0.
+r"""Math rewards ``math`` and ``deepscaler``: 1.0 if the final answer is mathematically equal to the label, else 0.0.
 
-``math`` reads the last ``\boxed{}`` of the response (of what follows ``</think>``, where there is one),
-else what follows the last ``####`` (GSM8K's mark), else its last expression or number. ``deepscaler``
-wants an answer in ``\boxed{}`` after the reasoning (``</think>`` or ``###Response``), else 0. Equal normal forms
-and plain numbers are decided at once; the rest goes to math-verify in a verifier process.
+``math`` takes the final answer from the text after ``</think>`` if there is one, otherwise from the whole response: the
+last ``\boxed{}``, else the text after the last ``####`` (the mark of GSM8K), else the last expression or number.
+``deepscaler`` requires an answer in ``\boxed{}`` after the reasoning (``</think>`` or ``###Response``); without it the
+reward is 0.
+
+Answers with equal normal forms and plain numbers are compared here. The others are compared by math-verify in a
+verifier process, because a symbolic comparison can hang.
 """
 
 from __future__ import annotations
@@ -28,14 +31,14 @@ if TYPE_CHECKING:
 
 _EQUAL = "slime.rollout.rm_hub.math_equal.equal"
 _RESPONSE_EQUAL = "slime.rollout.rm_hub.math_equal.response_equal"
-_LONGEST_ANSWER = 500  # characters: a longer "answer" is a derivation
+_LONGEST_ANSWER = 500  # characters; a longer "answer" is a derivation and counts as wrong
 _STYLED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|textit)\s*\{([^{}]*)\}")
 _MARK = "####"
-_TAIL = 4000  # characters of an unboxed response in which its last expression is looked for
+_TAIL = 4000  # characters at the end of a response without a box in which the last expression is searched
 
 
 def gold_answer(label: object) -> str:
-    """The answer that a label holds: its boxed or ``####`` part where there is one, else all of it."""
+    """Return the answer in a label: its boxed or ``####`` part if it has one, otherwise the whole label."""
     text = as_latex(str(label))
     marked = _marked_answer(text)
     return (text if marked is None else marked).strip()
@@ -50,7 +53,7 @@ def _marked_answer(text: str) -> str | None:
 
 
 def same_answer(gold: str, answer: str) -> bool | None:
-    """True or False where spelling or plain numbers decide, None where symbols must be compared."""
+    """Compare two answers by normal form and as numbers. None if only a symbolic comparison can decide."""
     normal = normalize_math(gold)
     if normal and normal == normalize_math(answer):
         return True
@@ -61,13 +64,14 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 
 async def math_reward(args: Args, sample: Sample) -> float | None:
-    """Reward type ``math``."""
+    """Reward type ``math``. None if the verifier gave no result."""
     response = after_thinking(sample.response)
     gold, marked = gold_answer(sample.label), _marked_answer(response)
     if marked is not None:
         return await _compare(args, sample, gold, as_latex(marked))
-    tail = as_latex(response[-_TAIL:])[-_TAIL:]  # cut first: this runs on the event loop
+    tail = as_latex(response[-_TAIL:])[-_TAIL:]  # cut before the conversion, because this runs on the event loop
     gold_value, value = as_number(gold), last_number(tail)
+    # Text without a number or a mathematical character can only equal the label literally.
     if value is None and not any(character in tail for character in "\\$=+*/^0123456789"):
         return float(normalize_math(gold) == normalize_math(tail))
     if gold_value is not None and gold_value == value and "\\" not in tail and "$" not in tail:
@@ -76,7 +80,7 @@ async def math_reward(args: Args, sample: Sample) -> float | None:
 
 
 async def deepscaler_reward(args: Args, sample: Sample) -> float | None:
-    """Reward type ``deepscaler``."""
+    """Reward type ``deepscaler``. None if the verifier gave no result."""
     for marker in ("</think>", "###Response"):
         if marker in sample.response:
             boxed = last_boxed(sample.response.rsplit(marker, 1)[-1])
@@ -94,7 +98,7 @@ async def _compare(args: Args, sample: Sample, gold: str, answer: str) -> float 
 
 
 def _bare(answer: str) -> str:
-    """Without the style commands and parentheses that some wrap around a number: ``\\textbf{(073)}``."""
+    """Remove style commands and parentheses around a number, as in ``\\textbf{(073)}``."""
     styled = _STYLED.fullmatch(answer.strip())
     answer = styled[1].strip() if styled else answer.strip()
     return answer[1:-1] if answer.startswith("(") and answer.endswith(")") else answer

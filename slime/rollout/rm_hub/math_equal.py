@@ -1,6 +1,6 @@
-"""Symbolic equality of two answers by math-verify. Runs in verifier processes only: it can take for ever.
+"""Symbolic equality of two answers with math-verify. It can hang, so it may run only in verifier processes.
 
-math-verify's own time limits use ``signal.alarm``; they are off here, since the pool kills the process.
+The time limits of math-verify use ``signal.alarm``. They are turned off here, because the pool kills the process.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two bare LaTeX answers mean the same."""
+    """Whether two LaTeX answers (without ``\\boxed``) are mathematically equal."""
     gold_parsed = _bare(gold)
     return bool(gold_parsed) and bool(verify(gold_parsed, _bare(answer), timeout_seconds=None))
 
 
 def response_equal(gold: str, response: str) -> bool:
-    """Whether the last expression or number in free text means ``gold``."""
+    """Whether the last expression or number in free text is mathematically equal to ``gold``."""
     gold_parsed = _bare(gold)
     found = parse(response, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None)
     return bool(gold_parsed) and bool(verify(gold_parsed, found, timeout_seconds=None))

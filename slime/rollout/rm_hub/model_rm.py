@@ -1,9 +1,11 @@
-"""Class-style reward models: ``__init__(self, model_path)``, ``compute_reward(self, prompts, responses) -> list``.
+"""Reward model classes: ``__init__(self, model_path)``, ``compute_reward(self, prompts, responses) -> list``.
 
-``--custom-rm-path`` may name such a class; it gets ``--rm-model-path`` or nothing. The model lives in a
-process of its own, made once per run, and works on a batch (a group of samples) at a time: it never
-shares the interpreter with the rollout, and one that hangs is killed and made anew. ``compute_reward``
-may also take ``labels`` and ``metadata`` (lists as long as ``prompts``).
+``--custom-rm-path`` may name such a class. Its constructor gets ``--rm-model-path``, or nothing if it is not set.
+``compute_reward`` may have the parameters ``labels`` and ``metadata`` as well (lists as long as ``prompts``).
+
+The model is created once per run, in a process of its own, and scores a batch (the samples of a group) at a time. It
+does not share an interpreter with the rollout, so it cannot block it, and if it hangs, its process is killed and
+replaced.
 """
 
 from __future__ import annotations
@@ -24,23 +26,27 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 _WORKER = "slime.rollout.rm_hub.model_rm"
-DEFAULT_CLASS = "CustomRewardModel"  # what a bare file means
-_pools: dict[tuple[str, str | None], VerifierPool] = {}  # of this process: one model process each
-_models: dict[tuple[str, str | None], Any] = {}  # in a model's process
+DEFAULT_CLASS = "CustomRewardModel"  # the class if --custom-rm-path names only a file
+_pools: dict[tuple[str, str | None], VerifierPool] = {}  # used in the rollout's process: one worker process per model
+_models: dict[tuple[str, str | None], Any] = {}  # used in the worker process
 
 
 def is_model_class(function: object) -> TypeGuard[type]:
-    """Whether what ``--custom-rm-path`` names is a class-style reward model."""
+    """Whether the object that ``--custom-rm-path`` names is a reward model class."""
     return inspect.isclass(function)
 
 
 async def model_rewards(args: Args, path: str, model_class: type, samples: Sequence[Sample]) -> list[Any] | None:
-    """One call of ``compute_reward`` for all samples, in their order; None (and the samples marked) without an answer.
+    """Score all samples with one call of ``compute_reward``.
+
+    Returns:
+        The rewards in the order of the samples. None if the call timed out or its process crashed; all samples are then
+        marked as unscored.
 
     Raises:
-        TypeError: the class has no ``compute_reward``.
-        ValueError: it wants a model path, and there is none.
-        RuntimeError: the model could not be made, or ``compute_reward`` raised.
+        TypeError: The class has no method ``compute_reward``.
+        ValueError: The class needs a model path, but ``--rm-model-path`` is not set.
+        RuntimeError: The model could not be created, or ``compute_reward`` raised an exception.
     """
     model_path = args.rm_model_path
     check_class(model_class, model_path)
@@ -57,14 +63,14 @@ async def model_rewards(args: Args, path: str, model_class: type, samples: Seque
         assert isinstance(verdict.value, list), "compute() returns a list"
         return verdict.value
     if verdict.status == "error":
-        raise RuntimeError(f"reward model {path}: {verdict.detail}")
+        raise RuntimeError(f"reward model {path} failed: {verdict.detail}")
     for sample in samples:
         mark_unscored(sample, verdict.status, f"{path}: {verdict.detail}")
     return None
 
 
 def check_class(model_class: type, model_path: str | None) -> None:
-    """Whether the class can be made and called; see :func:`model_rewards` for what it raises."""
+    """Check that the class can be instantiated and called. The errors are those of :func:`model_rewards`."""
     if not callable(getattr(model_class, "compute_reward", None)):
         raise TypeError(f"reward model class {model_class.__name__} has no compute_reward(prompts, responses)")
     required = [
@@ -75,7 +81,7 @@ def check_class(model_class: type, model_path: str | None) -> None:
     ]
     if model_path is None and required:
         raise ValueError(
-            f"reward model class {model_class.__name__} wants {', '.join(required)}: give --rm-model-path, the folder "
+            f"reward model class {model_class.__name__} needs {', '.join(required)}: set --rm-model-path to the folder "
             "or name that its __init__ loads"
         )
 
@@ -83,7 +89,7 @@ def check_class(model_class: type, model_path: str | None) -> None:
 def _pool(path: str, model_path: str | None) -> VerifierPool:
     key = (path, model_path)
     if key not in _pools:
-        _pools[key] = VerifierPool(1, memory_bytes=0)  # a model may be larger than a verifier
+        _pools[key] = VerifierPool(1, memory_bytes=0)  # no limit: a model needs more memory than a verifier
         atexit.register(_pools[key].close)
     return _pools[key]
 
@@ -92,7 +98,7 @@ def _pool(path: str, model_path: str | None) -> VerifierPool:
 
 
 def load(path: str, model_path: str | None) -> None:
-    """Make the model, once per process."""
+    """Create the model, once per process."""
     if (path, model_path) not in _models:
         model_class = load_function(path, DEFAULT_CLASS)
         takes_path = model_path is not None and bool(inspect.signature(model_class).parameters)
@@ -107,7 +113,7 @@ def compute(
     labels: list[JsonValue],
     metadata: list[JsonObject],
 ) -> list[Any]:
-    """Rewards of one batch, as floats or dicts."""
+    """Return the rewards of one batch, as floats or dicts."""
     load(path, model_path)
     function = _models[path, model_path].compute_reward
     rewards = function(prompts, responses, **supported_kwargs(function, labels=labels, metadata=metadata))

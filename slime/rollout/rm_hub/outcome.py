@@ -1,6 +1,7 @@
-"""Samples without a reward: their verifier gave none, or their prompt leaves no room for a response.
+"""Samples without a reward: their verifier gave no result, or their prompt leaves no room for a response.
 
-Such a sample is marked and left out of the statistics and of the loss, never scored 0.
+Such a sample is marked and excluded from the statistics of its group and from the loss. A reward of 0 instead would
+train the model on a failure of the verifier.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 FAILURE_KEY = "reward_failure"
 TOO_LONG = "prompt_too_long"
+# Parts of the messages with which SGLang and the embedded engine refuse a request that is too long.
 _REFUSALS = ("context length", "longer than the model", "maximum allowed length", "leaves no room")
 _warned: set[str] = set()
 
 
 def mark_unscored(sample: Sample, status: str, detail: str) -> None:
-    """Take ``sample`` out of its group's statistics and of the loss, and say why in ``metadata["reward_failure"]``.
+    """Exclude ``sample`` from its group's statistics and from the loss; store why in ``metadata["reward_failure"]``.
+
+    The first failure of each status is logged. Later ones are only counted.
 
     Args:
-        status: ``timeout``, ``crashed`` or ``error``.
+        status: ``timeout``, ``crashed``, ``error`` or :data:`TOO_LONG`.
+        detail: What went wrong.
     """
     sample.reward = None
     sample.reward_timed_out = True
@@ -34,7 +39,7 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
     if status not in _warned:
         _warned.add(status)
         logger.warning(
-            "no reward for sample %s: verifier %s (%s). It is left out of group statistics and loss; "
+            "no reward for sample %s: verifier %s (%s). The sample is excluded from group statistics and loss; "
             "later ones are only counted (rollout/reward_timeout_count, rollout/reward_error_count).",
             sample.index,
             status,
@@ -43,7 +48,15 @@ def mark_unscored(sample: Sample, status: str, detail: str) -> None:
 
 
 async def verify(args: Args, sample: Sample, function: str, *call_args: object) -> Any:
-    """Run a verifier in the pool under ``--reward-timeout``; without a result, mark the sample and return None."""
+    """Run a verifier in a killable process, with the time limit ``--reward-timeout``.
+
+    Args:
+        function: Import path of the verifier.
+        call_args: Its arguments, JSON values.
+
+    Returns:
+        What the verifier returned. None if it gave no result; the sample is then marked as unscored.
+    """
     verdict: Verdict = await shared_pool(args.reward_workers).run(function, *call_args, timeout=args.reward_timeout)
     if verdict.ok:
         return verdict.value
@@ -52,17 +65,17 @@ async def verify(args: Args, sample: Sample, function: str, *call_args: object) 
 
 
 def mark_too_long(sample: Sample, limit: int | None) -> None:
-    """Leave out a sample whose prompt leaves no room for an answer: no engine takes it, and nothing can be trained."""
+    """Exclude a sample whose prompt leaves no room for a response: no engine accepts it, and nothing can be trained."""
     sample.status = Sample.Status.TRUNCATED
     room = f"of {limit} (--rollout-max-context-len, or the model's context)" if limit else "than the engine takes"
-    mark_unscored(sample, TOO_LONG, f"its {sample.num_tokens} tokens leave no room for an answer {room}")
+    mark_unscored(sample, TOO_LONG, f"its {sample.num_tokens} tokens leave no room for a response {room}")
 
 
 def is_too_long(sample: Sample) -> bool:
-    """Whether :func:`mark_too_long` left it out."""
+    """Whether :func:`mark_too_long` excluded the sample."""
     return sample.reward_timed_out and str(sample.metadata.get(FAILURE_KEY, "")).startswith(TOO_LONG)
 
 
 def says_too_long(error: Exception) -> bool:
-    """Whether an engine refused a request for its length."""
+    """Whether an engine refused a request because it is too long."""
     return any(words in str(error) for words in _REFUSALS)

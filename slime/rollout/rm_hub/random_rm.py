@@ -1,4 +1,4 @@
-"""Reward ``random``: 0 or 1 by a coin of each sample's own, for tests of the loop."""
+"""Reward ``random``: 0 or 1 at random, for tests of the loop."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ if TYPE_CHECKING:
 
 
 def random_reward(args: Args, sample: Sample) -> int:
-    """The same for the same run seed and sample index."""
+    """Return 0 or 1, derived from the seed of the run and the index of the sample."""
     return derive_seed(args.rollout_seed, "random reward", sample.index or 0) & 1

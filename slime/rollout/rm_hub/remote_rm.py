@@ -1,4 +1,4 @@
-"""Reward ``remote_rm``: POST ``{prompt, response, label}`` to ``--rm-url``; the answer's JSON body is the reward."""
+"""Reward ``remote_rm``: POST ``{prompt, response, label}`` to ``--rm-url``. The reply's JSON body is the reward."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 TRIES = 10
 FIRST_PAUSE = 0.5  # seconds, doubled after each failure
 LONGEST_PAUSE = 15.0
-UNKNOWN_SERVER_SECONDS = 300.0  # a server that has never answered is more likely a wrong address than a restart
-_FIRST_REPORT = 10.0  # seconds of an outage after which it is reported, then after twice as many each time
+UNKNOWN_SERVER_SECONDS = 300.0  # if a server has never replied, its address is probably wrong, so do not wait as long
+_FIRST_REPORT = 10.0  # seconds after which an outage is reported; doubled after each report
 
 
 async def remote_rm_reward(args: Args, sample: Sample) -> Any:
     """Score one sample; see :func:`ask`.
 
     Raises:
-        ValueError: no ``--rm-url``.
+        ValueError: ``--rm-url`` is not set.
     """
     if not args.rm_url:
         raise ValueError("--rm-type remote_rm needs --rm-url, the address of the reward server")
@@ -35,15 +35,19 @@ async def remote_rm_reward(args: Args, sample: Sample) -> Any:
 
 
 async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) -> Any:
-    """POST and wait for a server that is away, as for engines: connection errors, 5xx, 408 and 429 are tried again for
-    ``--phase-timeout`` seconds, with exponential back-off; the wait is reported.
+    """Send a request to a reward server, and wait for the server if it is unavailable.
 
-    None, and the sample marked, where the sample is the likely cause: in :data:`TRIES` tries there was no answer within
-    ``--reward-timeout``, or the server failed on it while it answered other requests.
+    Connection errors and the statuses 5xx, 408 and 429 are retried with exponential backoff for ``--phase-timeout``
+    seconds. Long waits are logged.
+
+    Returns:
+        The JSON body of the reply. None if the sample is the likely cause of the failure; it is then marked as
+        unscored. This is the case after :data:`TRIES` attempts without a reply within ``--reward-timeout``, or after as
+        many server errors for this sample while the server replied to other requests.
 
     Raises:
-        HttpError: the server refused the request.
-        RuntimeError: the server was away for too long.
+        HttpError: The server refused the request.
+        RuntimeError: The server was unavailable for too long.
     """
     from slime.engines.http import HttpError, request
 
@@ -53,6 +57,8 @@ async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) 
     while True:
         retry_after = 0.0
         try:
+            # Our limit ends first, so that a slow reply is a TimeoutError and not a connection error, which would be
+            # retried for much longer.
             async with asyncio.timeout(limit):
                 answer = await request("POST", url, payload, timeout=2 * limit)
             server.answered()
@@ -60,14 +66,15 @@ async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) 
         except TimeoutError:
             timeouts += 1
             if timeouts >= TRIES:
-                mark_unscored(sample, "timeout", f"{url} did not answer within {limit:g} s in {TRIES} tries")
+                mark_unscored(sample, "timeout", f"{url} did not reply within {limit:g} s in {TRIES} attempts")
                 return None
         except HttpError as error:
             if not error.retryable:
                 raise
+            # A server error is blamed on the sample only if the server has replied to another request in the meantime.
             faults += error.is_fault
             if faults >= TRIES and server.last_answer > begun:
-                mark_unscored(sample, "error", f"{url} failed {faults} times on this sample; last: {error}")
+                mark_unscored(sample, "error", f"{url} failed {faults} times on this sample; the last error: {error}")
                 return None
             unknown = server.last_answer == float("-inf")
             patience = min(args.phase_timeout, UNKNOWN_SERVER_SECONDS) if unknown else args.phase_timeout
@@ -78,7 +85,7 @@ async def ask(args: Args, sample: Sample, url: str, payload: dict[str, object]) 
 
 
 class _Server:
-    """What the requests to one server know of it together."""
+    """State of one server, shared by all requests to it."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -89,17 +96,17 @@ class _Server:
     def answered(self) -> None:
         self.last_answer = time.monotonic()
         if self._next_report > _FIRST_REPORT and self._away_since is not None:
-            logger.warning("reward server %s answers again after %.0f s", self.url, self.last_answer - self._away_since)
+            logger.warning("reward server %s replies again after %.0f s", self.url, self.last_answer - self._away_since)
         self._away_since, self._next_report = None, _FIRST_REPORT
 
     def failed(self, error: Exception, waited: float, patience: float) -> None:
-        """Report an outage from time to time; raises ``RuntimeError`` where a request has waited for ``patience``."""
+        """Log an outage from time to time. Raises ``RuntimeError`` if a request has waited longer than ``patience``."""
         now = time.monotonic()
         self._away_since = now if self._away_since is None else self._away_since
         if waited > patience:
             raise RuntimeError(
-                f"reward server {self.url} has failed for {waited:.0f} s (tried for {patience:g} s; a server that has "
-                f"answered before is waited for as long as --phase-timeout says); last: {error}"
+                f"reward server {self.url} has failed for {waited:.0f} s (limit: {patience:g} s; for a server that has "
+                f"replied before, the limit is --phase-timeout); the last error: {error}"
             ) from error
         if now - self._away_since >= self._next_report:
             self._next_report *= 2

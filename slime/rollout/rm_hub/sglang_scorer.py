@@ -1,16 +1,18 @@
-"""Rewards from a model that an SGLang server (or the embedded engine) serves; ``--rm-url`` says where and how.
-``--custom-rm-path slime.rollout.rm_hub.sglang_scorer.score --rm-url http://HOST:PORT/FORM``, with the form by
-the last part of the address:
+"""Rewards from a model that an SGLang server (or the embedded engine) serves.
 
-* ``/generate``: a judge. The reward is P(yes) / (P(yes) + P(no)) as the next token after :data:`JUDGE`
-  (``judge_template`` of ``--custom-config-path`` replaces it). Any engine.
-* ``/v1/score``: the same judge through SGLang's scoring endpoint.
-* ``/classify``: a reward model (sequence classification, ``--is-embedding``): its score of the conversation.
-* ``/v1/embeddings``: an encoder: cosine of response and label, cut at 0.
+Use with ``--custom-rm-path slime.rollout.rm_hub.sglang_scorer.score --rm-url http://HOST:PORT/FORM``. The last part of
+the address selects how the model scores:
 
-``--rm-model-path`` names the served model's folder where its tokenizer is needed (all but embeddings;
-default: ``--hf-checkpoint``). With ``--group-rm`` use ``score_group``: one request for all samples of a group.
-Each call is bounded by ``--reward-timeout``; within it, a request that the server fails on is sent again up to five
+* ``/generate``: a judge. The reward is P(yes) / (P(yes) + P(no)) of the next token after :data:`JUDGE`
+  (``judge_template`` of ``--custom-config-path`` replaces that text). Every engine supports this.
+* ``/v1/score``: the same judge, through SGLang's scoring endpoint.
+* ``/classify``: a reward model (sequence classification, ``--is-embedding``). The reward is its score of the
+  conversation.
+* ``/v1/embeddings``: an encoder. The reward is the cosine similarity of response and label, or 0 if it is negative.
+
+``--rm-model-path`` is the folder of the served model, from which the tokenizer is loaded (for all forms except
+embeddings; default: ``--hf-checkpoint``). With ``--group-rm``, use ``score_group``, which sends one request for all
+samples of a group. Each call has the time limit ``--reward-timeout``. Within it, a failed request is retried up to five
 times.
 """
 
@@ -33,7 +35,7 @@ JUDGE = (
     "Question:\n{prompt}\n\nReference answer: {label}\n\nAnswer to judge:\n{response}\n\n"
     "Does the answer to judge agree with the reference answer? Reply Yes or No.\nReply:"
 )
-YES, NO = " Yes", " No"  # the first token of each is what is compared
+YES, NO = " Yes", " No"  # the first tokens of these texts are compared
 _RETRIES = 5
 
 
@@ -46,15 +48,13 @@ async def score_group(args: Args, samples: Sequence[Sample], **kwargs: object) -
     """Score samples in one request.
 
     Raises:
-        ValueError: no ``--rm-url``, or one that ends in none of the four forms.
-        HttpError: the server refused, or failed again and again.
+        ValueError: ``--rm-url`` is not set, or it ends in none of the four forms.
+        HttpError: The server refused the request, or failed in all attempts.
     """
     url = args.rm_url or ""
     form = next((form for form in _FORMS if urlsplit(url).path.rstrip("/").endswith(form)), None)
     if form is None:
-        raise ValueError(
-            f"--rm-url {url or 'is missing'}: the scorer needs an address that ends in {', '.join(_FORMS)}"
-        )
+        raise ValueError(f"--rm-url {url or 'is missing'}: the address must end in one of {', '.join(_FORMS)}")
     scores: list[float] = await _FORMS[form](args, url, samples)
     return scores
 
@@ -116,20 +116,20 @@ def _judge_tokens(args: Args) -> tuple[Tokenizer, tuple[int, int]]:
     tokenizer = _tokenizer(args)
     yes, no = (encode(tokenizer, word)[0] for word in (YES, NO))
     if yes == no:
-        raise ValueError(f"the judge's tokenizer begins {YES!r} and {NO!r} with the same token")
+        raise ValueError(f"the judge's tokenizer encodes {YES!r} and {NO!r} with the same first token")
     return tokenizer, (yes, no)
 
 
 def _judge_text(args: Args, sample: Sample) -> str:
     template = vars(args).get("judge_template") or JUDGE  # a key of --custom-config-path
     fields = {"prompt": _last_words(sample.prompt), "label": str(sample.label), "response": sample.response}
-    for name, value in fields.items():  # not str.format: answers are full of braces
+    for name, value in fields.items():  # not str.format: responses often contain braces
         template = template.replace("{" + name + "}", value)
     return template
 
 
 def _conversation(tokenizer: Tokenizer, sample: Sample) -> str:
-    """As the reward model was trained on it: its chat template where it has one."""
+    """Render the conversation as the reward model was trained on it: with its chat template, if it has one."""
     if isinstance(sample.prompt, str) or not tokenizer.chat_template:
         return _last_words(sample.prompt) + sample.response
     messages = [*sample.prompt, {"role": "assistant", "content": sample.response}]
@@ -141,7 +141,7 @@ def _last_words(prompt: str | list[Message]) -> str:
 
 
 def _share(yes: float, no: float) -> float:
-    """P(yes) of the two."""
+    """Return P(yes) / (P(yes) + P(no)) from the two log-probs."""
     return 1.0 / (1.0 + math.exp(min(no - yes, 700.0)))
 
 

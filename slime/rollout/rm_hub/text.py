@@ -1,6 +1,6 @@
-"""Reading answers out of text: boxed contents, numbers, and the normal form in which two answers are compared.
+"""Find answers in text (boxed contents, numbers), and convert them to a normal form for comparison.
 
-Everything here is linear in the text (no nested quantifiers), so it may run in the event loop.
+Everything here takes linear time in the length of the text (no nested quantifiers), so it may run in the event loop.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from fractions import Fraction
 
 _NUMBER = re.compile(r"(?<![\w.])[-+−]?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\d])|(?<![\w.])[-+−]?\.\d+")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:/\d+)?")
-_BOXES_TRIED = 16  # from the end; a model that repeats an unclosed \\boxed{ must not cost quadratic time
+_BOXES_TRIED = 16  # from the end; a text that repeats an unclosed \\boxed{ would otherwise take quadratic time
 _SIMPLE_FRAC = re.compile(r"([-+]?)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Contents of the last complete ``\boxed{...}`` or ``\fbox{...}`` (balanced), or of ``\boxed x``; else None."""
+    r"""Return the contents of the last complete ``\boxed{...}`` or ``\fbox{...}``, or of ``\boxed x``; else None.
+
+    Braces inside the box must be balanced.
+    """
     starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])", text)]
     for start in starts[:-_BOXES_TRIED:-1]:
         inner = _braced(text, start)
@@ -42,7 +45,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Value of the last number in ``text`` (thousands separators and ``$`` allowed), or None.
+    """Return the value of the last number in ``text`` (thousands separators and ``$`` are allowed), or None.
 
     >>> last_number("7 times 8 is 56.")
     Fraction(56, 1)
@@ -52,7 +55,10 @@ def last_number(text: str) -> Fraction | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    r"""Value of ``text`` when all of it is a number (``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``), or None."""
+    r"""Return the value of ``text`` if it is a number (``-1,234.50``, ``3/4``, ``\frac{3}{4}``, ``$5``), else None.
+
+    A percent sign is dropped, so that ``5%`` equals the label ``5``.
+    """
     plain = text.strip().strip("$").replace("\\$", "").replace("$", "").replace("−", "-").strip()
     plain = plain.replace("\\!", "").replace("{,}", ",").replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     plain = plain.removesuffix(".").removesuffix("%").removesuffix("\\")
@@ -63,6 +69,7 @@ def as_number(text: str) -> Fraction | None:
         if not re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", plain):
             return None
         plain = plain.replace(",", "")
+
     if len(plain) > 200 or not _PLAIN_NUMBER.fullmatch(plain):
         return None
     if "/" in plain:
@@ -72,9 +79,9 @@ def as_number(text: str) -> Fraction | None:
 
 
 def normalize_math(text: str) -> str:
-    r"""The spelling-independent form of a short LaTeX answer: no spaces, signs or text commands, one form of fractions.
+    r"""Convert a short LaTeX answer to a normal form without spaces, ``$``, ``%``, ``°`` or text commands.
 
-    Two answers with the same form are the same answer; two with different forms may still be equal.
+    Two answers with the same normal form are equal. Two with different forms may still be equal.
     """
     out = re.sub(r"\s+", " ", text).strip().strip("$").strip().removesuffix(".")
     out = re.sub(r"\\(?:left|right|big|Big|bigg|Bigg)(?![A-Za-z])", "", out)
@@ -85,7 +92,9 @@ def normalize_math(text: str) -> str:
     out = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|°", "", out)
     out = re.sub(r"\\[!,;:> ]|\\q?quad(?![A-Za-z])|~", "", out)
     out = out.replace("\\%", "").replace("%", "").replace("\\$", "").replace("$", "").replace("−", "-")
+    # Drop the left side of "x = 5", "f(x) = 5" and "x \in (0, 1)".
     out = re.sub(r"^(?:[A-Za-z]\w?|[A-Za-z]\([A-Za-z]\))\s*(?:=|\\in(?![A-Za-z]))\s*", "", out.strip())
+    # Drop thousands separators, but not the commas of a tuple, an interval or a set.
     out = (
         re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", out) if "(" not in out and "[" not in out and "\\{" not in out else out
     )
@@ -95,7 +104,7 @@ def normalize_math(text: str) -> str:
 
 
 def after_thinking(text: str) -> str:
-    """What the user is shown: after the last ``</think>``, before a ``<think>`` that is still open."""
+    """Return the text without reasoning: after the last ``</think>``, and before a ``<think>`` that is not closed."""
     return text.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
 
 
@@ -110,7 +119,10 @@ _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\w+))")
 
 
 def as_latex(text: str) -> str:
-    r"""Unicode mathematics as LaTeX: ``√2`` is ``\sqrt{2}``, ``x²`` ``x^{2}``, ``½`` ``1/2``; digits in one width."""
+    r"""Convert Unicode mathematics to LaTeX: ``√2`` to ``\sqrt{2}``, ``x²`` to ``x^{2}``, ``½`` to ``1/2``.
+
+    Full-width digits become ASCII digits.
+    """
     if text.isascii():
         return text
     text = _RAISED.sub(lambda found: "^{" + found[0].translate(_SUPERSCRIPTS) + "}", text)
@@ -119,7 +131,7 @@ def as_latex(text: str) -> str:
 
 
 def without_unit(text: str) -> str:
-    """A number without the words after it: ``18 dollars`` is ``18``; but ``18 million`` stays."""
+    """Remove the words after a number: ``18 dollars`` becomes ``18``. ``18 million`` stays, as its value is another."""
     found = _WITH_UNIT.fullmatch(text.strip())
     return text if found is None or _MULTIPLIERS.search(found[2].lower()) else found[1]
 

@@ -1,4 +1,4 @@
-"""Verifiers that can hang run in killable processes: see :mod:`slime.rollout.verifier.pool`."""
+"""Killable processes for verifiers, which can hang. See :mod:`slime.rollout.verifier.pool`."""
 
 from slime.rollout.verifier.pool import Verdict, VerifierLoadError, VerifierPool, shared_pool
 

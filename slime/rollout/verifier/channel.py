@@ -1,7 +1,7 @@
-"""Length-prefixed JSON over a socket, every call with a deadline. Shared by pool and worker.
+"""Length-prefixed JSON messages over a socket, with a deadline for each call. Used by the pool and the worker.
 
-JSON and not pickle: a worker runs a symbolic parser over text that a model wrote, so nothing that it
-sends back may become code in the parent.
+The format is JSON and not pickle because a worker runs a symbolic parser on text that a model wrote. The parent must
+not execute anything that such a process sends back.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _HEADER = struct.Struct(">I")
 
 
 class ChannelClosed(ConnectionError):
-    """The other end is gone."""
+    """The process at the other end has closed the socket or has ended."""
 
 
 class Request(TypedDict, total=False):
-    """What a pool asks of its worker: call ``function`` with ``args``, or with ``load_only`` just import it."""
+    """A request of the pool to a worker: call ``function`` with ``args``, or only import it (``load_only``)."""
 
     function: Required[str]
     args: Sequence[object]
@@ -29,7 +29,16 @@ class Request(TypedDict, total=False):
 
 
 def send(sock: socket.socket, message: object, deadline: float | None) -> None:
-    """Send one message. ``deadline`` is a ``time.monotonic()`` value or None. Raises TimeoutError, ChannelClosed."""
+    """Send one message.
+
+    Args:
+        message: A JSON value.
+        deadline: A ``time.monotonic()`` value, or None to wait without a limit.
+
+    Raises:
+        TimeoutError: The message was not sent by the deadline.
+        ChannelClosed: The other end has closed the socket.
+    """
     data = json.dumps(message).encode()
     sock.settimeout(_left(deadline))
     try:
@@ -41,18 +50,18 @@ def send(sock: socket.socket, message: object, deadline: float | None) -> None:
 
 
 def receive(sock: socket.socket, deadline: float | None) -> Any:
-    """Receive one message. Raises TimeoutError, and ChannelClosed at the end of the stream."""
+    """Receive one message. The arguments and errors are those of :func:`send`."""
     (length,) = _HEADER.unpack(_read(sock, _HEADER.size, deadline))
     return json.loads(_read(sock, length, deadline))
 
 
 def _read(sock: socket.socket, size: int, deadline: float | None) -> bytes:
     parts = bytearray()
-    while len(parts) < size:
+    while len(parts) < size:  # each recv gets the time that is left, since a worker could send one byte at a time
         sock.settimeout(_left(deadline))
         try:
             part = sock.recv(min(size - len(parts), 1 << 20))
-        except TimeoutError:
+        except TimeoutError:  # it is an OSError too, but the channel is not closed
             raise
         except OSError as error:
             raise ChannelClosed(str(error)) from error

@@ -1,10 +1,11 @@
-"""A pool of killable verifier processes: no verifier can hang a run, eat its memory or take it down.
+"""A pool of killable verifier processes. No verifier can hang the run, exhaust its memory, or crash it.
 
-Each thread of the pool owns one process, started when first needed. A call has a time limit counted
-from when its verifier starts; a process over the limit is killed with its whole process group and
-replaced, and the call's :class:`Verdict` says so. Threads and not asyncio, so that one pool serves
-any event loop, and so that the parent-death signal (bound to the *thread* that started the child)
-comes when the process ends and not before.
+Each thread of the pool owns one process and starts it when it is first needed. The time limit of a call begins when its
+verifier starts. A process that exceeds the limit is killed with its whole process group and replaced, and the
+:class:`Verdict` of the call says so.
+
+The pool uses threads and not asyncio for two reasons. One pool can then serve any event loop. And the parent-death
+signal of a child is sent when the *thread* that started it ends, so these threads must live as long as the process.
 """
 
 from __future__ import annotations
@@ -31,25 +32,29 @@ from slime.types import JsonValue
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEMORY = 2 << 30
-STARTUP_SECONDS = 300.0  # imports of a verifier or reading of a model on a busy machine; not in a call's limit
-_TRIES = 3  # of a call whose process ends, by the system's lack of memory for instance
+STARTUP_SECONDS = 300.0  # to import a verifier or read a model on a busy machine; not counted in a call's limit
+_TRIES = 3  # attempts for a call whose process ended, for example because the system was out of memory
 Setup = tuple[str, *tuple[object, ...]]
 """Import path of a function, then its arguments (JSON values)."""
 
 
 class VerifierLoadError(RuntimeError):
-    """A verifier cannot be imported: a fault of the set-up, not of a sample."""
+    """A verifier cannot be imported or set up. This is an error of the configuration, not of a sample."""
 
 
 class _Lost(VerifierLoadError):
-    """The process ended while it loaded; a new one may do better."""
+    """The process ended while it loaded the verifier, so another attempt in a new process may succeed."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one verifier call.
+    """The outcome of one verifier call.
 
-    ``timeout``: over its time limit. ``crashed``: its process ended, in each of three tries. ``error``: it raised.
+    Attributes:
+        status: ``ok``: it returned ``value``. ``timeout``: it exceeded its time limit. ``crashed``: its process ended
+            in each of three attempts. ``error``: it raised an exception.
+        value: What the verifier returned.
+        detail: What went wrong; empty for ``ok``.
     """
 
     status: Literal["ok", "timeout", "crashed", "error"]
@@ -62,34 +67,35 @@ class Verdict:
 
 
 class _Worker:
-    """One verifier process and the socket to it. Used by one thread."""
+    """One verifier process and the socket to it. Only one thread uses it; :meth:`kill` may be called from others."""
 
     def __init__(self, memory_bytes: int) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "slime.rollout.verifier.worker"]
             command += [str(theirs.fileno()), str(memory_bytes), str(os.getpid())]
+            # The import path of this process, so that the worker finds the same modules. "" is the current folder.
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # verifiers print; stderr stays, it is where a crash explains itself
+                stdout=subprocess.DEVNULL,  # verifiers may print; stderr is kept, since it explains crashes
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                start_new_session=True,  # a process group of its own: kill() also ends the children of the verifier
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             )
         self.sock = ours
         self.loaded: set[str] = set()
 
     def call(self, function: str, args: tuple[object, ...], timeout: float, setup: Setup | None = None) -> Verdict:
-        """Run one call. Afterwards the process may be dead: see :attr:`alive`."""
+        """Run one call. The process may have ended afterwards: check :meth:`reusable`."""
         if function not in self.loaded:
             self._load(function)
         if setup is not None and str(setup) not in self.loaded:
             self._load(setup[0], setup[1:])
             self.loaded.add(str(setup))
         try:
-            deadline = time.monotonic() + timeout
+            deadline = time.monotonic() + timeout  # after loading, which does not count
             send(self.sock, Request(function=function, args=args), deadline)
             return Verdict(**receive(self.sock, deadline))
         except TimeoutError:
@@ -99,7 +105,7 @@ class _Worker:
             return Verdict("crashed", detail=f"the verifier process ended with {self.kill()}")
 
     def _load(self, function: str, args: tuple[object, ...] | None = None) -> None:
-        """Import ``function``; with ``args`` call it as well (a model that is read)."""
+        """Import ``function`` in the process. With ``args``, also call it (to load a model)."""
         deadline = time.monotonic() + STARTUP_SECONDS
         request = Request(function=function, load_only=True) if args is None else Request(function=function, args=args)
         try:
@@ -107,7 +113,7 @@ class _Worker:
             reply = receive(self.sock, deadline)
         except (TimeoutError, ChannelClosed) as error:
             lost = isinstance(error, ChannelClosed)
-            why = "its process ended" if lost else f"took over {STARTUP_SECONDS:g} s"
+            why = "its process ended" if lost else f"it took more than {STARTUP_SECONDS:g} s"
             kind = _Lost if lost else VerifierLoadError
             raise kind(f"loading verifier {function!r} failed: {why} (exit status {self.kill()})") from error
         if reply["status"] != "ok":
@@ -119,11 +125,14 @@ class _Worker:
         return self.process.poll() is None
 
     def reusable(self, verdict: Verdict) -> bool:
-        """Whether it may run the next call; after a MemoryError its heap is not to be trusted."""
+        """Whether the process can run another call. After a MemoryError its state cannot be trusted."""
         return self.alive and "MemoryError" not in verdict.detail
 
     def kill(self) -> str:
-        """End the whole process group; say how the process ended. Safe to call twice and from another thread."""
+        """Kill the whole process group, and describe how the process ended.
+
+        It is safe to call this twice and from another thread.
+        """
         if self.process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -142,11 +151,14 @@ class _Job:
 
 
 class VerifierPool:
-    """At most ``workers`` verifier processes, started lazily.
+    """At most ``workers`` verifier processes, which are started when they are needed.
 
     Args:
-        workers: processes, and calls that run at once.
-        memory_bytes: address-space limit of each process; 0 means none.
+        workers: Maximum number of processes, and thus of calls that run at once.
+        memory_bytes: Address-space limit of each process in bytes; 0 means no limit.
+
+    Raises:
+        ValueError: ``workers`` is less than 1.
     """
 
     def __init__(self, workers: int, memory_bytes: int = DEFAULT_MEMORY) -> None:
@@ -164,21 +176,27 @@ class VerifierPool:
     def submit(self, function: str, *args: object, timeout: float, setup: Setup | None = None) -> Future[Verdict]:
         """Queue ``function(*args)``.
 
-        Args:
-            function: import path, any form that ``load_function`` reads.
-            args: JSON values; the result must be one as well.
-            timeout: seconds, from when a process starts on this call.
-            setup: function and arguments of what a process does once before its first such call, not
-                counted into ``timeout``.
+        If the process ends during the call, the call is run again in another process, at most three times in total.
 
-        A call whose process ends is run again in another process, three times in all. The future raises
-        :class:`VerifierLoadError` when the function cannot be imported or set up; every other outcome is a
-        :class:`Verdict`.
+        Args:
+            function: Import path, in any form that ``load_function`` accepts.
+            args: JSON values. The result must be a JSON value, too.
+            timeout: Maximum seconds from the moment at which a process starts this call.
+            setup: Import path and arguments of a function that each process calls once before the first such call. Its
+                time does not count.
+
+        Returns:
+            A future with the :class:`Verdict`. It raises :class:`VerifierLoadError` if the function cannot be imported
+            or set up; every other outcome is a verdict.
+
+        Raises:
+            RuntimeError: The pool is closed.
         """
         future: Future[Verdict] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("this verifier pool is closed")
+            # Start another thread only if all existing ones are busy, so that few calls need few processes.
             self._open_jobs += 1
             if self._open_jobs > len(self._threads) and len(self._threads) < self.workers:
                 thread = threading.Thread(target=self._serve, name=f"verifier-{len(self._threads)}", daemon=True)
@@ -188,19 +206,20 @@ class VerifierPool:
         return future
 
     async def run(self, function: str, *args: object, timeout: float, setup: Setup | None = None) -> Verdict:
-        """:meth:`submit`, awaited."""
+        """Call :meth:`submit` and await the verdict."""
         return await wrap_future(self.submit(function, *args, timeout=timeout, setup=setup))
 
     def pids(self) -> list[int]:
-        """Process ids of the living workers."""
+        """Process ids of the running workers."""
         with self._lock:
             return [worker.process.pid for worker in self._live]
 
     def close(self) -> None:
-        """Kill all workers. Calls under way end as crashed, queued ones are cancelled."""
+        """Kill all workers. Running calls end with the status ``crashed``; queued calls are cancelled."""
         with self._lock:
             self._closed = True
             live, threads = list(self._live), list(self._threads)
+        # Only the signal is sent here. The threads that own the workers close their sockets and reap the processes.
         for worker in live:
             if worker.alive:
                 with suppress(ProcessLookupError):
@@ -221,17 +240,20 @@ class VerifierPool:
             self._drop(worker)
 
     def _run(self, worker: _Worker | None, job: _Job) -> _Worker | None:
-        """Run one job, again in a new process where its process was lost: killed from outside, it says nothing about
-        the verifier, and the numbers of a run must not depend on it."""
+        """Run one job, and run it again in a new process if its process was lost.
+
+        A process that was killed from outside says nothing about the verifier, and the rewards of a run must not depend
+        on such an event. Returns the worker if it can run another job.
+        """
         outcome: Verdict | BaseException
         for _ in range(_TRIES):
-            if worker is not None and not worker.alive:  # it was lost while it had nothing to do
+            if worker is not None and not worker.alive:  # it ended while it was idle
                 self._drop(worker)
                 worker = None
             try:
                 worker = worker or self._start()
                 outcome = worker.call(job.function, job.args, job.timeout, job.setup)
-            except BaseException as error:  # whatever it is belongs to the caller, never to this thread
+            except BaseException as error:  # it is raised in the caller; this thread must go on to serve other jobs
                 outcome = error
             if worker is not None and (isinstance(outcome, BaseException) or not worker.reusable(outcome)):
                 self._drop(worker)
@@ -254,7 +276,7 @@ class VerifierPool:
         with self._lock:
             self._live.add(worker)
             closed = self._closed
-        if closed:
+        if closed:  # close() ran while the process started, so it did not see this worker
             worker.kill()
         return worker
 
@@ -269,14 +291,15 @@ _shared_lock = threading.Lock()
 
 
 def default_workers() -> int:
-    """Half of the cores, the other half being the rollout's and the engines', and at least two where there are two."""
+    """Half of the cores (the rollout and the engines need the others), but at least two if the machine has two."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, max(2, cores // 2))
 
 
 def shared_pool(workers: int | None = None, memory_bytes: int = DEFAULT_MEMORY) -> VerifierPool:
-    """The process's pool of this size. Verifiers are pure functions, so runs may share one."""
+    """Return the pool of this process with this size. Runs may share it, because verifiers are pure functions."""
     workers = workers or default_workers()
+    # The process id is part of the key because a forked process has no copy of the threads of a pool.
     key = (os.getpid(), workers, memory_bytes)
     with _shared_lock:
         if key not in _shared:

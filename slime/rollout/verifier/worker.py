@@ -1,7 +1,7 @@
-"""The process in which one verifier call runs at a time: ``python -m slime.rollout.verifier.worker FD MEMORY PARENT``.
+"""A verifier process, which runs one call at a time: ``python -m slime.rollout.verifier.worker FD MEMORY PARENT``.
 
-It imports no torch. It dies with its parent (kernel-level parent-death signal), and a stuck one is
-killed by the pool, so nothing here needs a time limit.
+The process does not import torch. The kernel kills it when its parent ends (parent-death signal),
+and the pool kills it when it is stuck, so nothing here needs a time limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slime.rollout.verifier.channel import ChannelClosed, Request, receive, send
 
 def _die_with(parent_pid: int) -> None:
     kill_with_parent()
-    if os.getppid() != parent_pid:  # it died before the line above
+    if os.getppid() != parent_pid:  # the parent ended before the call above, so no signal will come
         os._exit(1)
 
 
@@ -33,12 +33,12 @@ def _answer(request: Request, functions: dict[str, Callable[..., object]]) -> di
         if request.get("load_only"):
             return {"status": "ok", "value": None}
         return {"status": "ok", "value": functions[path](*request.get("args", ()))}
-    except BaseException as error:  # a verifier may raise SystemExit or KeyboardInterrupt; the pool hears of each
+    except BaseException as error:  # a verifier may also raise SystemExit or KeyboardInterrupt; report every error
         return {"status": "error", "detail": f"{type(error).__name__}: {error}{_place(error)}"[:2000]}
 
 
 def _place(error: BaseException) -> str:
-    """File and line that raised, unless it is of this file."""
+    """Return the file and line that raised the error; empty if it was raised in this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -49,14 +49,15 @@ def _place(error: BaseException) -> str:
 
 def main(argv: list[str]) -> None:
     """Serve requests until the parent closes the socket."""
+    # The limits are set before any verifier is imported.
     fd, memory_bytes, parent_pid = (int(value) for value in argv)
     _die_with(parent_pid)
     if memory_bytes > 0:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; the pool ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the run; the pool kills its workers
     sys.set_int_max_str_digits(20_000)
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # "cannot parse" is an everyday answer
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # "cannot parse" is a normal outcome
     logging.getLogger("latex2sympy2_extended").setLevel(logging.CRITICAL)
     functions: dict[str, Callable[..., object]] = {}
     with socket.socket(fileno=fd) as sock:
@@ -65,8 +66,8 @@ def main(argv: list[str]) -> None:
                 reply = _answer(receive(sock, None), functions)
                 try:
                     send(sock, reply, None)
-                except TypeError as error:  # not a JSON value
-                    send(sock, {"status": "error", "detail": f"verifier result is not JSON: {error}"}, None)
+                except TypeError as error:  # the result is not a JSON value
+                    send(sock, {"status": "error", "detail": f"the result of the verifier is not JSON: {error}"}, None)
         except ChannelClosed:
             return
 

@@ -1,7 +1,7 @@
-"""Checkers of the instructions of IFBench (arXiv 2507.02833) and IFEval (arXiv 2311.07911) by their public ids.
+"""Checkers for the instructions of IFBench (arXiv 2507.02833) and IFEval (arXiv 2311.07911), by their public ids.
 
-Each is written from the published description of its constraint: a function of the response and the instruction's
-keyword arguments that says whether the response follows it. :data:`CHECKERS` holds them all.
+Each checker follows the published description of its instruction. It is a function of the response and the keyword
+arguments of the instruction, and returns whether the response follows it. :data:`CHECKERS` holds all of them.
 """
 
 from slime.rollout.rm_hub.ifbench_checks import ifbench, ifeval  # noqa: F401  (importing a module registers its checkers)
@@ -11,16 +11,16 @@ __all__ = ["CHECKERS", "arguments", "follows", "instructions_problem"]
 
 
 def follows(response: str, instruction_id: str, kwargs: dict[str, object] | None) -> bool:
-    """Whether ``response`` follows one instruction; a response of nothing but white space follows none.
+    """Whether ``response`` follows an instruction. A response that is empty or only white space follows none.
 
     Args:
-        response: the whole text that is judged, without thoughts.
-        instruction_id: a key of :data:`CHECKERS`.
-        kwargs: of the instruction, as the row of the data set has them.
+        response: The text without reasoning.
+        instruction_id: A key of :data:`CHECKERS`.
+        kwargs: The arguments of the instruction, as in the row of the data set.
 
     Raises:
-        KeyError: no checker for this id.
-        ValueError: ``kwargs`` are not those of the instruction (see :func:`instructions_problem`).
+        KeyError: There is no checker for this id.
+        ValueError: ``kwargs`` do not fit the instruction (see :func:`instructions_problem`).
     """
     function = CHECKERS[instruction_id]
     return bool(response.strip()) and function(response, **arguments(instruction_id, kwargs))

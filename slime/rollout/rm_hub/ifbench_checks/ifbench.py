@@ -1,7 +1,7 @@
-"""Checkers of IFBench's instructions (Pyatkin et al. 2025, arXiv 2507.02833, table of out-of-domain constraints).
+"""Checkers for IFBench's instructions (Pyatkin et al. 2025, arXiv 2507.02833, table of out-of-domain constraints).
 
-Left out are those whose verdict hangs on a model or a list that the description does not give (parts of speech,
-syllables, French words, countries, emoji), or whose published wording leaves more than one reading.
+Instructions are left out if their check depends on a model or a list that the description does not give (parts of
+speech, syllables, French words, countries, emoji), or if their published wording is ambiguous.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The registry of instruction checkers: id -> function, and what is wrong with the instructions of a row."""
+"""The registry of instruction checkers, and the check of a row's instructions against it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NEEDS: dict[str, str] = {}  # id -> package that its checker imports
 def checker(instruction_id: str, needs: str | None = None) -> Callable[[Checker], Checker]:
     """Register ``function(response, *, **kwargs) -> bool`` under ``instruction_id``.
 
-    The annotations of its keyword arguments are what :func:`instruction_problem` holds a row's ``kwargs`` against.
+    :func:`instruction_problem` checks the ``kwargs`` of a row against the annotations of the keyword arguments.
 
     Args:
-        instruction_id: the public id, such as ``count:numbers``.
-        needs: package that must be installed for this checker.
+        instruction_id: The public id, such as ``count:numbers``.
+        needs: A package that the checker imports and that may not be installed.
     """
 
     def register(function: Checker) -> Checker:
         if instruction_id in CHECKERS:
-            raise ValueError(f"two checkers for instruction id {instruction_id!r}")
+            raise ValueError(f"instruction id {instruction_id!r} has two checkers")
         CHECKERS[instruction_id] = function
         if needs:
             NEEDS[instruction_id] = needs
@@ -37,16 +37,16 @@ def checker(instruction_id: str, needs: str | None = None) -> Callable[[Checker]
 
 
 def compare(count: int, relation: Relation, bound: int) -> bool:
-    """``count`` against ``bound`` by IFEval's two relations."""
+    """Compare ``count`` with ``bound`` by one of IFEval's two relations."""
     return count < bound if relation == "less than" else count >= bound
 
 
 def instructions_problem(instructions: object, kwargs: object) -> str | None:
-    """What keeps the checkers from reading a row's instructions, or None.
+    """Describe why the checkers cannot use a row's instructions, or return None.
 
     Args:
         instructions: ``instruction_id_list`` of the row: a non-empty list of ids.
-        kwargs: ``kwargs`` of the row: one dict (or None) for each instruction; None where no instruction has any.
+        kwargs: ``kwargs`` of the row: one dict or None for each instruction. None if no instruction has arguments.
     """
     if not isinstance(instructions, Sequence) or isinstance(instructions, str) or not instructions:
         return f"instruction_id_list must be a non-empty list of instruction ids, not {_short(instructions)}"
@@ -59,7 +59,7 @@ def instructions_problem(instructions: object, kwargs: object) -> str | None:
 
 
 def instruction_problem(instruction_id: object, kwargs: object) -> str | None:
-    """What keeps the checker of one instruction from running, or None."""
+    """Describe why the checker of one instruction cannot run, or return None."""
     if not isinstance(instruction_id, str) or instruction_id not in CHECKERS:
         return f"instruction id {_short(instruction_id)} has no built-in checker"
     needs = NEEDS.get(instruction_id)
@@ -75,10 +75,12 @@ def instruction_problem(instruction_id: object, kwargs: object) -> str | None:
 
 
 def arguments(instruction_id: str, kwargs: Mapping[str, object] | None) -> dict[str, Any]:
-    """The keyword arguments for a checker: entries that are None are dropped (data sets fill unused columns so).
+    """Return the keyword arguments for a checker.
+
+    Entries that are None are dropped, because data sets fill unused columns with None.
 
     Raises:
-        ValueError: an argument is missing, unknown or of the wrong type.
+        ValueError: An argument is missing, unknown or of the wrong type.
     """
     given = {name: value for name, value in (kwargs or {}).items() if value is not None}
     hints = _keyword_types(instruction_id)
@@ -99,7 +101,7 @@ def _keyword_types(instruction_id: str) -> dict[str, Any]:
 
 
 def _converted(name: str, value: object, hint: object) -> Any:
-    """``value`` as the type that the annotation asks for; whole floats, as a table's column has them, become ints."""
+    """Convert ``value`` to the annotated type. Whole floats become ints: tables may store ints as floats."""
     if get_origin(hint) is Literal and value in get_args(hint):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):

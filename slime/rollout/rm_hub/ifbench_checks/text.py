@@ -1,7 +1,7 @@
-"""Words, sentences and lines of a response, by regular expressions that are linear in its length.
+"""Split a response into words, sentences and lines, with regular expressions that take linear time.
 
-The published checkers tokenise with nltk's trained models, which must be downloaded. These rules need nothing; they
-differ from nltk in rare cases only: unusual abbreviations, words that are joined by punctuation without a space.
+The published checkers use nltk's trained models, which must be downloaded. The rules here need no download. They differ
+from nltk only in rare cases: unusual abbreviations, and words that are joined by punctuation without a space.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LAST_WORD = re.compile(r"[\w.]*\Z")
 
 
 def word_tokens(text: str) -> list[str]:
-    r"""Maximal runs of word characters (``\w+``), as IFEval counts words: ``don't`` is two."""
+    r"""Return the runs of word characters (``\w+``). IFEval counts words this way; ``don't`` is two."""
     return re.findall(r"\w+", text)
 
 
 def words(text: str) -> list[str]:
-    """Pieces between white space without the punctuation around them; pieces of punctuation alone are dropped.
+    """Split at white space and remove the punctuation around each word. Pieces of only punctuation are dropped.
 
     >>> words("Well -- that's (almost) it!")
     ['Well', "that's", 'almost', 'it']
@@ -33,21 +33,22 @@ def words(text: str) -> list[str]:
 
 
 def tokens(text: str) -> list[str]:
-    """Words with inner hyphens, apostrophes and periods: ``U.S.A.``, ``well-known`` and ``I'M`` are one each."""
+    """Return the words, including inner hyphens, apostrophes and periods: ``U.S.A``, ``well-known`` and ``I'M``."""
     return _TOKEN.findall(text)
 
 
 def without_punctuation(text: str) -> str:
-    """``text`` with every punctuation character removed, so that ``1,000`` is ``1000``."""
+    """Remove all punctuation characters: ``1,000`` becomes ``1000``."""
     return text.translate(_REMOVED)
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences with their closing punctuation; a line break alone ends none, as with nltk.
+    """Split a text into sentences, with their closing punctuation. As in nltk, a line break alone ends no sentence.
 
-    A sentence ends with ``.``, ``!``, ``?`` or an ellipsis, closing quotes and brackets included, before white space
-    or the end of the text. A single period ends none after a title, a known abbreviation or an initial; after ``etc.``,
-    ``a.m.`` and the like it ends one unless a lower-case letter follows. What is left at the end is a sentence, too.
+    A sentence ends with ``.``, ``!``, ``?`` or an ellipsis (and closing quotes and brackets) before white space or the
+    end of the text. A single period after a title, a known abbreviation or an initial does not end a sentence. After
+    ``etc.``, ``a.m.`` and the like, it ends one unless a lower-case letter follows. The rest of the text after the last
+    such end is a sentence, too.
     """
     found, begin = [], 0
     for end in _END.finditer(text):
@@ -71,18 +72,18 @@ def _goes_on(text: str, period: int) -> bool:
 
 
 def sentence_end(sentence: str) -> str:
-    """The mark that ends a sentence, before closing quotes and brackets: ``.``, ``?`` or ``!``; "" for none of them."""
+    """Return the mark before closing quotes and brackets that ends a sentence: ``.``, ``?`` or ``!``, else ""."""
     last = sentence.rstrip("\"'”’»)]*_")[-1:]
     return last if last in ".?!" else ""
 
 
 def lines(text: str) -> list[str]:
-    """Lines that are not blank, with their indentation."""
+    """Return the lines that are not blank, with their indentation."""
     return [line for line in text.split("\n") if line.strip()]
 
 
 def enclosed(text: str, opening: str, closing: str) -> list[str]:
-    """What stands between ``opening`` and the next ``closing`` on the same line, without overlaps; linear in ``text``.
+    """Return the texts between ``opening`` and the next ``closing`` on the same line, without overlaps, in linear time.
 
     >>> enclosed("[a] and [[b] [c", "[", "]")
     ['a', '[b']
