@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slime.backends.collectives import local
-from slime.backends.needs import needs_ref_log_probs, needs_teacher_log_probs
+from slime.backends.needs import TrainNeeds
 from slime.backends.offload import HostArena, host_tensors
 from slime.config.args import Args
 
@@ -221,7 +222,37 @@ def shard_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(offsets), tuple(sizes)
 
 
-def keeps_copies_on_device(args: Args, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None) -> bool:
+@dataclass(frozen=True)
+class CopySettings:
+    """Which copies of the weights an actor holds, and where they come from."""
+
+    ref: bool
+    ref_load: str | None
+    """None: the weights that training starts from."""
+    ref_moves: bool
+    """The reference is refreshed during the run (``--ref-update-interval``)."""
+    teacher_load: str | None
+    """None: the trainer holds no teacher."""
+    old_actor: bool
+    shares_device: bool
+    """Engines use the same accelerator."""
+
+    @classmethod
+    def from_args(cls, args: Args) -> CopySettings:
+        needs = TrainNeeds.from_args(args)
+        return cls(
+            ref=needs.ref_log_probs,
+            ref_load=args.ref_load,
+            ref_moves=bool(args.ref_update_interval),
+            teacher_load=args.opd_teacher_load if needs.teacher_log_probs else None,
+            old_actor=needs.old_actor,
+            shares_device=args.colocate or args.offload_train,
+        )
+
+
+def keeps_copies_on_device(
+    settings: CopySettings, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None
+) -> bool:
     """Whether the copies that the flags ask for stay on the accelerator; the trainer's log says so. A collective: the
     ranks may have different amounts of free memory, and all of them keep their copies in the same place.
 
@@ -231,8 +262,8 @@ def keeps_copies_on_device(args: Args, named: Sequence[tuple[str, Tensor]], free
         named: parameters of the model; its optimizer has been built.
         free_bytes: on the accelerator; measured by default.
     """
-    count = int(needs_ref_log_probs(args)) + int(needs_teacher_log_probs(args)) + 2 * int(bool(args.keep_old_actor))
-    if not count or args.colocate or args.offload_train:
+    count = settings.ref + (settings.teacher_load is not None) + 2 * settings.old_actor
+    if not count or settings.shares_device:
         return False
     if free_bytes is None:
         if not any(p.is_cuda for _, p in named):
@@ -249,23 +280,22 @@ def keeps_copies_on_device(args: Args, named: Sequence[tuple[str, Tensor]], free
     return bool(fits)
 
 
-def load_copies(args: Args, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> None:
+def load_copies(settings: CopySettings, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> None:
     """Make the copies that the flags ask for, beside the weights that training starts from.
 
     Args:
         initial: where the live weights come from; a reference from the same place is copied, not read again.
         load: ``load(tag, path)`` reads the weights at ``path`` into the copy ``tag``.
     """
-    if needs_ref_log_probs(args):
-        if args.ref_load and args.ref_load != initial:
-            load("ref", args.ref_load)
+    if settings.ref:
+        if settings.ref_load and settings.ref_load != initial:
+            load("ref", settings.ref_load)
         else:
             bank.copy(LIVE, "ref")
-        if args.ref_update_interval:
+        if settings.ref_moves:
             bank.moving.add("ref")
-    if needs_teacher_log_probs(args):
-        assert args.opd_teacher_load is not None, "the check of the flags asks for it"
-        load("teacher", args.opd_teacher_load)
-    if args.keep_old_actor:
+    if settings.teacher_load is not None:
+        load("teacher", settings.teacher_load)
+    if settings.old_actor:
         bank.copy(LIVE, "old_actor")
         bank.moving.add("old_actor")

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from slime.backends.collectives import DataParallelReduce
+    from slime.backends.needs import TrainNeeds
     from slime.backends.saving import BackgroundSave
     from slime.checkpoint.files import FileEntry
     from slime.data.fields import RankBatch
@@ -30,6 +31,8 @@ class TrainBackend(Protocol):
     data_parallel_size: int
     reduce: DataParallelReduce
     """Sums over the ranks that hold other samples."""
+    needs: TrainNeeds
+    """Which forward passes the flags need."""
     saving: BackgroundSave | None
     """A save of ``--async-save`` that is not finished; whoever finishes it sets this to None."""
 

@@ -16,7 +16,7 @@ from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.loss import compute_loss, is_max_metric, rescale_diagnostics
 from slime.backends.loss_settings import LossSettings
-from slime.backends.needs import zero_advantage_groups_skippable
+from slime.backends.needs import TrainNeeds
 from slime.backends.offload import Offloader
 from slime.backends.saving import BackgroundSave, SavedState, in_background
 from slime.backends.token_batch import Scores, TokenBatch
@@ -67,6 +67,7 @@ class SharedBackend:
         self.rank, self.world_size = rank, world_size
         self.packing = PackingSettings.from_args(args)
         self.loss_settings = LossSettings.from_args(args)
+        self.needs = TrainNeeds.from_args(args)
         self.offloader = Offloader()
         self.saving: BackgroundSave | None = None
 
@@ -103,8 +104,7 @@ class SharedBackend:
     def scheduled_and_trained(self, batch: RankBatch, step: int) -> tuple[mb.MicroBatches, mb.MicroBatches]:
         """The rank's micro-batches of a step, and those left without samples that cannot move the weights."""
         scheduled = mb.of_step(batch, step)
-        skipping = self.role == "actor" and batch.get("advantages") is not None
-        skipping = skipping and zero_advantage_groups_skippable(self.args)
+        skipping = self.role == "actor" and batch.get("advantages") is not None and self.needs.skips_zero_advantages
         return scheduled, mb.without_zero_advantages(batch, scheduled) if skipping else scheduled
 
     def forward_packs(self, batch: RankBatch, stages: int = 1) -> mb.MicroBatches:

@@ -12,7 +12,6 @@ import torch
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.base import ModelTag, TrainBackend
 from slime.backends.loss import divide_by_weights
-from slime.backends.needs import needs_old_log_probs, needs_ref_log_probs, needs_teacher_log_probs
 from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.data.fields import BY_NAME, FIELDS, RankBatch
@@ -67,7 +66,11 @@ def train_on_rollout(
             # Before any update: they are the baseline of the advantages, and the centre of the clip of the value loss.
             batch["old_values"] = backend.values(batch)
     else:
-        _score(backend, args, batch, timer)
+        _score(backend, batch, timer)
+        if args.use_critic and batch.get("old_values") is None:
+            raise ValueError(
+                f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch"
+            )
     with timer.phase("data_preprocess"):
         settings = AdvantageSettings.from_args(args)
         compute_advantages(settings.for_critic() if critic else settings, batch, backend.reduce)
@@ -92,27 +95,24 @@ def train_on_rollout(
     return metrics, timer.seconds
 
 
-def _score(backend: TrainBackend, args: Args, batch: RankBatch, timer: PhaseTimer) -> None:
-    """Forward passes of the actor's role, each only where it is needed."""
-    if needs_ref_log_probs(args) and batch.get("ref_log_probs") is None:
+def _score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
+    """The actor's forward passes before the first optimizer step, each only where it is needed."""
+    needs = backend.needs
+    if needs.ref_log_probs and batch.get("ref_log_probs") is None:
         with timer.phase("ref_log_probs"):
             batch["ref_log_probs"] = backend.log_probs(batch, "ref")["log_probs"]
-    if needs_teacher_log_probs(args) and batch.get("teacher_log_probs") is None:
+    if needs.teacher_log_probs and batch.get("teacher_log_probs") is None:
         with timer.phase("teacher_log_probs"):
             batch["teacher_log_probs"] = backend.log_probs(batch, "teacher")["log_probs"]
-    recompute = needs_old_log_probs(args, batch) and batch.get("old_log_probs") is None
-    if recompute or args.use_rollout_entropy:
+    recompute = needs.recomputes_old_log_probs(batch) and batch.get("old_log_probs") is None
+    if recompute or needs.rollout_entropy:
         with timer.phase("log_probs"):
-            tag: ModelTag = "old_actor" if args.keep_old_actor else "actor"
-            scores = backend.log_probs(batch, tag, with_entropy=args.use_rollout_entropy)
+            tag: ModelTag = "old_actor" if needs.old_actor else "actor"
+            scores = backend.log_probs(batch, tag, with_entropy=needs.rollout_entropy)
             if "entropy" in scores:
                 batch["entropy"] = scores["entropy"]
             if recompute:
                 batch["old_log_probs"] = scores["log_probs"]
-    if args.use_critic and batch.get("old_values") is None:
-        raise ValueError(
-            f"--advantage-estimator {args.advantage_estimator} needs the critic's values in the actor's batch"
-        )
 
 
 def _mean_over_steps(results: list[dict[str, float]]) -> dict[str, float]:

@@ -71,23 +71,15 @@ class DigestedFile:
 def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
     """Make files durable, and read them for their digests; paths relative to ``root``."""
     for path in paths:
-        sync_file(path)
+        sync_path(path)
     return [
         {"path": path.relative_to(root).as_posix(), "size": path.stat().st_size, "digest": digest}
         for path, digest in zip(paths, digest_files(paths), strict=True)
     ]
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames and new names inside ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def sync_file(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Make the contents of a file durable, or the renames and new names inside a folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -107,7 +99,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
 def file_digest(path: Path) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from slime.checkpoint.files import FileEntry, describe_files, digest_files, sync_directory, write_atomically
+from slime.checkpoint.files import FileEntry, describe_files, digest_files, sync_path, write_atomically
 from slime.checkpoint.manifest import Facts, Manifest, library_versions
 
 MANIFEST = "manifest.json"
@@ -129,7 +129,7 @@ def _describe_files(folder: Path, written: Sequence[FileEntry]) -> list[FileEntr
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     others = [path for path in paths if path.relative_to(folder).as_posix() not in known]
     for directory in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync_directory(directory)
+        sync_path(directory)
     return sorted([*written, *describe_files(others, folder)], key=lambda entry: entry["path"])
 
 
@@ -145,7 +145,7 @@ def _rename_over(temp: Path, final: Path) -> None:
     if final.exists() or final.is_symlink():
         os.replace(final, aside)
     os.replace(temp, final)
-    sync_directory(final.parent)
+    sync_path(final.parent)
     if aside.exists() or aside.is_symlink():
         _remove(aside)
 
@@ -169,7 +169,7 @@ def clean_up(save_dir: Path) -> None:
                 _remove(path)
             elif not final.exists() and (path / MANIFEST).is_file():
                 os.replace(path, final)
-                sync_directory(save_dir)
+                sync_path(save_dir)
 
 
 def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:

@@ -53,6 +53,14 @@ class Nuclei(NamedTuple):
     """``[R + 1]``; a row with none is not restricted."""
 
 
+class _Options(NamedTuple):
+    inverse_temperature: float
+    chunk_size: int
+    with_entropy: bool
+    entropy_grad: bool
+    nuclei: Nuclei | None
+
+
 def default_chunk_size(vocab_size: int) -> int:
     """Rows per chunk so that its float32 logits take about 256 MiB."""
     return max(CHUNK_BYTES // (4 * vocab_size), 64)
@@ -89,18 +97,20 @@ def token_log_probs(
         nuclei: restrict the softmax of the log-probs, but not the entropy's, to what was sampled from.
     """
     scale, vocab = 1.0 / temperature, weight.shape[0]
+    compiles = fused and nuclei is None
+    default = fused_chunk_size(vocab, weight.element_size()) if compiles else default_chunk_size(vocab)
+    size = chunk_size if chunk_size > 0 else default
     if nuclei is not None:
-        size = chunk_size if chunk_size > 0 else default_chunk_size(vocab)
-        log_probs, _ = _TokenScores.apply(hidden, weight, bias, targets, scale, size, False, False, nuclei)
+        options = _Options(scale, size, False, False, nuclei)
+        log_probs, _ = _TokenScores.apply(hidden, weight, bias, targets, options)
         if not with_entropy:
             return TokenScores(log_probs, None)
         whole = token_log_probs(hidden, weight, targets, temperature, bias=bias, chunk_size=chunk_size,
                                 with_entropy=True, entropy_grad=entropy_grad, fused=fused)  # fmt: skip
         return TokenScores(log_probs, whole.entropy)
-    default = fused_chunk_size(vocab, weight.element_size()) if fused else default_chunk_size(vocab)
-    size = chunk_size if chunk_size > 0 else default
     function = _FusedTokenScores if fused else _TokenScores
-    log_probs, entropy = function.apply(hidden, weight, bias, targets, scale, size, with_entropy, entropy_grad)
+    options = _Options(scale, size, with_entropy, entropy_grad, None)
+    log_probs, entropy = function.apply(hidden, weight, bias, targets, options)
     if not with_entropy:
         return TokenScores(log_probs, None)
     return TokenScores(log_probs, entropy if entropy_grad else entropy.detach())
@@ -109,17 +119,9 @@ def token_log_probs(
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        inverse_temperature: float,
-        chunk_size: int,
-        with_entropy: bool,
-        entropy_grad: bool,
-        nuclei: Nuclei | None = None,
+        ctx: Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor]:
+        inverse_temperature, chunk_size, with_entropy, entropy_grad, nuclei = options
         rows = hidden.shape[0]
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = torch.empty(rows, dtype=dtype, device=hidden.device)
@@ -144,13 +146,13 @@ class _TokenScores(torch.autograd.Function):
                     entropy[here] = scores[2]
             kept = z if last else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, kept)
-        ctx.settings = inverse_temperature, chunk_size, entropy_grad, nuclei
+        ctx.settings = options
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
-        inverse_temperature, chunk_size, entropy_grad, nuclei = ctx.settings
+        inverse_temperature, chunk_size, _, entropy_grad, nuclei = ctx.settings
         chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         last = (max(hidden.shape[0] - 1, 0) // chunk_size) * chunk_size
         for start in range(last, -1, -chunk_size):
@@ -170,7 +172,7 @@ class _TokenScores(torch.autograd.Function):
                 chunks.add_logit_gradient(part, _logit_gradient(z, *rows).mul_(inverse_temperature))
             else:
                 chunks.add(part, z, targets[part], grads[0][part, None] * inverse_temperature)
-        return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 6
+        return chunks.hidden, chunks.weight, chunks.bias, None, None
 
 
 class _FusedTokenScores(torch.autograd.Function):
@@ -178,16 +180,9 @@ class _FusedTokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        inverse_temperature: float,
-        chunk_size: int,
-        with_entropy: bool,
-        entropy_grad: bool,
+        ctx: Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor]:
+        inverse_temperature, chunk_size, with_entropy = options[:3]
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         log_sums, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         kept: Tensor | None = None
@@ -200,13 +195,13 @@ class _FusedTokenScores(torch.autograd.Function):
                 entropy[part] = scores[2]
         kept = kept if any(ctx.needs_input_grad[:3]) else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy, kept)
-        ctx.settings = inverse_temperature, chunk_size, entropy_grad
+        ctx.settings = options
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> Gradients:
         hidden, weight, bias, targets, log_sums, entropy, kept = ctx.saved_tensors
-        inverse_temperature, chunk_size, entropy_grad = ctx.settings
+        inverse_temperature, chunk_size, _, entropy_grad, _ = ctx.settings
         chunks = _ChunkGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         last = (max(hidden.shape[0] - 1, 0) // chunk_size) * chunk_size
         for start in range(last, -1, -chunk_size):
@@ -219,7 +214,7 @@ class _FusedTokenScores(torch.autograd.Function):
                 logits, targets[part], log_sums[part], grads[0][part], inverse_temperature, of_entropy
             )
             chunks.add_logit_gradient(part, dz)
-        return chunks.hidden, chunks.weight, chunks.bias, *(None,) * 5
+        return chunks.hidden, chunks.weight, chunks.bias, None, None
 
 
 @functools.cache

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from fsdp_helpers import make_args, make_batch, make_samples, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.backends.bank import keeps_copies_on_device
+from slime.backends.bank import CopySettings, keeps_copies_on_device
 from slime.backends.create import create_backend
 from slime.backends.fsdp import backend as fsdp_backend
 from slime.backends.fsdp.backend import FsdpBackend
+from slime.backends.needs import TrainNeeds
 from slime.backends.shared import NonFiniteError
 from slime.backends.train_loop import train_on_rollout
 
@@ -49,6 +50,7 @@ def two_steps(make: Callable[..., FsdpBackend], paths: dict[str, Path], world_si
     log_probs = backend.log_probs(rank_batch(make_samples(), backend.rank, world_size))["log_probs"]
     metrics = [train(backend, make_samples())]
     backend.args.kl_coef = 0.0
+    backend.needs = TrainNeeds.from_args(backend.args)
     metrics.append(train(backend, make_samples(seed=3, zero_groups=2)))
     metrics.append(train(backend, make_samples(seed=4)))
     result = dict(metrics=metrics, weights=weights_of(backend), optimizer=optimizer_state(backend))
@@ -59,7 +61,7 @@ def place_of_copies(make: Callable[..., FsdpBackend], paths: dict[str, Path], wo
     """Whether copies of the weights stay on an accelerator that has room on all ranks, and one that has on rank 0."""
     backend = make("llama")
     args = make_args(paths["llama"], use_kl_loss=True, offload_train=False, colocate=False)
-    place = partial(keeps_copies_on_device, args, backend.named_parameters)
+    place = partial(keeps_copies_on_device, CopySettings.from_args(args), backend.named_parameters)
     return dict(everywhere=place(10**9), on_one_rank=place(10**9 if backend.rank == 0 else 0))
 
 

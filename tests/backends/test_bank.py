@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slime.backends.bank import WeightBank, keeps_copies_on_device
+from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device
 from slime.backends.offload import HostArena, host_tensors
 
 MODES: dict[str, dict[str, Any]] = {
@@ -127,5 +127,6 @@ def test_copies_stay_on_the_accelerator_where_they_take_an_eighth_of_what_is_fre
 ) -> None:
     named = [("weight", torch.zeros(4, 8))]  # 128 bytes
     args = make_args("x", **({"offload_train": False, "colocate": False} | flags))
-    assert keeps_copies_on_device(args, named, free) == kept
-    assert not keeps_copies_on_device(args, named), "there is no accelerator here"
+    settings = CopySettings.from_args(args)
+    assert keeps_copies_on_device(settings, named, free) == kept
+    assert not keeps_copies_on_device(settings, named), "there is no accelerator here"

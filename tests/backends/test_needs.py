@@ -1,4 +1,4 @@
-"""Which forward passes a run's flags ask for (contract 5.4)."""
+"""Which forward passes a run's flags ask for."""
 
 from __future__ import annotations
 
@@ -6,40 +6,32 @@ from typing import Any
 
 import pytest
 
-from slime.backends.needs import (
-    entropy_needs_gradient,
-    needs_entropy,
-    needs_logits,
-    needs_old_log_probs,
-    needs_ref_log_probs,
-    steps_per_rollout,
-    zero_advantage_groups_skippable,
-)
-from slime.config.args import Args
+from slime.backends.needs import TrainNeeds
+from slime.data.fields import RankBatch
 from tests.make_args import make_args as resolved_args
 
 
-def make_args(**changes: Any) -> Args:
+def needs(**changes: Any) -> TrainNeeds:
     """One optimizer step per rollout, unless ``changes`` say otherwise; also names of ``--custom-config-path``."""
     own = {name: changes.pop(name) for name in ("tis_batch_normalize",) if name in changes}
     shape = dict(num_steps_per_rollout=1, rollout_batch_size=8, n_samples_per_prompt=8)
-    if "global_batch_size" in changes:
-        shape["num_steps_per_rollout"] = None
     args = resolved_args(**(shape | changes))
     for name, value in own.items():
         args.declare(name, value)
-    return args
+    return TrainNeeds.from_args(args)
+
+
+def batch(steps: int = 1, **entries: Any) -> RankBatch:
+    return RankBatch({"global_batch_sizes": [8] * steps} | entries)
 
 
 def test_the_default_run_reuses_current_log_probs() -> None:
-    assert not needs_old_log_probs(make_args())
+    assert not needs().recomputes_old_log_probs(batch())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(num_steps_per_rollout=2),
-        dict(num_steps_per_rollout=None, global_batch_size=32),
         dict(loss_type="custom_loss"),
         dict(kl_coef=0.1),
         dict(advantage_estimator="ppo"),
@@ -54,7 +46,7 @@ def test_the_default_run_reuses_current_log_probs() -> None:
     ids=str,
 )
 def test_each_of_these_asks_for_a_forward_pass(changes: dict[str, Any]) -> None:
-    assert needs_old_log_probs(make_args(**changes))
+    assert needs(**changes).recomputes_old_log_probs(batch(rollout_log_probs=[]))
 
 
 @pytest.mark.parametrize(
@@ -71,25 +63,28 @@ def test_each_of_these_asks_for_a_forward_pass(changes: dict[str, Any]) -> None:
     ids=str,
 )
 def test_these_do_not(changes: dict[str, Any]) -> None:
-    assert not needs_old_log_probs(make_args(**changes))
+    steps = changes.get("num_steps_per_rollout", 1)
+    assert not needs(**changes).recomputes_old_log_probs(batch(steps, rollout_log_probs=[]))
 
 
-def test_the_batch_knows_better_than_the_flags() -> None:
-    args = make_args()
-    assert steps_per_rollout(args, {"global_batch_sizes": [8, 8]}) == 2
-    assert needs_old_log_probs(args, {"global_batch_sizes": [8, 8]})
-    engine = make_args(use_rollout_logprobs=True)
-    assert needs_old_log_probs(engine, {"global_batch_sizes": [8]})  # text-only hooks: the engine's are absent
-    assert not needs_old_log_probs(engine, {"global_batch_sizes": [8], "rollout_log_probs": []})
+def test_several_steps_ask_for_a_forward_pass() -> None:
+    assert needs().recomputes_old_log_probs(batch(steps=2))
+
+
+def test_the_engines_log_probs_may_be_absent() -> None:
+    """Functions of users may return text alone."""
+    engine = needs(use_rollout_logprobs=True)
+    assert engine.recomputes_old_log_probs(batch())
+    assert not engine.recomputes_old_log_probs(batch(rollout_log_probs=[]))
 
 
 def test_reference_entropy_and_logits() -> None:
-    assert not needs_ref_log_probs(make_args())
-    assert needs_ref_log_probs(make_args(kl_coef=0.1)) and needs_ref_log_probs(make_args(use_kl_loss=True))
-    assert not needs_ref_log_probs(make_args(use_kl_loss=True, loss_type="sft_loss"))
-    assert needs_entropy(make_args()) and not needs_entropy(make_args(loss_type="sft_loss"))
-    assert not entropy_needs_gradient(make_args()) and entropy_needs_gradient(make_args(entropy_coef=0.01))
-    assert needs_logits(make_args(loss_type="custom_loss")) and not needs_logits(make_args())
+    assert not needs().ref_log_probs
+    assert needs(kl_coef=0.1).ref_log_probs and needs(use_kl_loss=True).ref_log_probs
+    assert not needs(use_kl_loss=True, loss_type="sft_loss").ref_log_probs
+    assert needs().entropy and not needs(loss_type="sft_loss").entropy
+    assert not needs().entropy_grad and needs(entropy_coef=0.01).entropy_grad
+    assert needs(loss_type="custom_loss").logits and not needs().logits
 
 
 @pytest.mark.parametrize(
@@ -109,4 +104,4 @@ def test_reference_entropy_and_logits() -> None:
     ids=str,
 )
 def test_when_zero_advantage_means_zero_gradient(changes: dict[str, Any], skippable: bool) -> None:
-    assert zero_advantage_groups_skippable(make_args(**changes)) is skippable
+    assert needs(**changes).skips_zero_advantages is skippable

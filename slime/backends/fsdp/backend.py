@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
+from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.fsdp.checkpoint import FsdpState
@@ -30,7 +30,6 @@ from slime.backends.fsdp.model import (
 from slime.backends.fsdp.optimizer import ScheduledAdamW
 from slime.backends.lr_schedule import LrSchedule
 from slime.backends.micro_batches import ResponseValues
-from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
 from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
@@ -65,14 +64,15 @@ class FsdpBackend(SharedBackend):
         self.named_parameters: list[tuple[str, nn.Parameter]] = checkpoint_names(self.scorer)
         schedule = LrSchedule.from_args(args, role)
         self.optimizer = ScheduledAdamW(self.named_parameters, args, schedule, self._over_shards)
+        copies = CopySettings.from_args(args)
         self.bank = WeightBank(
             self.named_parameters,
             dtype=DTYPES[args.train_dtype],
-            on_device=role == "actor" and keeps_copies_on_device(args, self.named_parameters),
+            on_device=role == "actor" and keeps_copies_on_device(copies, self.named_parameters),
             arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
         )
         if role == "actor":
-            load_copies(args, self.bank, initial_weights(args), self._load_copy)
+            load_copies(copies, self.bank, initial_weights(args), self._load_copy)
         saved = set(self.scorer.state_dict())
         self.buffers = [(name.removeprefix("hf."), b) for name, b in self.scorer.named_buffers() if name in saved]
         self.state = FsdpState(args, role, rank, world_size, self.shard_size, self.buffers, self.optimizer, self.bank)
@@ -163,12 +163,11 @@ class FsdpBackend(SharedBackend):
 
     def _scores(self, inputs: ModelInputs) -> Scores:
         """All that the loss takes of the model."""
-        args = self.args
+        needs = self.needs
         if isinstance(self.scorer, ValueScorer):
             return Scores(values=self.scorer(inputs))
-        scores, logits = self.scorer(
-            inputs, args.rollout_temperature, needs_entropy(args), entropy_needs_gradient(args), needs_logits(args)
-        )
+        temperature = self.args.rollout_temperature
+        scores, logits = self.scorer(inputs, temperature, needs.entropy, needs.entropy_grad, needs.logits)
         return Scores(scores.log_probs, scores.entropy, logits)
 
     def rehearse(self, tokens: int) -> None:

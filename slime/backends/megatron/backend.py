@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from slime.backends.bank import WeightBank, keeps_copies_on_device, load_copies
+from slime.backends.bank import CopySettings, WeightBank, keeps_copies_on_device, load_copies
 from slime.backends.base import Metrics, ModelTag
 from slime.backends.collectives import DataParallelReduce
 from slime.backends.megatron import groups, modules
@@ -25,7 +25,6 @@ from slime.backends.megatron.routing import ENGINE, Mode
 from slime.backends.megatron.schedule import Around, OnScores, no_loss, run_schedule, without_a_trace
 from slime.backends.megatron.trained_model import TrainedModel, initial_weights
 from slime.backends.micro_batches import MicroBatches, ResponseValues
-from slime.backends.needs import entropy_needs_gradient, needs_entropy, needs_logits
 from slime.backends.shared import SharedBackend
 from slime.backends.token_batch import Scores
 from slime.backends.token_budget import rehearsal_batch
@@ -76,15 +75,16 @@ class MegatronBackend(SharedBackend):
             fused=device.type == "cuda" and bool(args.compile_layers),
         )
         self.optimizer = ScheduledOptimizer(args, role, self.chunks)
+        copies = CopySettings.from_args(args)
         self.bank = WeightBank(
             self.weights.tensors(),
             # Megatron's gradient buffers and its optimizer point into the memory of the parameters.
             may_swap_pointers=False,
-            on_device=role == "actor" and keeps_copies_on_device(args, self.weights.tensors()),
+            on_device=role == "actor" and keeps_copies_on_device(copies, self.weights.tensors()),
             arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
         )
         if role == "actor":
-            load_copies(args, self.bank, initial_weights(args), self._load_copy)
+            load_copies(copies, self.bank, initial_weights(args), self._load_copy)
         self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank)
 
     def _load_copy(self, tag: str, path: str) -> None:
@@ -162,14 +162,13 @@ class MegatronBackend(SharedBackend):
         return self.finish_step(shares, batch, step, scheduled, trained)
 
     def _scoring_of_training(self) -> Scoring:
-        args = self.args
         if self.role != "actor":
             return Scoring()
         return Scoring(
-            temperature=args.rollout_temperature,
-            with_entropy=needs_entropy(args),
-            entropy_grad=entropy_needs_gradient(args),
-            with_logits=needs_logits(args),
+            temperature=self.args.rollout_temperature,
+            with_entropy=self.needs.entropy,
+            entropy_grad=self.needs.entropy_grad,
+            with_logits=self.needs.logits,
         )
 
     def rehearse(self, tokens: int) -> None:

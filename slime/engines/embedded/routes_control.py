@@ -46,23 +46,14 @@ async def flush_cache(request: web.Request) -> web.Response:
 # --- memory --------------------------------------------------------------------------------------
 
 
-async def _tags(request: web.Request) -> list[str]:
-    return take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
-
-
-@routes.post("/release_memory_occupation")
-@routes.get("/release_memory_occupation")
-async def release_memory_occupation(request: web.Request) -> web.Response:
+@routes.post("/{change:release|resume}_memory_occupation")
+@routes.get("/{change:release|resume}_memory_occupation")
+async def memory_occupation(request: web.Request) -> web.Response:
+    """Give memory back, or take it again."""
     engine = request.app[LOADED].engine
-    await engine.call(engine.release, await _tags(request))
-    return json_answer(None)
-
-
-@routes.post("/resume_memory_occupation")
-@routes.get("/resume_memory_occupation")
-async def resume_memory_occupation(request: web.Request) -> web.Response:
-    engine = request.app[LOADED].engine
-    await engine.call(engine.resume, await _tags(request))
+    change = engine.release if request.match_info["change"] == "release" else engine.resume
+    tags = take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
+    await engine.call(change, tags)
     return json_answer(None)
 
 
