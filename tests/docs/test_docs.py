@@ -13,6 +13,7 @@ KINDS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/*.md")
 PAGES = sorted(page for kind in KINDS for page in CHECKOUT.glob(kind))
 NOT_TRAINING = {  # of ray, torchrun, hf, docker, env.sh's tools, tools, the quickstart and the slime command
     "--head", "--node-ip-address", "--num-gpus", "--disable-usage-stats", "--address", "--runtime-env-json",
+    "--port", "--dashboard-port", "--dashboard-agent-listen-port",
     "--logdir", "--seed", "--model", "--num-rollout", "--output-dir", "--help", "--held-out", "--extra",
     "--check-timeout", "--check-tool-answer", "--custom-weight-loader", "--nproc-per-node", "--input-dir",
     "--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-dir", "--repo-type", "--no-deps",
