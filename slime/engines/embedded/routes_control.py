@@ -46,12 +46,14 @@ async def flush_cache(request: web.Request) -> web.Response:
 # --- memory --------------------------------------------------------------------------------------
 
 
-@routes.post("/{change:release|resume}_memory_occupation")
-@routes.get("/{change:release|resume}_memory_occupation")
+@routes.post("/release_memory_occupation")
+@routes.get("/release_memory_occupation")
+@routes.post("/resume_memory_occupation")
+@routes.get("/resume_memory_occupation")
 async def memory_occupation(request: web.Request) -> web.Response:
     """Give memory back, or take it again."""
     engine = request.app[LOADED].engine
-    change = engine.release if request.match_info["change"] == "release" else engine.resume
+    change = engine.release if request.path == "/release_memory_occupation" else engine.resume
     tags = take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
     await engine.call(change, tags)
     return json_answer(None)
