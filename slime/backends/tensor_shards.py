@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
+    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -289,10 +290,19 @@ class StoredTensors:
         with torch.no_grad(), _causes_named(self.folder):
             dcp.load(
                 {},
-                storage_reader=dcp.FileSystemReader(self.folder),
+                storage_reader=_TensorReader(self.folder),
                 planner=_ShardLoadPlanner(shards),
                 no_dist=not dist.is_initialized(),
             )
+
+
+class _TensorReader(dcp.FileSystemReader):
+    """Holds one stored tensor at a time. Within one call, torch's reader keeps a tensor until it has read the next."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            super().read_data(dataclasses.replace(plan, items=[item]), planner)
+        return super().read_data(dataclasses.replace(plan, items=[]), planner)
 
 
 class _ShardLoadPlanner(DefaultLoadPlanner):
