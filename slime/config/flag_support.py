@@ -3,8 +3,10 @@ removed or belong to other frameworks, and environment variables that slime does
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.config.flag import Flag, Kind, Status, flag, flags_of
@@ -157,52 +159,13 @@ def check_states(args: Args) -> tuple[list[str], list[str]]:
     return problems, notices
 
 
-GONE: dict[str, str] = {
-    "--use-critic": "use --advantage-estimator ppo, which creates a critic",
-    "--critic-load": "the critic starts from --hf-checkpoint and is saved in the run's snapshots",
-    "--critic-save": "the critic is saved in the run's snapshots (--save)",
-    "--critic-num-nodes": "the critic shares the trainer's GPUs",
-    "--critic-num-gpus-per-node": "the critic shares the trainer's GPUs",
-    "--use-slime-router": "sglang-router is the only router; --use-router starts it even for a single engine",
-    "--slime-router-middleware-paths": "sglang-router is the only router",
-    "--slime-router-max-connections": "use --sglang-server-concurrency",
-    "--slime-router-timeout": "use --sglang-router-request-timeout-secs",
-    "--slime-router-health-check-failure-threshold": "use --use-fault-tolerance",
-    "--megatron-to-hf-mode": "there is only one conversion, which is exact",
-    "--qkv-format": "sequences are always packed",
-    "--rollout-external": "name the servers with --rollout-external-engine-addrs",
-    "--disable-rollout-trim-samples": "samples that do not fill an optimizer step are kept for the next rollout",
-    "--disable-weights-backuper": "copies of the weights are kept only if another flag needs them",
-    "--train-memory-margin-bytes": "lower --max-tokens-per-gpu instead",
-    "--true-on-policy-mode": "use --deterministic",
-    "--use-dynamic-global-batch-size": "--global-batch-size counts rollouts, so it needs no adjustment",
-    "--ci-metric-checker-key": "check metrics.jsonl of the run instead",
-    "--ci-metric-checker-threshold": "check metrics.jsonl of the run instead",
-    "--over-sampling-filter-path": "use --dynamic-sampling-filter-path",
-    "--over-sampling-filter-input-size": "use --over-sampling-batch-size",
-    "--rollout-num-gpus-per-node": "use --rollout-num-gpus",
-    "--use-http2": "slime uses HTTP/1.1 with a connection pool",
-}
-
-_LORA = "LoRA is not supported yet; to train a part of the weights, use --only-train-params-name-list"
-_VLLM = "vLLM is not supported; --rollout-backend is sglang or embedded"
-_DEEPSPEED = "DeepSpeed is not supported; --train-backend is fsdp or megatron"
-_QUANTIZED = "quantized weights cannot be trained"
-OTHER_FRAMEWORKS: dict[str, str] = {
-    "--lora-": _LORA,
-    "--use-lora": _LORA,
-    "--enable-lora": _LORA,
-    "--peft-": _LORA,
-    "--use-peft": _LORA,
-    "--qlora": _LORA,
-    "--vllm-": _VLLM,
-    "--use-vllm": _VLLM,
-    "--deepspeed": _DEEPSPEED,
-    "--zero-stage": _DEEPSPEED,
-    "--load-in-4bit": _QUANTIZED,
-    "--load-in-8bit": _QUANTIZED,
-}
-"""Prefixes of flags of other frameworks, with the reason why slime has no such flag."""
+_MISSING = tomllib.loads((Path(__file__).parent / "tables" / "missing.toml").read_text(encoding="utf-8"))
+GONE: dict[str, str] = _MISSING["gone"]
+"""Flags of older releases, and what to use instead."""
+OTHER_FRAMEWORKS: dict[str, str] = _MISSING["other_frameworks"]
+"""What the flags of other frameworks begin with, and why slime has no such flag."""
+UNREAD_VARIABLES: dict[str, str] = _MISSING["variables"]
+"""Environment variables of older releases that change nothing here."""
 
 
 def why_missing(option: str) -> str | None:
@@ -218,31 +181,12 @@ def why_missing(option: str) -> str | None:
     return f"does not exist: {reason}" if reason else None
 
 
-UNREAD_VARIABLES: dict[str, str] = {
-    "SLIME_HOST_IP": "Ray determines the addresses; use ray start --node-ip-address",
-    "SLIME_PREFER_IPV6": "Ray determines the addresses; use ray start --node-ip-address",
-    "SLIME_ACCELERATOR": "CUDA is used if it is available",
-    "SLIME_DESTROY_WORLD_PROCESS_GROUP": "process groups end with their processes",
-    "SLIME_GRAD_COALESCE_CHUNK_BYTES": "gradients are reduced by FSDP and Megatron",
-    "SLIME_ENABLE_EXPANDABLE_SEGMENTS": "set PYTORCH_CUDA_ALLOC_CONF with --train-env-vars",
-    "ENABLE_ROUTING_REPLAY": "use --use-routing-replay",
-    "ROUTING_REPLAY_STAGE": "use --use-routing-replay",
-    "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "slime does not train in int4",
-    "OPEN_TRAINING_INT4_FAKE_QAT_GROUP_SIZE": "slime does not train in int4",
-}
-"""Environment variables of older releases that have no effect, with the reasons."""
-_PREFIXES = {
-    "SLIME_LAYERWISE_ALIGNMENT_": "slime does not compare single layers",
-    "SLIME_DEEPGEMM_MOE_": "slime has no DeepGEMM kernels",
-}
-
-
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
     """Describe each environment variable that is set but that slime does not read."""
     found = []
     for name in sorted(environment):
-        prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-        reason = UNREAD_VARIABLES.get(name) or _PREFIXES.get(prefix)
+        of_prefix = (reason for prefix, reason in _MISSING["variable_prefixes"].items() if name.startswith(prefix))
+        reason = UNREAD_VARIABLES.get(name) or next(of_prefix, None)
         if reason:
             found.append(f"environment variable {name} has no effect: {reason}")
     return found
