@@ -1,4 +1,4 @@
-"""What rollout functions return, and how they are called."""
+"""The return types of rollout functions, and the call of a rollout function."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 
 
 class EvalResults(TypedDict, total=False):
-    """The results of one data set of an evaluation: ``rewards`` and ``truncated`` hold one entry per rollout.
+    """The results of one data set of an evaluation.
 
-    A reward is NaN where a verifier gave no answer. ``samples`` are flat, ``settings`` those of the data set.
+    Attributes:
+        rewards: One reward per sample, where the samples of a fan-out count as one; NaN if the verifier gave no result.
+        truncated: One entry for each of ``rewards``.
+        samples: All samples, flat.
+        n_samples_per_prompt: Number of samples per prompt, before a fan-out.
+        settings: The settings of the data set.
     """
 
     rewards: Required[list[float]]
@@ -28,7 +33,7 @@ class EvalResults(TypedDict, total=False):
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Groups to train on (an element of a group is a Sample, or a list of them that fanned out), and metrics."""
+    """The groups to train on, and metrics. An element of a group is a Sample, or a list of Samples (a fan-out)."""
 
     samples: list[Group]
     metrics: dict[str, Any] | None = None
@@ -36,7 +41,7 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """``data``: the results of each data set, by its name; and metrics."""
+    """The results of each data set by its name (``data``), and metrics."""
 
     data: dict[str, EvalResults] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
@@ -45,12 +50,12 @@ class RolloutFnEvalOutput:
 def call_rollout_fn(
     fn: Callable[..., object], args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """Call ``fn(args, rollout_id, data_source, evaluation=...)`` and wrap the older return forms.
+    """Call ``fn(args, rollout_id, data_source, evaluation=...)`` and wrap older return types.
 
-    Older forms are a bare (nested) list of samples for training and a bare dict for evaluation.
+    The older types are a list of groups for training and a dict of data sets for evaluation.
 
     Raises:
-        TypeError: it returned something else.
+        TypeError: The function returned something else.
     """
     output = fn(args, rollout_id, data_source, evaluation=evaluation)
     wanted = RolloutFnEvalOutput if evaluation else RolloutFnTrainOutput

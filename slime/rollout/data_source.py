@@ -1,4 +1,4 @@
-"""Documented import path of the data sources; the code is in :mod:`slime.data.source`."""
+"""The documented import path of the data sources. The code is in :mod:`slime.data.source`."""
 
 from slime.data.source import RolloutDataSource, RolloutDataSourceWithBuffer, pop_first
 

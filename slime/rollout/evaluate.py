@@ -32,9 +32,8 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
     in its group, so evaluations at different steps differ only in the weights.
 
     Returns:
-        For each data set, in the order of its file: ``rewards`` (floats, one per rollout; NaN if the verifier gave no
-        result; the mean over the samples of a fan-out), ``truncated`` (bools, one per rollout), ``samples`` (flat),
-        ``n_samples_per_prompt`` and ``settings``.
+        The results of each data set, in the order of its file; see :class:`~slime.rollout.base_types.EvalResults`. The
+        reward of a fan-out is the mean over its samples.
 
     Raises:
         TimeoutError: The evaluation did not finish within ``--phase-timeout``.

@@ -1,5 +1,7 @@
-"""Replay dumped rollouts with the engines alive: ``--rollout-function-path slime.rollout.forge_load.generate_rollout
---load-forge-rollout-data TEMPLATE``. Unlike ``--load-debug-rollout-data``, weights are synced and evaluation works.
+"""Train on dumped rollouts while the engines run.
+
+Use with ``--rollout-function-path slime.rollout.forge_load.generate_rollout --load-forge-rollout-data TEMPLATE``.
+Unlike with ``--load-debug-rollout-data``, weights are synced and evaluation works.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The dump of ``rollout_id``; an evaluation is a real one.
+    """Load the dump of ``rollout_id``. An evaluation uses the engines.
 
     Raises:
-        ValueError: no ``--load-forge-rollout-data``, or no dump of this rollout.
+        ValueError: ``--load-forge-rollout-data`` is not set, or there is no dump of this rollout.
     """
     if evaluation:
         return evaluate_with_engines(args, rollout_id, data_source, evaluation=True)

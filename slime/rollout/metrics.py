@@ -1,6 +1,7 @@
-"""What the samples of a rollout or an evaluation say, as numbers: pure functions of samples.
+"""Metrics of the samples of a rollout or an evaluation, as pure functions of samples.
 
-Names are those of the metrics page. Samples whose verifier gave no answer are in no reward statistics.
+The metrics page of the documentation explains the names. Samples whose verifier gave no result are excluded from all
+reward statistics.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ if TYPE_CHECKING:
 __all__ = ["eval_metrics", "flatten", "pass_at_k", "pass_rates", "prompt_rewards", "rollout_metrics", "sample_metrics"]
 
 Metrics = dict[str, float]
-PASS_ABOVE = 0.5  # a reward nearer to 1 than to 0; also right for rewards of -1 and 1
+PASS_ABOVE = 0.5  # a reward closer to 1 than to 0 is a pass; this also fits rewards of -1 and 1
 _REPETITION_CHARACTERS = 10_000
 _REPETITION_RATIO = 10.0
 
 
 def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None = None) -> Metrics:
-    """``rollout/…``, and where they are asked for ``multi_turn/…`` and ``passrate/…``; ``perf/…`` with ``seconds``.
+    """Return the metrics of a rollout.
+
+    These are ``rollout/…``; ``multi_turn/…`` with ``--log-multi-turn``; ``passrate/…`` with ``--log-passrate``; and
+    ``perf/…`` if ``seconds`` is given.
 
     Args:
-        samples: of the rollout, flat.
-        seconds: that the rollout took.
+        samples: The samples of the rollout, flat.
+        seconds: The duration of the rollout.
     """
     metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, args.log_reward_category).items()}
     rewards = [(s.group_index, value) for s in samples if (value := known_reward(s, args.reward_key)) is not None]
@@ -50,11 +54,11 @@ def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None
 
 
 def eval_metrics(args: Args, data: Mapping[str, EvalResults]) -> Metrics:
-    """``eval/<data set>…`` for each data set of an evaluation.
+    """Return ``eval/<data set>…`` for each data set of an evaluation.
 
-    ``eval/<ds>`` is the mean reward over samples. From as many samples per prompt as the data set has (n > 1):
-    ``eval/<ds>-mean@n``, the mean over prompts of a prompt's mean reward, and ``eval/<ds>-pass@k``, the
-    unbiased estimate for k = 1, 2, 4, … and n. Samples whose verifier gave no answer are in none of them.
+    ``eval/<ds>`` is the mean reward over samples. With n > 1 samples per prompt there are also ``eval/<ds>-mean@n``,
+    the mean over prompts of the mean reward of a prompt, and ``eval/<ds>-pass@k``, the unbiased estimate for
+    k = 1, 2, 4, … and n. Samples whose verifier gave no result are excluded from all of them.
     """
     metrics: Metrics = {}
     for name, part in data.items():
@@ -80,7 +84,7 @@ def eval_metrics(args: Args, data: Mapping[str, EvalResults]) -> Metrics:
 
 
 def prompt_rewards(part: EvalResults) -> dict[Hashable, list[float]]:
-    """Of one data set, the known rewards of each prompt, in the order of the file."""
+    """Return the rewards of each prompt of a data set, without NaN, in the order of the file."""
     groups: dict[Hashable, list[float]] = {}
     for key, reward in zip(_prompts(part), part["rewards"], strict=True):
         groups.setdefault(key, [])
@@ -90,7 +94,13 @@ def prompt_rewards(part: EvalResults) -> dict[Hashable, list[float]]:
 
 
 def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Metrics:
-    """Lengths, truncation, repetition, cache, speculation and the like, without a prefix."""
+    """Return metrics of lengths, truncation, repetition, prefix cache, speculative decoding and so on.
+
+    The names have no prefix.
+
+    Args:
+        category: Key of dict rewards whose values are counted (``--log-reward-category``).
+    """
     if not samples:
         return {}
     metrics = _spread("response_len", [sample.effective_response_length for sample in samples])
@@ -118,17 +128,17 @@ def sample_metrics(samples: Sequence[Sample], category: str | None = None) -> Me
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of ``k`` samples drawn from ``samples``, ``correct`` of them right, is right.
+    """Return the probability that ``k`` of ``samples`` samples contain at least one of the ``correct`` ones.
 
-    Unbiased: ``1 - C(n-c, k) / C(n, k)``. Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
+    The estimate is unbiased: ``1 - C(n-c, k) / C(n, k)``. Source: Chen et al. 2021, arXiv:2107.03374, equation 1.
     """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
-    """pass@k over groups with at least k rewards, for k = 1, 2, 4, … and the size of the largest group.
+    """Return pass@k for k = 1, 2, 4, … and the size of the largest group.
 
-    A pass is a reward above 0.5: also right for rewards of -1 and 1, and for fractions.
+    It is the mean over the groups with at least k rewards. A reward above 0.5 is a pass.
 
     Args:
         rewards: (group, reward) pairs.
@@ -145,13 +155,13 @@ def pass_rates(rewards: Sequence[tuple[Hashable, float]]) -> dict[int, float]:
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the last 10,000 characters compress more than tenfold."""
+    """Whether the last 10,000 characters can be compressed by more than a factor of 10."""
     tail = text[-_REPETITION_CHARACTERS:].encode()
     return bool(tail) and len(tail) / len(zlib.compress(tail)) > _REPETITION_RATIO
 
 
 def _prompts(part: EvalResults) -> list[Hashable]:
-    """Which prompt each reward of a data set belongs to."""
+    """Return the prompt to which each reward of a data set belongs."""
     samples, rewards = flatten(part.get("samples") or []), part["rewards"]
     if len(samples) == len(rewards) and all(sample.group_index is not None for sample in samples):
         return [sample.group_index for sample in samples]
@@ -160,7 +170,7 @@ def _prompts(part: EvalResults) -> list[Hashable]:
 
 
 def known_reward(sample: Sample, key: str | None) -> float | None:
-    """The number that a sample was rewarded with; None where it has none, or its verifier gave no answer."""
+    """Return the reward of a sample as a number, or None if it has no reward or its verifier gave no result."""
     if sample.reward is None or sample.reward_timed_out:
         return None
     reward: Any = sample.reward
@@ -170,7 +180,7 @@ def known_reward(sample: Sample, key: str | None) -> float | None:
 
 
 def _without_spread(rewards: Sequence[tuple[Hashable, float]]) -> Metrics:
-    """How many groups have one reward only, by that reward."""
+    """Count the groups whose rewards are all equal, by that reward."""
     groups: dict[Hashable, list[float]] = {}
     for group, reward in rewards:
         groups.setdefault(group, []).append(reward)
@@ -220,8 +230,20 @@ def _spread(name: str, values: Sequence[float]) -> Metrics:
 
 @dataclass
 class Counts:
-    """``dropped`` is by the filter's reason; ``replaced``, ``surplus``, ``aborted`` and ``lost`` are groups,
-    ``timed_out`` and ``failed`` samples without a reward."""
+    """Counters of one rollout.
+
+    Attributes:
+        dropped: Groups that the filter dropped, by reason.
+        replaced: Groups that were dropped because their verifier gave no result.
+        timed_out: Samples without a reward because their verifier timed out.
+        failed: Samples without a reward for another reason.
+        surplus: Finished groups that the rollout did not need.
+        aborted: Unfinished groups that the rollout did not need.
+        lost: Groups that were returned to a data source without a buffer.
+        tokens: Response tokens.
+        rewards: Samples with a numeric reward.
+        reward_sum: The sum of these rewards.
+    """
 
     dropped: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
@@ -247,7 +269,7 @@ class Counts:
                 self.reward_sum += value
 
     def numbers(self) -> dict[str, float]:
-        """For the live line."""
+        """Return the numbers for the progress line in the terminal."""
         return {"tokens": self.tokens, **({"reward": self.reward_sum / self.rewards} if self.rewards else {})}
 
     def metrics(self) -> dict[str, float]:
@@ -257,8 +279,8 @@ class Counts:
         return metrics | {f"rollout/{name}_count": float(count) for name, count in counts.items()}
 
     def drop_report(self) -> str:
-        """Why groups did not train, in brackets; empty where all did."""
+        """Describe why groups were not accepted, in parentheses; empty if there are none."""
         parts = [f"{n} dropped as {reason}" for reason, n in self.dropped.most_common()]
         if self.replaced:
-            parts.append(f"{self.replaced} replaced, their verifiers gave no answer")
+            parts.append(f"{self.replaced} replaced, because their verifier gave no result")
         return f" ({'; '.join(parts)})" if parts else ""

@@ -1,9 +1,10 @@
-"""On-policy distillation: a teacher behind an engine scores the student's own samples.
+"""On-policy distillation: a teacher model computes log-probs of the student's own samples.
 
-``--custom-rm-path slime.rollout.on_policy_distillation.reward_func --custom-reward-post-process-path
-slime.rollout.on_policy_distillation.post_process_rewards --rm-url http://teacher:port/generate
---use-opd --opd-type sglang``. With ``--opd-type megatron --opd-teacher-load MODEL`` in place of the address and
-the type, the trainer scores them, and these two only say that there is no other reward.
+Use with ``--custom-rm-path slime.rollout.on_policy_distillation.reward_func --custom-reward-post-process-path
+slime.rollout.on_policy_distillation.post_process_rewards --rm-url http://teacher:port/generate --use-opd --opd-type
+sglang``; the teacher then is a model that an engine serves. With ``--opd-type megatron --opd-teacher-load MODEL``
+instead of the address and ``--opd-type sglang``, the trainer computes the log-probs, and the two functions only return
+that there is no other reward.
 Source: Lu et al. 2025, "On-Policy Distillation" (Thinking Machines).
 """
 
@@ -21,23 +22,27 @@ if TYPE_CHECKING:
 
 
 def request_seconds(args: Args) -> float:
-    """Seconds that the teacher may take: it does a whole pass of a model, so ``--reward-timeout`` does not hold."""
+    """Maximum seconds for the teacher. ``--reward-timeout`` does not apply, because scoring is a forward pass."""
     return float(args.sglang_router_request_timeout_secs)
 
 
 async def reward_func(args: Args, sample: Sample, **kwargs: object) -> float:
-    """Set ``sample.teacher_log_probs`` ([response_length]) from the teacher at ``--rm-url``, unless the trainer
-    has one; the reward itself is 0.
+    """Set ``sample.teacher_log_probs`` (``[response_length]``) from the teacher at ``--rm-url``.
+
+    With ``--opd-type megatron`` the trainer has the teacher, and nothing is set.
+
+    Returns:
+        The reward 0.
 
     Raises:
-        ValueError: no ``--rm-url``, or the teacher's answer does not cover the response.
+        ValueError: ``--rm-url`` is not set, or the teacher scored other tokens than those of the sample.
     """
     from slime.engines.http import post
 
     if args.opd_type == "megatron":
         return 0.0
     if not args.rm_url:
-        raise ValueError("on-policy distillation needs --rm-url, the teacher's /generate address")
+        raise ValueError("on-policy distillation needs --rm-url, the URL of the teacher's /generate endpoint")
     body = {
         "input_ids": sample.tokens,
         "sampling_params": {"temperature": 0, "max_new_tokens": 0, "skip_special_tokens": False},
@@ -54,7 +59,10 @@ reward_func.deadline = request_seconds  # type: ignore[attr-defined]
 
 
 def teacher_log_probs(answer: GenerateOutput, sample: Sample) -> list[float]:
-    """Log-probs of the response out of the teacher's ``input_token_logprobs`` (entry 0, the first token's, is None)."""
+    """Return the log-probs of the response tokens from the teacher's ``input_token_logprobs``.
+
+    The first entry of ``input_token_logprobs`` is None, since nothing precedes the first token.
+    """
     scored = answer["meta_info"].get("input_token_logprobs") or []
     if len(scored) != len(sample.tokens):
         raise ValueError(
@@ -63,21 +71,21 @@ def teacher_log_probs(answer: GenerateOutput, sample: Sample) -> list[float]:
     tail = scored[len(scored) - sample.response_length :]
     if [item[1] for item in tail] != sample.tokens[len(sample.tokens) - sample.response_length :]:
         raise ValueError(
-            f"the teacher scored other tokens than sample {sample.index} has: it needs the student's tokenizer"
+            f"the teacher scored other tokens than those of sample {sample.index}: it needs the student's tokenizer"
         )
     return [float(item[0]) for item in tail]
 
 
 def post_process_rewards(args: Args, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:
-    """(raw rewards, trained rewards): zeros, since the advantage comes from the teacher's log-probs alone.
+    """Return raw and trained rewards, all zero, because the advantage comes only from the teacher's log-probs.
 
     Raises:
-        ValueError: a sample that no teacher has scored.
+        ValueError: A sample has no log-probs of a teacher.
     """
     for sample in samples:
         if args.opd_type != "megatron" and sample.teacher_log_probs is None and not sample.remove_sample:
             raise ValueError(
-                f"sample {sample.index} has no teacher_log_probs: is --custom-rm-path {__name__}.reward_func?"
+                f"sample {sample.index} has no teacher_log_probs: set --custom-rm-path {__name__}.reward_func"
             )
     zeros = [0.0] * len(samples)
     return zeros, list(zeros)

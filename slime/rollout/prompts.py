@@ -1,4 +1,4 @@
-"""From a sample's prompt to text, token ids and media."""
+"""Convert the prompt of a sample to text, token ids and media."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 def render(
     renderer: Tokenizer | ProcessorMixin, sample: Sample, messages: Sequence[Message], generation_prompt: bool = True
 ) -> str:
-    """Messages as text by the chat template of a tokenizer or processor, with the sample's tools and template
-    arguments."""
+    """Render messages with the chat template of a tokenizer or processor.
+
+    The tools and the template arguments of the sample are passed to the template.
+    """
     text = renderer.apply_chat_template(
         list(messages),
         tools=sample.metadata.get("tools") or None,
@@ -34,7 +36,7 @@ def render(
 
 
 def prompt_text(state: GenerateState, sample: Sample) -> str:
-    """The prompt as text: as it is, or rendered when it is a message list (with media by the processor's template)."""
+    """Return the prompt as text. A message list is rendered; with media, by the template of the processor."""
     if isinstance(sample.prompt, str):
         return sample.prompt
     return render(_renderer(state, sample), sample, sample.prompt)
@@ -51,24 +53,27 @@ def _processor(state: GenerateState, sample: Sample) -> Any:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of ``text``, no special tokens added: a rendered prompt holds its own."""
+    """Tokenize ``text`` without adding special tokens, because a rendered prompt already contains them."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
 def prompt_ids(state: GenerateState, sample: Sample) -> list[int]:
-    """Ids of the prompt; with media, the processor's, and its tensors go to ``multimodal_train_inputs``."""
+    """Return the token ids of the prompt.
+
+    With media, the processor makes the ids, and its tensors are stored in ``sample.multimodal_train_inputs``.
+    """
     return text_ids(state, sample, prompt_text(state, sample))
 
 
 def encode_conversation(state: GenerateState, sample: Sample) -> list[int]:
-    """Ids of a whole conversation (a prompt that ends with its answer), as :func:`prompt_ids`."""
+    """Return the token ids of a whole conversation (a prompt that ends with the response), as :func:`prompt_ids`."""
     return text_ids(state, sample, render(_renderer(state, sample), sample, sample.prompt, generation_prompt=False))  # type: ignore[arg-type]
 
 
 def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
-    """Ids of a text with the media of ``sample`` in it."""
+    """Return the token ids of a text that refers to the media of ``sample``."""
     if not sample.multimodal_inputs:
-        if state.encoded[0] != text:  # the samples of a group come one after the other
+        if state.encoded[0] != text:  # the samples of a group share a prompt: tokenize it once
             state.encoded = text, encode(state.tokenizer, text)
         return list(state.encoded[1])
     processor, media = _processor(state, sample), processor_inputs(sample.multimodal_inputs)
@@ -80,7 +85,7 @@ def text_ids(state: GenerateState, sample: Sample, text: str) -> list[int]:
 
 
 def add_media(fields: GenerateBody, sample: Sample) -> None:
-    """Add the media to an engine request. Videos and audio given as URLs or paths go as they are."""
+    """Add the media of a sample to an engine request. URLs and paths of videos and audio are passed on unchanged."""
     media = sample.multimodal_inputs or {}
     if media.get("images"):
         fields["image_data"] = [_as_uri(item, "image") for item in media["images"]]
@@ -91,8 +96,11 @@ def add_media(fields: GenerateBody, sample: Sample) -> None:
 
 
 def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
-    """End the response before a token that stands for an image (or video, audio) and that the model itself sampled:
-    there are no features to put in its place, so no trainer can score it. Those of tools' answers stay."""
+    """Cut the response before the first media placeholder token that the model sampled.
+
+    There are no media for such a token, so no trainer can compute its log-prob. Placeholders in masked tokens, such as
+    the output of tools, belong to real media and stay.
+    """
     if not state.media_token_ids or not sample.response_length:
         return
     tokens, mask = sample.array("tokens"), sample.array("loss_mask")
@@ -110,10 +118,10 @@ def cut_at_sampled_media(state: GenerateState, sample: Sample) -> None:
 def _as_uri(item: object, kind: str) -> str:
     if isinstance(item, str) and (item.startswith("data:") or kind != "image"):
         return item
-    if kind == "image":  # read here: the engine may be on another host
+    if kind == "image":  # read it here, because the engine may run on another host
         buffer = io.BytesIO()
         load_image(item).save(buffer, format="PNG")
         return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
     if isinstance(item, bytes):
         return f"data:{kind}/unknown;base64,{base64.b64encode(item).decode()}"
-    raise TypeError(f"{kind} of type {type(item).__name__} cannot be sent: give a URL, a path or bytes")
+    raise TypeError(f"{kind} of type {type(item).__name__} cannot be sent to an engine: use a URL, a path or bytes")

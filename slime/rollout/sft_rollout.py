@@ -1,7 +1,7 @@
-"""Supervised fine-tuning as a rollout: conversations from the data set, nothing is generated.
+"""Supervised fine-tuning as a rollout: conversations come from the data set, and nothing is generated.
 
 Use with ``--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss
---input-key messages`` and no ``--apply-chat-template``.
+--input-key messages`` and without ``--apply-chat-template``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput:
-    """``--rollout-batch-size`` groups of conversations with their loss masks (``--loss-mask-type``).
+    """Return ``--rollout-batch-size`` groups of conversations with their loss masks (``--loss-mask-type``).
 
     Raises:
-        ValueError: evaluation, or a conversation with no assistant turn to train on.
+        ValueError: ``evaluation`` is True, or a conversation has no assistant turn to train on.
     """
     from slime.data.masks import MultiTurnLossMaskGenerator
 
     if evaluation:
-        raise ValueError("SFT has no evaluation of its own: set --eval-function-path, or leave --eval-interval out")
+        raise ValueError("SFT has no evaluation: set --eval-function-path, or do not set --eval-interval")
     state = GenerateState(args)
     masks = MultiTurnLossMaskGenerator(state.tokenizer, args.loss_mask_type)
     groups = data_source.get_samples(args.rollout_batch_size)
@@ -45,8 +45,8 @@ def generate_rollout(
 def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerator) -> None:
     if not isinstance(sample.prompt, list):
         raise ValueError(
-            f"sample {sample.index}: SFT needs a list of messages, but its prompt is a "
-            f"{type(sample.prompt).__name__} (--input-key messages, no --apply-chat-template)"
+            f"sample {sample.index}: SFT needs a list of messages, but the prompt is a {type(sample.prompt).__name__}. "
+            "Set --input-key messages, and do not set --apply-chat-template"
         )
     tools = sample.metadata.get("tools")
     try:
@@ -59,7 +59,7 @@ def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerato
         raise ValueError(f"sample {sample.index}: {error}") from error
     length = masks.get_response_lengths([mask])[0]
     if not length:
-        raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
+        raise ValueError(f"sample {sample.index}: its conversation has no assistant turn to train on")
     sample.tokens, sample.response_length, sample.loss_mask = list(tokens), length, list(mask[-length:])
     sample.response = state.tokenizer.decode(sample.tokens[-length:])
     sample.reward = 0.0

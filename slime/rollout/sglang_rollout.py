@@ -1,6 +1,6 @@
-"""The default rollout: generate with the engines, score, filter, evaluate.
+"""The default rollout and evaluation: generate with the engines, score, filter.
 
-The pieces that users' functions import from here live in small files next to this one.
+User functions import the names in ``__all__`` from here. Their code is in the other files of this folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ __all__ = [
 def generate_rollout(
     args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """One rollout (``--rollout-batch-size`` groups) or one evaluation. Blocks; works on the shared event loop."""
+    """Run one rollout (``--rollout-batch-size`` groups) or one evaluation.
+
+    The call blocks until it is done. The work runs on the shared event loop of the process.
+    """
     from slime.engines.background import run
 
     if evaluation:
@@ -37,5 +40,5 @@ def generate_rollout(
 
 
 async def generate_rollout_async(args: Args, rollout_id: int, data_source: DataSource) -> RolloutFnTrainOutput:
-    """:func:`generate_rollout` for training, for callers with an event loop of their own."""
+    """Run one rollout, as :func:`generate_rollout`, on the event loop of the caller."""
     return await RolloutLoop(args, rollout_id, data_source).run()

@@ -1,7 +1,7 @@
-"""A generate function that reads the answer as it is made: ``--custom-generate-function-path
-slime.rollout.sglang_streaming_rollout.generate_streaming``.
+"""A generate function that streams the response.
 
-An aborted rollout keeps every token that has arrived, without waiting for the engine's last word.
+Use with ``--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming``. When a rollout
+is aborted, every token that has arrived is kept, without waiting for the engine's final reply.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
     from slime.config.args import Args
 
-_POLL_SECONDS = 0.5  # how often the abort flag is looked at while no token comes
+_POLL_SECONDS = 0.5  # interval of checks of the abort flag while no token arrives
 
 
 async def generate_streaming(args: Args, sample: Sample, sampling_params: SamplingParams) -> Sample:
-    """Like the default generate function, over server-sent events.
+    """Generate one response like the default generate function, but with server-sent events.
 
-    When the engine is lost on the way, the tokens that came are kept, and the rollout loop goes on from there.
+    If the engine is lost during the response, the tokens so far are kept, and the rollout loop continues from them.
 
     Raises:
-        HttpError: the engine refused, or none could be reached.
-        TimeoutError: no end within ``--sglang-router-request-timeout-secs``.
+        HttpError: The engine refused the request, or no engine could be reached.
+        TimeoutError: The response was not complete within ``--sglang-router-request-timeout-secs``.
     """
     state = GenerateState(args)
     if not sample.num_tokens:
@@ -75,13 +75,14 @@ async def generate_streaming(args: Args, sample: Sample, sampling_params: Sampli
 
 
 class StreamedAnswer:
-    """What has arrived.
+    """The part of a streamed reply that has arrived.
 
-    Engines that this program starts send what is new, so a stream costs what its answer does; others may send text and
-    log-probs cumulatively, as SGLang does without ``--incremental-streaming-output``.
+    Engines that slime starts send only what is new in each chunk, so the cost of a stream is linear in its length.
+    Other engines may send the whole text and all log-probs so far in each chunk, as SGLang does without
+    ``--incremental-streaming-output``. Both forms are supported.
 
     Args:
-        on_text: called with new text, each time that some comes.
+        on_text: Called with each piece of new text.
     """
 
     def __init__(self, on_text: Callable[[str], None] | None = None) -> None:
@@ -100,6 +101,8 @@ class StreamedAnswer:
         meta, text = chunk["meta_info"], chunk["text"]
         scored = meta.get("output_token_logprobs") or []
         nuclei = [(meta["top_p_token_ids"], meta["top_p_token_offsets"])] if "top_p_token_ids" in meta else []
+        # A chunk with as many log-probs as tokens so far is cumulative. The first chunk always is, but there both forms
+        # are the same.
         cumulative = len(scored) == meta.get("completion_tokens", len(scored))
         if cumulative:
             new = text[self._length :]
@@ -127,7 +130,7 @@ class StreamedAnswer:
 
 
 def join_nuclei(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """``top_p_token_ids`` and ``top_p_token_offsets`` of an answer from those of its pieces: base64 of int32."""
+    """Join the ``top_p_token_ids`` and ``top_p_token_offsets`` of the chunks of a reply (base64 of int32 arrays)."""
     decoded = [[np.frombuffer(base64.b64decode(item), np.int32) for item in part] for part in parts]
     sizes = np.concatenate([[0], *(np.diff(offsets) for _, offsets in decoded)])
     joined = np.concatenate([ids for ids, _ in decoded]), np.cumsum(sizes).astype(np.int32)
@@ -136,13 +139,13 @@ def join_nuclei(parts: Sequence[tuple[str, str]]) -> tuple[str, str]:
 
 
 class Lines:
-    """Lines of any length out of bytes as they come, in linear time."""
+    """Split a stream of bytes into lines of any length, in linear time."""
 
     def __init__(self) -> None:
         self._open: list[bytes] = []
 
     def add(self, part: bytes) -> list[bytes]:
-        """The lines that ``part`` completes, without their ends."""
+        """Return the lines that ``part`` completes, without their line ends."""
         first, *rest = part.split(b"\n")
         self._open.append(first)
         if not rest:
@@ -153,10 +156,10 @@ class Lines:
 
 
 async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, answer: StreamedAnswer) -> None:
-    """One try of a streaming request; ``answer`` takes what comes, until the end, an abort or a lost engine.
+    """Send a streaming request once, and add its chunks to ``answer`` until the end, an abort, or a lost engine.
 
     Raises:
-        HttpError: the engine refused, or was gone before the first token.
+        HttpError: The engine refused the request, or it was lost before the first token.
     """
     import aiohttp
 
@@ -173,24 +176,28 @@ async def read_stream(state: GenerateState, sample: Sample, body: GenerateBody, 
                 if answer.ended:
                     return
     except (aiohttp.ClientError, OSError) as error:
-        if answer.meta is None:
+        if answer.meta is None:  # a retry after the first token would append tokens twice, so keep what has arrived
             raise HttpError(f"POST {url}: {error or type(error).__name__}") from error
     if answer.meta is None and not state.aborted:
         raise HttpError(f"the stream of sample {sample.index} ended before the first token")
 
 
 def _status(error: object) -> int:
-    """Of an error inside a stream: an engine that refuses sends an object, at times with a code; text is a router's
-    that lost its engine."""
+    """Return the HTTP status for an error inside a stream.
+
+    An engine that refuses a request sends an object, sometimes with a code. A router that lost its engine sends text,
+    which counts as a server error and is retried.
+    """
     return int(error.get("code") or 400) if isinstance(error, dict) else 500
 
 
 async def _events(response: aiohttp.ClientResponse, state: GenerateState) -> AsyncIterator[Any]:
-    """``data:`` lines as objects, until ``[DONE]``, the end of the stream or an abort."""
+    """Yield the objects of the ``data:`` lines until ``[DONE]``, the end of the stream, or an abort."""
     lines, part = Lines(), None
     try:
         while not state.aborted:
             part = part or asyncio.ensure_future(response.content.readany())
+            # wait() and not wait_for(): a timeout must not cancel the read, which could lose data that has arrived.
             done, _ = await asyncio.wait([part], timeout=_POLL_SECONDS)
             if not done:
                 continue

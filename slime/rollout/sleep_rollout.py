@@ -1,4 +1,4 @@
-"""A rollout that only keeps the engines alive, to look at them by hand."""
+"""A rollout that generates nothing and keeps the engines running, to inspect them by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 def sleep(args: Args, rollout_id: int, data_source: object, evaluation: bool = False) -> NoReturn:
-    """Sleep until the run is stopped, at most ``--phase-timeout`` seconds; then raises TimeoutError."""
+    """Sleep until the run is stopped, at most ``--phase-timeout`` seconds.
+
+    Raises:
+        TimeoutError: The time is over.
+    """
     seconds = args.phase_timeout
     logger.info("engines are up at %s:%s; sleeping", args.sglang_router_ip, args.sglang_router_port)
     start = time.monotonic()

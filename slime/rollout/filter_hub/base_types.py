@@ -1,4 +1,4 @@
-"""What a dynamic sampling filter answers."""
+"""The return type of dynamic sampling filters, and the call of a filter."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DynamicFilterOutput:
-    """``reason`` names a drop in ``rollout/dynamic_filter/drop_<reason>``. ``keep_when_insufficient``: a dropped
-    group is kept after all when no more groups are under way than the rollout still needs."""
+    """The decision of a filter on one group.
+
+    Attributes:
+        keep: Whether to keep the group.
+        reason: Name of the reason for a drop, for the metric ``rollout/dynamic_filter/drop_<reason>``.
+        keep_when_insufficient: Keep a dropped group nevertheless if the rollout has no more groups in flight than it
+            still needs.
+    """
 
     keep: bool
     reason: str | None = None
@@ -25,10 +31,10 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Callable[..., object], args: Args, group: Group) -> DynamicFilterOutput:
-    """Call ``fn(args, group)`` and accept a bare bool.
+    """Call ``fn(args, group)``. The filter may return a bool or a :class:`DynamicFilterOutput`.
 
     Raises:
-        TypeError: it returned something else (a coroutine, None).
+        TypeError: The filter returned something else, such as a coroutine or None.
     """
     answer = fn(args, group)
     if isinstance(answer, DynamicFilterOutput):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check_reward_nonzero_std(args: Args, samples: Group, **kwargs: object) -> DynamicFilterOutput:
-    """Keep a group whose rewards differ; one without a difference has no advantage to learn from."""
+    """Keep a group if its rewards differ. If they are all equal, all advantages are 0, so nothing can be learned."""
     rewards = [float(sample.get_reward_value(args)) for sample in flatten(samples) if not sample.reward_timed_out]
     if len(set(rewards)) > 1:
         return DynamicFilterOutput(keep=True)
@@ -20,6 +20,6 @@ def check_reward_nonzero_std(args: Args, samples: Group, **kwargs: object) -> Dy
 
 
 def check_reward_nonzero_std_with_fallback(args: Args, samples: Group, **kwargs: object) -> DynamicFilterOutput:
-    """The same, but rather keep a group without a difference than leave the rollout short."""
+    """Like :func:`check_reward_nonzero_std`, but keep a group with equal rewards if the rollout would lack groups."""
     answer = check_reward_nonzero_std(args, samples)
     return DynamicFilterOutput(answer.keep, answer.reason, keep_when_insufficient=not answer.keep)
