@@ -1,4 +1,4 @@
-"""Reading the ``meta_info`` of an engine's answer into a sample: counters, versions, nuclei, routed experts."""
+"""Reads the ``meta_info`` of an engine's response into a sample: counters, weight versions, nuclei, routed experts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class SpecInfo:
 
     @property
     def accept_rate(self) -> float:
-        """Accepted draft tokens per drafted one; 0 before the first draft."""
+        """Fraction of draft tokens that were accepted; 0 before the first draft."""
         return self.spec_accept_token_num / self.spec_draft_token_num if self.spec_draft_token_num else 0.0
 
     @property
     def accept_length(self) -> float:
-        """Tokens produced per verification step; 0 before the first."""
+        """Tokens generated per verification step; 0 before the first step."""
         return self.completion_token_num / self.spec_verify_ct if self.spec_verify_ct else 0.0
 
     def add(self, meta_info: MetaInfo) -> None:
@@ -48,7 +48,7 @@ class SpecInfo:
 
 @dataclass(slots=True)
 class PrefixCacheInfo:
-    """How much of the prompts the engine found in its cache, summed over the engine calls of a sample."""
+    """How many prompt tokens the engine found in its prefix cache, summed over the engine calls of a sample."""
 
     cached_tokens: int = 0
     total_prompt_tokens: int = 0
@@ -64,12 +64,12 @@ class PrefixCacheInfo:
 
 
 def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei | None:
-    """Nucleus ids and offsets of the response with ``count`` further tokens; None where no engine gave any so far.
+    """Nucleus ids and offsets of the response, extended by ``count`` tokens; None if no engine has returned any yet.
 
     Tokens that were not sampled get empty nuclei.
 
     Raises:
-        ValueError: the number of offsets does not fit the number of tokens.
+        ValueError: the number of offsets does not match the number of tokens.
     """
     given = meta_info.get("top_p_token_ids")
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
@@ -90,14 +90,16 @@ def extended_nuclei(sample: Sample, count: int, meta_info: MetaInfo) -> Nuclei |
 
 
 def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int) -> list[tuple[str, int, int]]:
-    """Which weights made the last ``count`` tokens (or, where parts of the answer were appended before, all of it).
+    """The sample's version spans, extended by those of a response that ends with the last ``count`` tokens.
 
-    An engine that has no spans ends its requests before it takes new weights, so its answer is of one version,
-    ``latest``.
+    The spans in ``meta_info`` cover the whole response of the engine, of which earlier parts may have been appended
+    before. An engine that reports no spans ends its requests before it takes new weights, so its response is of one
+    version, ``latest``.
     """
     given = meta_info.get("weight_versions")
     if not given or given[-1]["end"] > sample.response_length:
         given = [{"version": latest, "start": 0, "end": count}]
+    # Earlier parts of the same response are replaced, and a span that continues the one before it is merged with it.
     first = sample.response_length - given[-1]["end"]
     spans = [span for span in sample.version_spans if span[1] < first]
     for part in given:
@@ -110,19 +112,19 @@ def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int)
 
 
 def merged_experts(args: Args | None, sample: Sample, value: str | list[int]) -> np.ndarray:
-    """``[tokens - 1, layers, topk]``: the expert choices of all tokens that were fed to the engine.
+    """The routed experts of all tokens that the engine has processed: ``[tokens - 1, layers, topk]``.
 
-    The last row of an answer belongs to the last but one token of ``sample.tokens``, so the number of rows says at
-    which token it begins (SGLang's ``routed_experts_start_len``; 0 by default). An answer that continues a response
-    contains the prefix again, as it was computed when the engine read it once more, possibly with newer weights. The
-    rows that the sample has already are those with which its tokens were sampled, so they are kept.
+    The last row belongs to the last but one token of ``sample.tokens``, since the last token was sampled, but not
+    processed. So the number of rows determines the token at which they begin (SGLang's ``routed_experts_start_len``, 0
+    by default). If a request continues a response, the engine processes the prefix again, possibly with newer weights.
+    The rows that the sample already has are those with which its tokens were sampled, so these are kept.
 
     Args:
-        args: for the shape; see :func:`experts_shape`.
-        value: base64 of int32, or a list.
+        args: gives the shape; see :func:`experts_shape`.
+        value: int32 values in base64, or a list.
 
     Raises:
-        ValueError: the size does not fit the model, or the rows begin after the end of those that are known.
+        ValueError: the size does not match the model, or there is a gap between the known rows and the new ones.
     """
     layers, topk = experts_shape(args)
     flat = decode_int32(value)
@@ -140,17 +142,17 @@ def merged_experts(args: Args | None, sample: Sample, value: str | list[int]) ->
         return new[:total]
     if start > len(known):
         raise ValueError(
-            f"sample {sample.index}: the answer's routed experts begin at token {start}, but those of the tokens "
-            f"before are known only up to token {len(known)}"
+            f"sample {sample.index}: the routed experts of the response begin at token {start}, but those of earlier "
+            f"tokens are only known up to token {len(known)}"
         )
     return np.concatenate([known, new[len(known) - start : total - start]])
 
 
 def experts_shape(args: Args | None) -> tuple[int, int]:
-    """(layers, experts per token) of the routed experts in an answer: of the model's config.json, else as given.
+    """(layers, experts per token) of the model, from config.json, or otherwise from the flags.
 
     Raises:
-        ValueError: neither says it.
+        ValueError: neither of them contains both numbers.
     """
     layers = topk = 0
     if args is not None:
@@ -171,7 +173,7 @@ def _shape_of_model(checkpoint: str) -> tuple[int, int]:
 
 
 def decode_int32(value: str | list[int]) -> np.ndarray:
-    """int32 [n] from base64 of its bytes, or from a list."""
+    """An int32 array [n] from its bytes in base64, or from a list."""
     if isinstance(value, str):
         return np.frombuffer(base64.b64decode(value), np.int32)
     return np.asarray(value, np.int32)

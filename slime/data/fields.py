@@ -1,8 +1,9 @@
-"""Every entry of the batch that a training rank gets, in one table.
+"""Table of all entries of the batch that a training rank gets.
 
-Everything that lists entries is made from :data:`FIELDS`: how they travel (:mod:`slime.data.wire`), what a converter
-may return (:mod:`slime.data.convert`), the fields of ``TokenBatch`` that the loss reads, the ``rollout/`` metrics of
-the trainer, and the page ``docs/en/reference/batch.md`` (``python tools/batch_page.py``).
+Everything that depends on the list of entries is derived from :data:`FIELDS`: how they are transferred
+(:mod:`slime.data.wire`), what a converter may return (:mod:`slime.data.convert`), the fields of ``TokenBatch`` that the
+loss reads, the ``rollout/`` metrics of the trainer, and the page ``docs/en/reference/batch.md``
+(``python tools/batch_page.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from slime.config.args import Args
 
 TrainData = dict[str, Any]
-"""A batch before it is shared out: lists with one entry per sample of the whole rollout, by the names of FIELDS."""
+"""A batch before it is split over ranks: lists with one entry per sample of the rollout, by the names of FIELDS."""
 Per = Literal["sample", "token", "response token", "other", "batch"]
 
 
@@ -26,17 +27,17 @@ class Field:
     """One entry of the batch.
 
     Attributes:
-        per: what the entry holds one value for. ``sample``: a list with one value per sample. ``token`` and
+        per: for what the entry has one value. ``sample``: a list with one value per sample. ``token`` and
             ``response token``: a list with one tensor per sample, ``[total_length]`` or ``[response_length]``.
-            ``other``: a list with one tensor per sample, whose length ``meaning`` tells. ``batch``: one value.
-        meaning: for the documentation.
-        wire: numpy dtype in Ray's object store; ``""`` keeps the dtype that the values have, None means that the values
-            do not travel as one array (Python objects, or entries that the trainer computes).
-        tensor: torch dtype on a training rank; ``""`` keeps that of the wire. None for lists of Python values.
-        always: whether every batch has it.
+            ``other``: a list with one tensor per sample, of the length that ``meaning`` tells. ``batch``: one value.
+        meaning: the description in the documentation.
+        wire: numpy dtype in Ray's object store. ``""`` keeps the dtype of the values. None: the values are not
+            transferred as one array (Python objects, or entries that the trainer computes).
+        tensor: torch dtype on a training rank. ``""`` keeps the dtype of ``wire``. None for lists of Python values.
+        always: whether every batch has this entry.
         in_loss: whether ``TokenBatch`` has a field of this name.
         metric: whether the trainer reports its mean as ``rollout/<hook_name>``.
-        hook_name: the documented name in users' functions, metrics and dumps, where it is another one.
+        hook_name: the documented name in users' functions, metrics and dumps, if it differs from ``name``.
     """
 
     name: str
@@ -120,7 +121,7 @@ BY_NAME: Mapping[str, Field] = {field.name: field for field in FIELDS}
 LOSS_FIELDS = tuple(field.name for field in FIELDS if field.in_loss)
 _PACKAGE_NAMES = {field.public_name: field.name for field in FIELDS}
 _HIDDEN = {field.name: field.hook_name for field in FIELDS if field.hook_name}
-"""Names that hooks neither see nor set, and the documented name of each."""
+"""Internal names, which hooks neither see nor set, with the documented name of each."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -130,39 +131,39 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def from_hook_names(entries: Mapping[str, object], hook: str) -> TrainData:
-    """What a user's function returned or changed, under the names of the package.
+    """Rename entries that a user's function returned or changed from their documented to their internal names.
 
     Args:
-        hook: the function, for the message.
+        hook: the name of the function, for the message.
 
     Raises:
-        ValueError: it set an entry by the package's name, so that there would be two values for one entry.
+        ValueError: it set an entry by its internal name, so that there could be two values for one entry.
     """
     for name, public in _HIDDEN.items():
         if name in entries:
-            raise ValueError(f"{hook} set {name!r}: users' functions know this entry as {public!r}")
+            raise ValueError(f"{hook} set {name!r}: its name in users' functions is {public!r}")
     return {_PACKAGE_NAMES.get(name, name): value for name, value in entries.items()}
 
 
 class RankBatch(dict[str, Any]):
-    """What one data-parallel rank trains in one rollout: the entries of :data:`FIELDS`.
+    """The batch that one data-parallel rank trains in one rollout: the entries of :data:`FIELDS`.
 
     Per-sample entries are lists in the rank's own order of samples; tensors are on the CPU. A name that is neither in
-    the table nor one that a user's function added raises a ``KeyError``, whether it is read or written, so that a
-    mistyped name does not pass for an absent entry.
+    the table nor was added by a user's function raises a ``KeyError`` when it is read or written, so that a mistyped
+    name is not taken for an absent entry.
     """
 
     def __init__(self, entries: Mapping[str, object] | None = None, added: Iterable[str] = ()) -> None:
         """
         Args:
-            entries: by the package's names.
+            entries: values by internal name.
             added: names of entries that a user's function added.
         """
         self.added = frozenset(added)
         super().__init__()
         self.update(entries or {})
 
-    def __reduce__(self) -> tuple[Any, ...]:  # by default entries are set before ``added``, and so refused
+    def __reduce__(self) -> tuple[Any, ...]:  # The default would set entries before ``added``, and refuse them.
         return RankBatch, (dict(self), self.added)
 
     def _check(self, name: object) -> None:
@@ -199,14 +200,14 @@ class RankBatch(dict[str, Any]):
             self[name] = value
 
     def under_hook_names(self) -> dict[str, Any]:
-        """A plain dict with the names that users' functions, metrics and dumps have."""
+        """A plain dict with the documented names, for users' functions, metrics and dumps."""
         return {BY_NAME[name].public_name if name in BY_NAME else name: value for name, value in self.items()}
 
     @contextmanager
     def lent_to(self, hook: str) -> Iterator[dict[str, Any]]:
-        """A plain dict for a user's function to read and change; what it changed is then in this batch, too.
+        """A plain dict for a user's function to read and change; afterwards, this batch has the same changes.
 
-        Entries that it added are known from then on, under the names that it gave them.
+        From then on, the batch accepts the names of entries that the function added.
         """
         view = self.under_hook_names()
         yield view
@@ -217,7 +218,7 @@ class RankBatch(dict[str, Any]):
 
 
 def on_hook_names(hook: Callable[..., object]) -> Callable[[Args, TrainData], None]:
-    """``hook(args, rollout_data)`` of a user as a function of ``(args, batch)``, where ``batch`` is a RankBatch."""
+    """Wrap a user's ``hook(args, rollout_data)`` as a function of ``(args, batch)``, where ``batch`` is a RankBatch."""
 
     def call(args: Args, batch: TrainData) -> None:
         assert isinstance(batch, RankBatch)

@@ -1,10 +1,9 @@
-"""Which tokens of a conversation are trained on: those that the assistant wrote.
+"""Loss masks of conversations: only the tokens that the assistant wrote are trained.
 
-The token ids are always those of the tokenizer's own template over the whole conversation. Where an
-assistant message stands in the rendered text is found without knowing the template: the same
-conversation is rendered once more with that message replaced by a mark, and what differs is the message
-(with its tool calls and reasoning). The end-of-turn marker that follows belongs to it; the header
-that asks for the answer does not.
+The token ids are always those of the tokenizer's own template over the whole conversation. The position of an assistant
+message in the rendered text is found without knowledge of the template: the same conversation is rendered again with
+that message replaced by a mark, and the part that differs is the message (with its tool calls and reasoning). The
+end-of-turn marker after it belongs to the message; the generation header before it does not.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections.abc import Mapping, Sequence
 
 from slime.types import Tokenizer
 
-_MARK = "\ue000slime\ue001"  # private-use characters: in no text and no template
+_MARK = "\ue000slime\ue001"  # private-use characters, which appear in no text and no template
 _R1_ASSISTANT = "<｜Assistant｜>"
 _THINK = "<think>\n"
-_HEADER_TOKENS = 4  # context that tells equal answers apart when masks are aligned
+_HEADER_TOKENS = 4  # tokens of context before a response, which distinguish equal texts when masks are aligned
 TYPES = ("qwen", "qwen3", "qwen3_5", "distill_qwen")
 
 Messages = Sequence[Mapping[str, object]]
@@ -29,12 +28,12 @@ class MultiTurnLossMaskGenerator:
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
-        tokenizer_type: ``qwen`` and ``qwen3``: any template with one block per message (switches to
-            ``distill_qwen`` for tokenizers of the R1-distilled models); ``qwen3_5``: the same, with the
-            ``<think>`` that opens an answer masked out, since its template's header writes it;
-            ``distill_qwen``: only the last message, which must be the assistant's, is trained on.
+        tokenizer_type: ``qwen`` and ``qwen3``: any template with one block per message (changed to ``distill_qwen`` for
+            tokenizers of R1-distilled models). ``qwen3_5``: the same, but the ``<think>`` that opens a response is
+            masked out, since the template's generation header contains it. ``distill_qwen``: only the last message,
+            which must be the assistant's, is trained.
 
-    A message with ``step_loss_mask: 0`` is not trained on.
+    A message with ``step_loss_mask: 0`` is not trained.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_type: str = "qwen") -> None:
@@ -48,10 +47,10 @@ class MultiTurnLossMaskGenerator:
         self.tokenizer_type = tokenizer_type
 
     def get_loss_mask(self, messages: Messages, tools: Tools | None = None) -> tuple[list[int], list[int]]:
-        """Ids of the whole conversation, and 1 for each one that the assistant wrote, else 0.
+        """Return the token ids of the whole conversation, and for each 1 if the assistant wrote it, otherwise 0.
 
         Raises:
-            ValueError: no assistant message, or a template in which one cannot be found.
+            ValueError: there is no assistant message, or one cannot be found in the rendered template.
         """
         if self.tokenizer_type == "distill_qwen":
             return self._last_answer(messages, tools)
@@ -64,17 +63,17 @@ class MultiTurnLossMaskGenerator:
         if not any(message["role"] == "assistant" for message in messages):
             raise ValueError("a conversation without an assistant message has nothing to train on")
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        # A token that begins before the answer belongs to the header, even where it reaches into it.
+        # A token that begins before the message belongs to the header, even if it extends into the message.
         mask = [int(any(a <= begin < b for a, b in spans)) for begin, _ in encoded["offset_mapping"]]
         return list(encoded["input_ids"]), mask
 
     def get_loss_mask_with_multimodal_alignment(
         self, messages: Messages, input_ids: Sequence[int], tools: Tools | None = None
     ) -> tuple[list[int], list[int]]:
-        """As :meth:`get_loss_mask`, for ids in which a processor has put many tokens in the place of each medium.
+        """Like :meth:`get_loss_mask`, for ids in which a processor has inserted many tokens for each image or video.
 
         Raises:
-            ValueError: an answer is not found in ``input_ids``.
+            ValueError: an assistant message is not found in ``input_ids``.
         """
         ids, mask = self.get_loss_mask(messages, tools)
         input_ids = [int(i) for i in input_ids]
@@ -85,7 +84,7 @@ class MultiTurnLossMaskGenerator:
             at = _find(input_ids, ids[begin - context : end], cursor)
             if at < 0:
                 raise ValueError(
-                    f"the answer in tokens {begin} to {end} of the text is not in the processor's input_ids"
+                    f"the assistant message in tokens {begin} to {end} of the text is not in the processor's input_ids"
                 )
             cursor = at + context + end - begin
             aligned[at + context : cursor] = [1] * (end - begin)
@@ -93,7 +92,7 @@ class MultiTurnLossMaskGenerator:
 
     @staticmethod
     def get_response_lengths(loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Per mask, the number of tokens from the first 1 to the end; 0 without a 1."""
+        """For each mask, the number of tokens from the first 1 to the end; 0 without a 1."""
         return [len(mask) - list(mask).index(1) if 1 in mask else 0 for mask in loss_masks]
 
     def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
@@ -107,14 +106,14 @@ class MultiTurnLossMaskGenerator:
         )
 
     def _span(self, messages: Messages, i: int, text: str, tools: Tools | None) -> tuple[int, int]:
-        """Where the i-th message, an assistant's, stands in the rendered text."""
+        """Begin and end of the i-th message, an assistant's, in the rendered text, with its end-of-turn marker."""
         marked = [*messages[:i], {"role": "assistant", "content": _MARK}, *messages[i + 1 :]]
         other = self._render(marked, tools)
         if other.count(_MARK) != 1:
             raise ValueError(f"the chat template does not show the content of message {i} exactly once")
         begin = _common_prefix(text, other)
         end = len(text) - _common_prefix(text[::-1], other[::-1])
-        # What the template writes after an assistant's content to end its turn.
+        # The end-of-turn marker: what the template writes after the content of an assistant message at the end.
         last = self._render([*messages[:i], {"role": "assistant", "content": _MARK}], tools)
         turn_end = last.partition(_MARK)[2]
         begin = self._after_header(text, begin, messages[:i], tools, turn_end.strip())
@@ -123,17 +122,21 @@ class MultiTurnLossMaskGenerator:
         return begin, end + len(turn_end)
 
     def _after_header(self, text: str, begin: int, before: Messages, tools: Tools | None, turn_end: str) -> int:
-        """``begin``, or the end of the generation header before it: what the template puts between that and
-        the content (an empty ``<think>`` block) is the model's to write, so it is trained on."""
+        """The end of the generation header before ``begin``, or ``begin`` itself if there is none.
+
+        The model writes everything after that header, so a part that the template puts between header and content (an
+        empty ``<think>`` block) is trained as well.
+        """
         from jinja2 import TemplateError
 
         try:
             history, asked = self._render(before, tools), self._render(before, tools, ask=True)
-        except (TemplateError, IndexError):  # a template may refuse a conversation that ends (or starts) here
+        except (TemplateError, IndexError):  # Some templates refuse a conversation that ends (or starts) here.
             return begin
         if text.startswith(asked) and len(asked) <= begin:
             return len(asked)
-        # Templates that drop the reasoning of earlier turns: the text does not start with what was once asked.
+        # Some templates drop the reasoning of earlier turns, so the text does not start with the earlier prompt. Then
+        # look for the header itself, but not for that of an earlier turn.
         header = asked.removeprefix(history)
         at = text.rfind(header, 0, begin) if header and header != asked else -1
         between = text[at + len(header) : begin]
@@ -146,7 +149,7 @@ class MultiTurnLossMaskGenerator:
         prompt = self._render(messages[:-1], tools, ask=True)
         answer = str(messages[-1]["content"])
         if prompt.endswith(_THINK) and answer.startswith(_THINK):
-            answer = answer[len(_THINK) :]  # newer templates open the reasoning in their header
+            answer = answer[len(_THINK) :]  # Newer templates open the reasoning in their generation header.
         prompt_ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         answer_ids = self.tokenizer(answer + str(self.tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
         trained = int(bool(messages[-1].get("step_loss_mask", 1)))
@@ -154,7 +157,7 @@ class MultiTurnLossMaskGenerator:
 
 
 def _common_prefix(a: str, b: str) -> int:
-    """Length of the beginning that two texts share."""
+    """Length of the common prefix of two texts, by binary search."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -172,7 +175,7 @@ def _runs(mask: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _find(values: list[int], wanted: list[int], start: int) -> int:
-    """First position from ``start`` on where ``wanted`` stands in ``values``, or -1."""
+    """First position of ``wanted`` in ``values`` from ``start`` on, or -1."""
     for at in range(start, len(values) - len(wanted) + 1):
         if values[at] == wanted[0] and values[at : at + len(wanted)] == wanted:
             return at

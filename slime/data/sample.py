@@ -1,8 +1,8 @@
-"""``Sample``: the one record that moves from the prompts to the trainer.
+"""``Sample``: the record that moves from the prompts to the trainer.
 
-Everything here is plain Python and numpy, so that a sample can be made, changed, pickled and tested
-without torch. Users' hooks may set further attributes; they survive :meth:`Sample.to_dict`. The per-token
-fields are lists for everyone who reads the attributes; :mod:`slime.data.token_fields` says how they are stored.
+Everything here is plain Python and numpy, so that a sample can be created, changed, pickled and tested without torch.
+Users' hooks may set additional attributes; they survive :meth:`Sample.to_dict`. Whoever reads a per-token field gets a
+list; :mod:`slime.data.token_fields` describes how these fields are stored.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 RolloutBatch = dict[str, Any]
 Message: TypeAlias = dict[str, Any]
-"""A chat message: ``role``, ``content`` (a text, or a list of parts) and what else its template knows."""
+"""A chat message: ``role``, ``content`` (a text, or a list of parts) and other fields that its chat template reads."""
 Group: TypeAlias = list["Sample | list[Sample]"]
-"""The samples of one prompt. An element is a Sample, or a list of them where one rollout fanned out."""
+"""The samples of one prompt. An element is a Sample, or a list of samples if one rollout fanned out."""
 Nested: TypeAlias = "Sample | Iterable[Nested]"
 """A sample, or samples in lists of any depth."""
 Saved: TypeAlias = "Mapping[str, object] | list[Saved]"
@@ -36,11 +36,11 @@ Saved: TypeAlias = "Mapping[str, object] | list[Saved]"
 
 @dataclass
 class Sample:
-    """One prompt and, once generated, one response to it.
+    """One prompt and, after generation, one response to it.
 
-    ``tokens`` = prompt ids + response ids; ``response_length`` counts everything after the first
-    prompt, tool output included. ``loss_mask``, ``rollout_log_probs`` and the nucleus offsets are
-    aligned to the response. Mutable, and further attributes are allowed.
+    ``tokens`` are the ids of prompt and response; ``response_length`` counts everything after the first prompt,
+    including tool output. ``loss_mask``, ``rollout_log_probs`` and the nucleus offsets are aligned with the response. A
+    sample is mutable, and may have additional attributes.
     """
 
     class Status(Enum):
@@ -52,7 +52,7 @@ class Sample:
 
     group_index: int | None = None  # of the prompt; the data source sets it
     index: int | None = None  # of the sample, over the whole run; the data source sets it
-    rollout_id: int | None = None  # shared by fan-out siblings; None = one of its own at conversion
+    rollout_id: int | None = None  # shared by fan-out siblings; None: it gets a new one at conversion
     prompt: str | list[Message] = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None  # raw media: {"images": [...], "videos": [...], "audio": [...]}
@@ -61,17 +61,17 @@ class Sample:
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     response: str = ""
     response_length: int = 0
-    label: JsonValue = None  # a str for any scalar of the data set; lists and objects as they stand there
+    label: JsonValue = None  # scalars of the data set are converted to str; lists and objects are kept
     reward: float | dict[str, Any] | None = None
-    reward_timed_out: bool = False  # the verifier gave no answer in time: no statistics, no loss
-    loss_mask: list[int] | None = None  # [response_length]; None = train on every response token
+    reward_timed_out: bool = False  # the verifier timed out: excluded from the group's statistics and from the loss
+    loss_mask: list[int] | None = None  # [response_length]; None: all response tokens are trained
     weight_versions: list[str] = field(default_factory=list)  # of the engine, one per call
     version_spans: list[tuple[str, int, int]] = field(default_factory=list)  # (version, start, end) in the response
     rollout_log_probs: list[float] | None = None  # [response_length], 0.0 for tokens that no engine sampled
     rollout_top_p_token_ids: np.ndarray | None = None  # int32 [offsets[-1]]: the nucleus of each token
     rollout_top_p_token_offsets: np.ndarray | None = None  # int32 [response_length + 1]
     rollout_routed_experts: np.ndarray | None = None  # [len(tokens) - 1, layers, topk]
-    remove_sample: bool = False  # no loss, but still part of the group's statistics
+    remove_sample: bool = False  # excluded from the loss, but not from the group's statistics
     teacher_log_probs: list[float] | None = None  # [response_length]
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Was the response cut by the length limit? Assigning sets the status (older hooks do that)."""
+        """Whether the length limit cut the response off. Assigning it sets the status, as older hooks do."""
         return self.status is Status.TRUNCATED
 
     @truncated.setter
@@ -97,7 +97,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        """Length of ``tokens``; leaves a packed field as it is."""
+        """Length of ``tokens``; does not unpack a packed field."""
         return len(vars(self)["tokens"])
 
     @property
@@ -109,13 +109,13 @@ class Sample:
         return int(mask.values.sum()) if isinstance(mask, Packed) else int(sum(mask))
 
     def array(self, name: str) -> np.ndarray | None:
-        """A per-token field as an array that must not be written to, or None where it is None.
+        """A per-token field as an array that must not be written to, or None if the field is None.
 
-        ``tokens`` as int32, ``loss_mask`` as int8, log-probs as float32 (float64 where float32 would round them).
-        Unlike the attribute, it makes no Python object per token where the field is packed.
+        ``tokens`` as int32, ``loss_mask`` as int8, log-probs as float32 (float64 if float32 would round them). Unlike
+        the attribute, this creates no Python object per token if the field is packed.
 
         Raises:
-            ValueError: the field holds anything but one number per token.
+            ValueError: the field does not hold one number per token.
         """
         value = vars(self)[name]
         try:
@@ -127,15 +127,15 @@ class Sample:
             ) from error
 
     def pack(self) -> None:
-        """Store the per-token fields as read-only arrays (9 bytes a token instead of some 80) until one is read.
+        """Store the per-token fields as read-only arrays (9 bytes per token instead of about 80) until one is read.
 
-        The next access to an attribute makes a new list: other names for its former list no longer follow it.
+        The next access to an attribute creates a new list; other references to its former list are no longer updated.
         """
         token_fields.pack(self)
 
     def __copy__(self) -> Sample:
-        """A shallow copy, but with lists and counters of its own for everything that grows while tokens are appended,
-        so that copies of one sample can be extended separately."""
+        """A shallow copy, except that lists and counters that grow while tokens are appended are copied as well. So
+        copies of one sample can be extended separately."""
         made = object.__new__(type(self))
         data = vars(made)
         data.update(vars(self))
@@ -146,7 +146,7 @@ class Sample:
         return made
 
     def get_reward_value(self, args: Args) -> Any:
-        """The reward, or its entry ``args.reward_key`` where rewards are dicts."""
+        """The reward, or its entry ``args.reward_key`` if rewards are dicts."""
         key = args.reward_key
         if not key:
             return self.reward
@@ -157,13 +157,13 @@ class Sample:
         return self.reward[key]
 
     def reset_response(self) -> None:
-        """Forget everything generated; prompt, label, metadata and indices stay."""
+        """Remove everything that was generated; prompt, label, metadata and indices are kept."""
         fresh = Sample()
         for name in _GENERATED_FIELDS:
             setattr(self, name, getattr(fresh, name))
 
     def cut_response(self, length: int, text: str) -> None:
-        """Keep the first ``length`` response tokens, which read ``text``; the sample counts as truncated."""
+        """Keep only the first ``length`` response tokens, whose text is ``text``; the sample counts as truncated."""
         token_fields.cut(self, "tokens", self.num_tokens - self.response_length + length)
         self.response, self.response_length, self.status = text, length, Status.TRUNCATED
         for name in ("loss_mask", "rollout_log_probs", "teacher_log_probs"):
@@ -186,24 +186,24 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append tokens to the response and keep mask, log-probs and nuclei aligned with it.
+        """Append tokens to the response, and keep mask, log-probs and nuclei aligned with it.
 
-        Lists are extended in place, so another name for ``sample.tokens``, ``sample.loss_mask`` or
-        ``sample.rollout_log_probs`` sees the new entries.
+        Lists are extended in place, so other references to ``sample.tokens``, ``sample.loss_mask`` or
+        ``sample.rollout_log_probs`` see the new entries.
 
         Args:
-            args: of the run; read together with ``meta_info`` only, and needed where that holds routed experts.
+            args: of the run; only read together with ``meta_info``, and required if that holds routed experts.
             tokens: ids to append; None appends none (``meta_info`` is still read).
             log_probs: one per token for sampled tokens; None for tokens that no engine sampled.
             trainable: False for tool output and the like (mask 0).
-            meta_info: of the engine's answer. Routed experts and nuclei are decoded from it.
+            meta_info: of the engine's response. Routed experts and nuclei are decoded from it.
             text: appended to ``response``.
-            update_terminal_info: False for a part of an answer that goes on: its ``meta_info`` does
-                not set the status nor count towards weight versions and counters.
+            update_terminal_info: False for a part of a response that continues: its ``meta_info`` does not set the
+                status, and does not count towards weight versions and counters.
 
         Raises:
-            ValueError: trainable tokens without log-probs, others with them, or lengths that differ. Nothing
-                has been appended then.
+            ValueError: trainable tokens have no log-probs, other tokens have some, or the lengths differ. In this case,
+                nothing is appended.
         """
         ids: Sequence[int] | np.ndarray = [] if tokens is None else tokens
         count = len(ids)
@@ -211,7 +211,8 @@ class Sample:
         nuclei = extended_nuclei(self, count, meta_info or {})
         if nuclei is not None:
             self.rollout_top_p_token_ids, self.rollout_top_p_token_offsets = nuclei
-        if self.response_length and is_unset(vars(self)["loss_mask"]):  # what a hook set by hand is trained
+        # A hook may have set an earlier part of the response by hand, without a mask: that part is trained.
+        if self.response_length and is_unset(vars(self)["loss_mask"]):
             self._extend_mask(self.response_length, True)
         self._extend_mask(count, trainable)
         if log_probs is not None or (not trainable and self._can_align_log_probs):
@@ -252,13 +253,13 @@ class Sample:
     def _take_terminal_info(self, args: Args | None, meta_info: MetaInfo, count: int) -> None:
         finish = meta_info.get("finish_reason")
         kind = finish.get("type") if isinstance(finish, Mapping) else finish
-        self.status = _STATUS_OF_FINISH.get(str(kind), self.status)  # other reasons leave it as it is
+        self.status = _STATUS_OF_FINISH.get(str(kind), self.status)  # Other reasons do not change it.
         version = meta_info.get("weight_version")
         if version is not None:
             self.weight_versions = [*self.weight_versions, str(version)]
             self.version_spans = extended_spans(self, meta_info, str(version), count)
-            # Only a request that went on over an update in place has keys and values of two versions in its cache;
-            # after any other pause the engine computes its cache again.
+            # Only a request that continued through an update in place has keys and values of two versions in its KV
+            # cache. After any other pause, the engine computes the KV cache again.
             spans = meta_info.get("weight_versions") or ()
             if len(spans) > 1 and args is not None and args.update_weight_pause_mode == "in_place":
                 self.metadata["kv_of_older_weights"] = True
@@ -267,13 +268,13 @@ class Sample:
             self.spec_info.add(meta_info)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes, further ones included; the status as its string, per-token fields as lists. Values are not
-        copied."""
+        """All attributes, including additional ones; the status as its string, per-token fields as lists. Values are
+        not copied."""
         data = {key: value.values.tolist() if isinstance(value, Packed) else value for key, value in vars(self).items()}
         return {**data, **self.infos()}
 
     def infos(self) -> dict[str, Any]:
-        """What :meth:`to_dict` gives in another form: the status as its string, the counters as dicts."""
+        """The attributes that :meth:`to_dict` converts: the status to its string, the counters to dicts."""
         return {
             "status": self.status.value,
             "spec_info": {name: getattr(self.spec_info, name) for name in SpecInfo.__slots__},
@@ -282,7 +283,7 @@ class Sample:
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> Sample:
-        """The reverse of :meth:`to_dict`; unknown keys become attributes."""
+        """The inverse of :meth:`to_dict`; unknown keys become attributes."""
         values: dict[str, Any] = dict(data)
         if isinstance(values.get("spec_info"), Mapping):
             values["spec_info"] = SpecInfo(**values["spec_info"])
@@ -298,10 +299,10 @@ Status = Sample.Status
 
 
 def _status(value: object) -> Sample.Status:
-    """A status from itself, its string, or a member of another class with the same strings.
+    """Convert a status, its string, or a member of another enumeration with the same strings.
 
     Raises:
-        ValueError: no such status.
+        ValueError: there is no such status.
     """
     if isinstance(value, Status):
         return value
@@ -309,10 +310,10 @@ def _status(value: object) -> Sample.Status:
         return Status(getattr(value, "value", value))
     except ValueError:
         known = ", ".join(repr(status.value) for status in Status)
-        raise ValueError(f"Sample.status cannot be {value!r}; it is a Sample.Status or one of {known}") from None
+        raise ValueError(f"Sample.status cannot be {value!r}; it must be a Sample.Status or one of {known}") from None
 
 
-# The dataclass declares these fields with the types that readers see; their storage and normalisation are added here.
+# The dataclass declares these fields with the types that readers see. Storage and normalization are added here.
 for _name in TOKEN_FIELDS:
     setattr(Sample, _name, TokenField(_name))
 setattr(Sample, "status", Normalised("status", _status))  # noqa: B010  # a plain assignment would change its type
@@ -325,7 +326,7 @@ _SHARED = frozenset({"multimodal_inputs", "multimodal_train_inputs", "rollout_ro
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
 }
-"""Fields of a saved sample that are not copied: they are large, and replaced instead of changed."""
+"""Fields of a saved sample that are not copied: they are large, and are only ever replaced, not modified."""
 _GENERATED_FIELDS = (
     "tokens", "multimodal_train_inputs", "response", "response_length", "reward", "reward_timed_out",
     "loss_mask", "weight_versions", "version_spans", "rollout_log_probs", "rollout_top_p_token_ids",
@@ -335,14 +336,14 @@ _GENERATED_FIELDS = (
 
 
 def flatten(samples: Nested) -> list[Sample]:
-    """All samples of an arbitrarily nested list, in order."""
+    """All samples of a list that is nested to any depth, in order."""
     if isinstance(samples, Sample):
         return [samples]
     return [sample for part in samples for sample in flatten(part)]
 
 
 def groups_to_dicts(groups: Iterable[Nested]) -> list[Any]:
-    """Nested lists of samples as nested lists of dicts that share nothing with them that can change: a value to save.
+    """Convert nested lists of samples to nested lists of dicts, which share nothing mutable with the samples.
 
     Samples are packed, and their arrays, tensors and media are shared, so the cost does not depend on their lengths.
     """
@@ -350,7 +351,7 @@ def groups_to_dicts(groups: Iterable[Nested]) -> list[Any]:
 
 
 def groups_from_dicts(groups: Iterable[Saved]) -> list[Any]:
-    """The reverse of :func:`groups_to_dicts`."""
+    """The inverse of :func:`groups_to_dicts`."""
     return [_restored(g) if isinstance(g, Mapping) else groups_from_dicts(g) for g in groups]
 
 
@@ -372,7 +373,7 @@ def _restored(data: Mapping[str, object]) -> Sample:
 
 
 def _own(value: object) -> Any:
-    """A deep copy; of what JSON could hold several times faster than by :func:`copy.deepcopy`."""
+    """A deep copy. For values that JSON could hold, it is several times faster than :func:`copy.deepcopy`."""
     if type(value) in _ATOMS:
         return value
     if type(value) is list:
@@ -386,7 +387,7 @@ def _own(value: object) -> Any:
 
 @dataclass
 class ParamInfo:
-    """What a weight update says of one parameter before its bytes."""
+    """The description of one parameter in a weight update, sent before its bytes."""
 
     name: str
     dtype: Any

@@ -1,8 +1,8 @@
-"""Where prompts come from: the data set in the order of its epochs, and a buffer of groups that came back.
+"""Data sources: prompts from the data set, epoch by epoch, and a buffer of groups that were returned.
 
-A source's state is a small value (:meth:`RolloutDataSource.state_dict`). Restored, a source goes on
-with exactly the groups that it would have given: the order of an epoch depends on the seed and the
-epoch alone, and groups that wait in the buffer are part of the state.
+The state of a source is a small value (:meth:`RolloutDataSource.state_dict`). A restored source continues with exactly
+the groups that the original would have returned: the order of an epoch depends only on the seed and the epoch, and
+groups that wait in the buffer are part of the state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SourceState: TypeAlias = dict[str, Any]
-"""Where a data source stands: plain values by name. Users' subclasses add entries of their own."""
+"""The state of a data source: plain values by name. Users' subclasses may add entries."""
 
 
 class DataSource(Protocol):
-    """What the class of ``--data-source-path`` must have."""
+    """The methods that the class of ``--data-source-path`` must have."""
 
     def __len__(self) -> int: ...
 
@@ -44,7 +44,7 @@ class DataSource(Protocol):
 
 @runtime_checkable
 class StatefulDataSource(DataSource, Protocol):
-    """A source whose state is a value, so that a snapshot may hold rollouts that were generated ahead."""
+    """A source whose state is a value, so that a snapshot may hold rollouts that were generated ahead of training."""
 
     def state_dict(self) -> SourceState: ...
 
@@ -52,25 +52,25 @@ class StatefulDataSource(DataSource, Protocol):
 
 
 class RolloutDataSource:
-    """Gives groups of ``--n-samples-per-prompt`` copies of each prompt.
+    """Returns groups of ``--n-samples-per-prompt`` copies of each prompt.
 
-    With ``--disable-rollout-global-dataset`` there is no data set: groups are of empty samples with
-    their indices, for generate functions that make their own prompts.
+    With ``--disable-rollout-global-dataset``, there is no data set. Then groups consist of empty samples with their
+    indices, for generate functions that create their own prompts.
 
     Args:
-        args: of the run.
-        dataset: instead of the one that ``args`` describe.
+        args: the arguments of the run.
+        dataset: used instead of the data set that ``args`` describe.
     """
 
     epoch_id: int = 0
-    sample_offset: int = 0  # prompts of this epoch that were given
-    sample_group_index: int = 0  # of the next group
-    sample_index: int = 0  # of the next sample
+    sample_offset: int = 0  # number of prompts of this epoch that were returned
+    sample_group_index: int = 0  # index of the next group
+    sample_index: int = 0  # index of the next sample
     dataset: PromptDataset | None = None
-    metadata: dict[str, Any]  # for subclasses and hooks; saved
+    metadata: dict[str, Any]  # for subclasses and hooks; part of the state
 
     def __new__(cls, *args: object, **options: object) -> Self:
-        """Everything that the methods below rely on: users' subclasses may leave out ``super().__init__()``."""
+        """Set what the methods below rely on, since users' subclasses may not call ``super().__init__()``."""
         source = super().__new__(cls)
         source.metadata = {}
         return source
@@ -83,21 +83,21 @@ class RolloutDataSource:
         self._order_epoch()
 
     def __len__(self) -> int:
-        """Prompts in an epoch; 0 without a data set."""
+        """Number of prompts in an epoch; 0 without a data set."""
         return 0 if self.dataset is None else len(self.dataset)
 
     def __bool__(self) -> bool:
-        return True  # a source without a data set is still a source
+        return True  # Otherwise a source without a data set, whose length is 0, would be false.
 
     def get_samples(self, num_samples: int) -> list[Group]:
-        """The next ``num_samples`` groups; goes on into as many further epochs as it takes."""
+        """The next ``num_samples`` groups, from further epochs if the current one has too few."""
         return [self._next_group() for _ in range(num_samples)]
 
     def add_samples(self, samples: list[Group]) -> None:
-        """Take groups back. Nothing, here; :class:`RolloutDataSourceWithBuffer` keeps them."""
+        """Take groups back. This class drops them; :class:`RolloutDataSourceWithBuffer` keeps them."""
 
     def open_groups(self) -> list[Group]:
-        """Groups that were given and are neither trained nor dropped, as far as the source knows them."""
+        """Groups that were returned and are neither trained nor dropped, as far as the source knows them."""
         return []
 
     def _next_group(self) -> Group:
@@ -114,6 +114,7 @@ class RolloutDataSource:
     def _next_prompt(self) -> Sample:
         if self.dataset is None:
             return Sample()
+        # A prompt is None if it turned out to be too long. Whole epochs of such prompts would make this loop endless.
         for _ in range(len(self.dataset)):
             if self.sample_offset >= len(self.dataset):
                 self.epoch_id += 1
@@ -132,7 +133,7 @@ class RolloutDataSource:
     # --- state -------------------------------------------------------------------------------
 
     def state_dict(self) -> SourceState:
-        """Everything that a resume needs, as a value that shares nothing with the source."""
+        """Everything that a resumed run needs, as a value that shares nothing with the source."""
         return {
             "sample_offset": self.sample_offset,
             "epoch_id": self.epoch_id,
@@ -143,7 +144,7 @@ class RolloutDataSource:
         }
 
     def load_state_dict(self, state: SourceState) -> None:
-        """Go on where the source of ``state`` stood."""
+        """Continue where the source of ``state`` was."""
         length = state.get("dataset_length", len(self))
         if length != len(self):
             logger.warning(
@@ -159,7 +160,7 @@ class RolloutDataSource:
         self._order_epoch()
 
     def save(self, rollout_id: int) -> None:
-        """Write the state to ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``, whole or not at all."""
+        """Write the state atomically to ``<--save>/rollout/global_dataset_state_dict_<rollout_id>.pt``."""
         import torch
 
         path = _state_path(self.args.save, rollout_id)
@@ -169,7 +170,7 @@ class RolloutDataSource:
         aside.rename(path)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout, start afresh."""
+        """Read what :meth:`save` wrote below ``--load``; without it, or before the first rollout, change nothing."""
         if not self.args.load or rollout_id is None or rollout_id < 0:
             return
         path = _state_path(self.args.load, rollout_id)
@@ -180,19 +181,19 @@ class RolloutDataSource:
 
 
 class RolloutDataSourceWithBuffer(RolloutDataSource):
-    """Gives groups from its buffer first, then from the data set.
+    """Returns groups from its buffer first, then from the data set.
 
-    Which groups leave the buffer is decided by :meth:`buffer_filter`: override it, or name a function
-    with ``--buffer-filter-path``. Without either, the oldest leave first. A subclass may also assign a function of
-    the flag's form, ``fn(args, rollout_id, buffer, num_samples)``, to ``self.buffer_filter``.
+    :meth:`buffer_filter` decides which groups leave the buffer: override it, or name a function with
+    ``--buffer-filter-path``. By default, the oldest groups leave first. A subclass may also assign a function with the
+    signature of the flag's function, ``fn(args, rollout_id, buffer, num_samples)``, to ``self.buffer_filter``.
     """
 
     buffer: list[Group]
     on_dropped: Callable[[list[Group]], None]
-    """Told which groups the buffer filter drops."""
+    """Called with the groups that the buffer filter drops."""
     under_way: Callable[[], list[Group]]
-    """Groups that were given and are generated over the end of a rollout, as they were given: whoever keeps such
-    groups says here which. A resume gives them again, first."""
+    """Returns the groups whose generation continues past the end of a rollout, as the source returned them. A rollout
+    function with such groups sets this. A resumed run gets these groups again, before any others."""
 
     def __new__(cls, *args: object, **options: object) -> Self:
         source = super().__new__(cls)
@@ -207,18 +208,20 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         """Keep groups (aborted, partial or stale ones) for a later :meth:`get_samples`.
 
         Raises:
-            ValueError: a group with other than ``--n-samples-per-prompt`` members; a list of fan-out
-                siblings is one member.
+            ValueError: a group does not have ``--n-samples-per-prompt`` members; a list of fan-out siblings counts as
+                one member.
         """
         for group in samples:
             if isinstance(group, Sample) or len(group) != self.args.n_samples_per_prompt:
                 size = "a bare sample" if isinstance(group, Sample) else f"a group of {len(group)}"
-                raise ValueError(f"{size} came back, but groups have {self.args.n_samples_per_prompt} members")
+                raise ValueError(f"{size} was returned, but groups have {self.args.n_samples_per_prompt} members")
         self.buffer.extend(samples)
 
     def buffer_filter(self, args: Args, buffer: list[Group], num_samples: int) -> list[Group]:
-        """Choose at most ``num_samples`` groups of ``buffer``. It may remove them from it, and others too;
-        what it returns does not come again."""
+        """Choose at most ``num_samples`` groups of ``buffer``.
+
+        It may remove these and other groups from the buffer. The chosen groups are removed in any case.
+        """
         if args.buffer_filter_path:
             return load_function(args.buffer_filter_path)(args, None, buffer, num_samples)
         return pop_first(args, None, buffer, num_samples)
@@ -226,6 +229,8 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
     def _from_buffer(self, num_samples: int) -> list[Group]:
         if not self.buffer or num_samples <= 0:
             return []
+        # Users' filters may or may not remove the chosen groups from the buffer, so this is made up for here. Samples
+        # are compared by identity, because a filter may return new lists of the same samples.
         before = list(self.buffer)
         assigned = vars(self).get("buffer_filter")
         if assigned is None:
@@ -234,7 +239,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
             chosen = list(assigned(self.args, None, self.buffer, num_samples))
         taken = {id(sample) for sample in flatten(chosen)}
         if len(chosen) > num_samples or len(taken) != len(flatten(chosen)):
-            raise ValueError(f"the buffer filter gave {len(chosen)} groups of {num_samples} asked for, or one twice")
+            raise ValueError(f"the buffer filter returned {len(chosen)} of {num_samples} groups, or one group twice")
         self.buffer[:] = [group for group in self.buffer if not any(id(s) in taken for s in flatten(group))]
         kept = taken | {id(sample) for sample in flatten(self.buffer)}
         dropped = [group for group in before if not any(id(sample) in kept for sample in flatten(group))]
@@ -265,11 +270,11 @@ def load_dataset(args: Args) -> Dataset:
     """The data set of ``--prompt-data``.
 
     Raises:
-        DataError: everything that is wrong with it.
-        ValueError: no ``--prompt-data``.
+        DataError: there are problems in the data set; the message lists them.
+        ValueError: ``--prompt-data`` is missing.
     """
     if not args.prompt_data:
-        raise ValueError("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset")
+        raise ValueError("there are no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset")
     needs_tokenizer = args.apply_chat_template or args.rollout_max_prompt_len is not None
     options = {"trust_remote_code": True} if args.trust_remote_code else {}
     tokenizer = load_tokenizer(args.hf_checkpoint, **options) if needs_tokenizer else None

@@ -1,8 +1,9 @@
-"""Storage of the per-token fields of a :class:`~slime.data.sample.Sample`: lists for hooks, arrays behind them.
+"""Storage of the per-token fields of a :class:`~slime.data.sample.Sample`: hooks see lists, stored are arrays.
 
-A field is stored either as what was assigned to it (in general a list) or, once it has been packed, as a read-only
-numpy array. Reading the attribute of a packed field makes a list of it and stores that list, so that users' code always
-works on one real, mutable list. The framework itself reads arrays, which do not create a Python object per token.
+A field is stored either as the value that was assigned to it (usually a list) or, once it has been packed, as a
+read-only numpy array. Reading the attribute of a packed field converts it to a list and stores that list, so that
+users' code always works on one real, mutable list. The framework itself reads arrays, which create no Python object per
+token.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ class Packed:
 
 
 class UnsetMask(list[int]):
-    """The empty loss mask that a generate function is given to extend.
+    """The empty loss mask that a generate function gets and may extend.
 
-    It keeps its type in copies. That tells "the function does not use masks", which means that all tokens are trained,
-    from a mask that the function emptied itself.
+    It keeps its type in copies. The type distinguishes a function that does not use masks, so that all tokens are
+    trained, from one that has emptied the mask itself.
     """
 
 
 def is_unset(mask: object) -> bool:
-    """Whether nobody has given a loss mask: None, or the list of :class:`UnsetMask` still empty."""
+    """Whether no loss mask was set: it is None, or an :class:`UnsetMask` that is still empty."""
     return mask is None or (isinstance(mask, UnsetMask) and not mask)
 
 
@@ -116,7 +117,7 @@ def as_array(name: str, values: object) -> np.ndarray:
 
 
 def pack(instance: object) -> None:
-    """Store every per-token field as an array; a field that does not hold numbers stays as it is."""
+    """Store every per-token field as an array; a field that does not hold numbers is left unchanged."""
     held = instance.__dict__
     for name in TOKEN_FIELDS:
         value = held.get(name)
@@ -125,7 +126,8 @@ def pack(instance: object) -> None:
         try:
             array = as_array(name, value)
         except (ValueError, TypeError, OverflowError):
-            continue  # the conversion reports it, with the name of the sample
+            continue  # The conversion to train data reports it, with the name of the sample.
+        # Packed makes its array read-only, so it must not be one that somebody else holds or a view of one.
         held[name] = Packed(array.copy() if array is value or array.base is not None else array)
 
 
@@ -145,7 +147,7 @@ def take_arrays(instance: object) -> None:
 
 
 def extend(instance: object, name: str, values: Sequence[float] | np.ndarray) -> None:
-    """Append to a field. A list is extended in place: other names for it see the new entries."""
+    """Append to a field. A list is extended in place, so other references to it see the new entries."""
     held = instance.__dict__
     old = held[name]
     if isinstance(old, list):

@@ -108,7 +108,7 @@ def test_a_hook_reads_and_sets_the_documented_names_and_may_add_its_own() -> Non
     def wrong(args: Any, rollout_data: dict[str, Any]) -> None:
         rollout_data["old_log_probs"] = []
 
-    with pytest.raises(ValueError, match="wrong set 'old_log_probs': users' functions know this entry as 'log_probs'"):
+    with pytest.raises(ValueError, match="wrong set 'old_log_probs': its name in users' functions is 'log_probs'"):
         on_hook_names(wrong)(None, batch())
 
 
