@@ -45,7 +45,7 @@ def generate_rollout(
 def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerator) -> None:
     if not isinstance(sample.prompt, list):
         raise ValueError(
-            f"sample {sample.index}: SFT needs a list of messages, but the prompt is a {type(sample.prompt).__name__}. "
+            f"sample {sample.index}: SFT needs a list of messages, but its prompt is a {type(sample.prompt).__name__}. "
             "Set --input-key messages, and do not set --apply-chat-template"
         )
     tools = sample.metadata.get("tools")
