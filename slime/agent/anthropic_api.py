@@ -1,4 +1,4 @@
-"""Anthropic's form of a conversation: Messages."""
+"""Anthropic's Messages API: translate its requests to the common form, and answers back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Messages:
         choice = inner_object(body, "tool_choice")
         tools = [] if (choice or {}).get("type") == "none" else _tools(body)
         config = inner_object(body, "output_config") or {}
-        # The beta API had the format in a field of its own.
+        # The beta version of the API has the format in a separate field.
         form = inner_object(body, "output_format") or inner_object(config, "format", "output_config.")
         return Ask(
             messages=fold_system(messages),
@@ -79,30 +79,30 @@ class Messages:
 
     def __init__(self, ask: Ask, prompt_tokens: int = 0) -> None:
         self.ask, self.prompt_tokens = ask, prompt_tokens
-        self.open: str | None = None  # type of the block that is being sent
-        self.index = -1  # of that block
+        self.open: str | None = None  # type of the open content block
+        self.index = -1  # index of the open content block
 
     def begin(self) -> bytes:
-        """The first event of a stream; the last one reports the cached tokens."""
+        """Return the first event of a stream. The number of cached tokens is known only at the end."""
         usage = {"input_tokens": self.prompt_tokens, "output_tokens": 0}
         head = {**_head(self.ask), "content": [], "stop_reason": None, "stop_sequence": None}
         return _event("message_start", message={**head, "usage": usage})
 
     def ping(self) -> bytes:
-        """An event that keeps the connection alive."""
+        """Return an event that keeps the connection alive."""
         return _event("ping")
 
     def think(self, new: str) -> bytes:
-        """Events with new reasoning; the first of them opens a block."""
+        """Return events with new reasoning; the first ones also open a block."""
         opened = self._block({"type": "thinking", "thinking": "", "signature": ""})
         return opened + self._delta({"type": "thinking_delta", "thinking": new})
 
     def text(self, new: str) -> bytes:
-        """Events with new text; the first of them opens a block."""
+        """Return events with new text; the first ones also open a block."""
         return self._block({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": new})
 
     def end(self, turn: Turn) -> bytes:
-        """The last events: tool calls, the stop reason and the token counts."""
+        """Return the last events: tool calls, the stop reason and the token counts."""
         parts = []
         for block in _blocks(turn, reasoning=False):
             if block["type"] == "tool_use":
@@ -113,7 +113,7 @@ class Messages:
         return b"".join([*parts, _event("message_stop")])
 
     def _block(self, block: Reply) -> bytes:
-        """Events that open a block, unless one of this type is open."""
+        """Return the events that open a block of another type, after closing the open one; nothing if it is open."""
         if self.open == block["type"]:
             return b""
         closed = self._close()
@@ -126,6 +126,7 @@ class Messages:
     def _close(self) -> bytes:
         if self.open is None:
             return b""
+        # Clients send thinking blocks back with their signature; any text will do, since it is never verified.
         signed = self._delta({"type": "signature_delta", "signature": self.ask.id}) if self.open == "thinking" else b""
         self.open = None
         return signed + _event("content_block_stop", index=self.index)
@@ -175,20 +176,21 @@ def _blocks(turn: Turn, reasoning: bool) -> list[Reply]:
 
 
 def _tools(body: JsonObject) -> list[Tool]:
-    """The client's own tools. Those of Anthropic's servers, and those that its models know without a schema, are left
-    out: the request is served without them."""
+    """Return the client's own tools. Tools of Anthropic's servers, and tools that its models know without a schema, are
+    left out."""
     tools = []
     for entry in objects(body, "tools", required=False):
         if entry.get("type") in (None, "custom"):
             check_fields(entry, {"input_schema": OBJECT}, "a tool's ")
             tools.append(tool(entry.get("name"), entry.get("description"), entry.get("input_schema")))
         else:
-            note(f"tool {entry['type']}", "is left out: tools with an input_schema only")
+            note(f"tool {entry['type']}", "is left out, because only tools with an input_schema are supported")
     return tools
 
 
 def _messages(raw: JsonObject) -> list[Message]:
-    """A message of blocks as common messages; each tool result becomes a message of its own before the others."""
+    """Convert a message with content blocks to common messages. Each tool result becomes a separate message before the
+    others."""
     check_fields(raw, _MESSAGE_FIELDS, "a message's ")
     role, content = raw.get("role"), raw.get("content")
     if role not in ("user", "assistant", "system"):

@@ -1,4 +1,4 @@
-"""Conversations as token ids: the model's chat template, and the tokens that it adds between two turns."""
+"""Convert conversations to token ids with the chat template, also only the part between two turns of the model."""
 
 from __future__ import annotations
 
@@ -13,41 +13,45 @@ from slime.data.json_text import clean
 from slime.rollout.prompts import encode
 from slime.types import Tokenizer
 
-_MARK = "slime.7c2e.turn"  # stands for the model's last answer while the text after it is rendered
+_MARK = "slime.7c2e.turn"  # placeholder for the model's last answer when the text after it is rendered
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
-    If the template does not support tools, they are described in the system message as for the Hermes models, and
-    earlier calls are part of the assistant's text.
+    If the template does not support tools, they are described in the system message in the form of the Hermes models,
+    and earlier calls become part of the assistant's text.
 
     Args:
         kwargs: template arguments, such as ``enable_thinking``.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Tokenizer, kwargs: Mapping[str, object]) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("agents need a chat template, and the tokenizer of --hf-checkpoint has none")
+            raise ValueError("agents need a chat template, but the tokenizer of --hf-checkpoint has none")
         self.tokenizer, self.kwargs = tokenizer, kwargs
         self.knows_tools = "tools" in str(tokenizer.chat_template)
 
     def prompt(self, messages: list[Message], tools: list[Tool]) -> list[int]:
-        """Token ids of a conversation up to the model's turn; a last message of the assistant is continued."""
+        """Return the token ids of a conversation up to the model's turn. If the last message is the assistant's, the
+        model continues it."""
         return encode(self.tokenizer, self._render(messages, tools))
 
     def continuation(self, messages: list[Message], tools: list[Tool], known: int, last_id: int) -> list[int] | None:
-        """Token ids that follow the model's last answer in the conversation.
+        """Return the token ids that follow the model's last answer in the conversation.
 
-        Only what comes after message ``known - 1``, the model's, is tokenised: the end of its turn and the
-        messages from ``known`` on. The end is left out when the model wrote it itself.
+        Only the text after message ``known - 1``, the model's answer, is tokenized: the end of its turn and the
+        messages from ``known`` on. The end token is left out if the model sampled it itself.
 
         Args:
-            known: messages whose ids are recorded; the last of them is the assistant's.
+            known: number of messages whose ids are recorded; the last of them is the assistant's.
             last_id: the last id that the model sampled.
 
         Returns:
-            None if the template does not render the text after the answer; some refuse answers of an unknown form.
+            The ids, or None if the template fails on the placeholder or does not render it.
         """
         said: Message = {"role": "assistant", "content": _MARK}
         try:
@@ -62,10 +66,11 @@ class ChatTemplate:
         return ids[1:] if closed else ids
 
     def _render(self, messages: list[Message], tools: list[Tool]) -> str:
-        """The conversation as text. If the template refuses it, its system messages are folded into one.
+        """Render the conversation as text. If the template rejects it, try again with the system messages folded into
+        one.
 
         Raises:
-            ApiError: the template raised an error of any type; its input comes from clients.
+            ApiError: the template raised any error. Its input comes from clients, so it counts as their mistake.
         """
         if not self.knows_tools:
             messages = _in_words(messages, tools)
@@ -76,7 +81,7 @@ class ChatTemplate:
             if folded != messages:
                 with contextlib.suppress(Exception):
                     return self._apply(folded, tools)
-            raise ApiError(400, f"the model's chat template does not take these messages: {error}") from error
+            raise ApiError(400, f"the model's chat template rejected these messages: {error}") from error
 
     def _apply(self, messages: list[Message], tools: list[Tool]) -> str:
         prefilled = messages[-1]["role"] == "assistant"
@@ -92,7 +97,7 @@ class ChatTemplate:
 
 
 def _in_words(messages: list[Message], tools: list[Tool]) -> list[Message]:
-    """Describe tools in the system message and write earlier calls as text, for templates that support neither."""
+    """Describe the tools in the system message and write earlier calls as text, for templates that support neither."""
     plain: list[Message] = []
     for message in messages:
         calls = "".join(

@@ -1,7 +1,7 @@
-"""Demands of clients as structural tags, by which SGLang (XGrammar) constrains what it samples.
+"""Convert demands of clients to structural tags, with which SGLang (XGrammar) constrains sampling.
 
-A structural tag describes the whole answer as text: reasoning where the model has tags for it, then tool calls in the
-form of the model's family, or JSON. The forms are those of :mod:`slime.agent.tool_formats`.
+A structural tag describes the text of the whole answer: optional reasoning if the model has tags for it, followed by
+tool calls in the form of the model's family or by JSON. The forms are those of :mod:`slime.agent.tool_formats`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from slime.agent.tool_formats import FORMATS
 
 
 class _Form(NamedTuple):
-    """How one family writes calls: ``%s`` of ``begin`` is the tool's name, as JSON text where ``quoted``."""
+    """The form in which a model family writes calls. ``%s`` in ``begin`` is the tool's name, as a JSON string if
+    ``quoted``."""
 
     begin: str
     end: str
     quoted: bool = False
     style: str = "json"
-    before: str = ""  # all calls
-    after: str = ""
-    between: str = ""
-    middle: Reply | None = None  # between ``begin`` and the arguments
+    before: str = ""  # text before the first call
+    after: str = ""  # text after the last call
+    between: str = ""  # text between two calls
+    middle: Reply | None = None  # a part between ``begin`` and the arguments
 
 
 _HERMES = _Form('<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>", quoted=True, between="\n")
@@ -61,12 +62,13 @@ _FORMS = {
 
 
 def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tags | None, opened: bool) -> Reply | None:
-    """The structural tag for answers that meet ``demand``; None where the form of calls has no grammar here.
+    """Return the structural tag for answers that satisfy ``demand``; None if this module has no grammar for the form
+    of the model's calls.
 
     Args:
-        parser: name of the form in which the model calls tools.
-        tags: of the model's reasoning, which may come first.
-        opened: the prompt ends with the tag that begins the reasoning.
+        parser: name of the form in which the model writes tool calls.
+        tags: tags of the model's reasoning, which may precede the answer.
+        opened: whether the prompt ends with the start tag of the reasoning.
     """
     form = _FORMS.get(parser)
     if tools and form is None:
@@ -83,7 +85,7 @@ def structural_tag(demand: Demand, parser: str, tools: Sequence[Tool], tags: Tag
 
 
 def _calls(form: _Form, tools: Sequence[Tool]) -> Reply:
-    """One call or several, and nothing else."""
+    """Describe one or more calls and nothing else."""
     calls: list[Reply] = []
     for tool in tools:
         name, parameters = tool["function"]["name"], _json(tool["function"]["parameters"], form.style)
@@ -95,7 +97,8 @@ def _calls(form: _Form, tools: Sequence[Tool]) -> Reply:
 
 
 def _reasoning(tags: Tags | None, opened: bool) -> list[Reply]:
-    """What comes before the answer: the rest of the reasoning that the prompt has begun, or some or none."""
+    """Describe the text before the answer: the rest of the reasoning if the prompt has begun it, otherwise optional
+    reasoning."""
     if tags is None:
         return []
     begin = "" if opened else tags.start

@@ -1,4 +1,5 @@
-"""What a client requires of an answer: tool calls (``tool_choice``), a format of its text (``response_format``)."""
+"""Requirements of clients for an answer: tool calls (``tool_choice``) and the format of its text
+(``response_format``)."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
 Schema = JsonObject | bool
 ANY_OBJECT: Schema = {"type": "object"}
 UNMET = "answer_not_as_required"
-"""The code of the error for an answer that does not meet a demand."""
+"""Error code for an answer that does not satisfy the client's demand."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What an answer must be.
+    """The requirements for an answer.
 
     Attributes:
-        calls: the answer must call at least one tool.
+        calls: whether the answer must call at least one tool.
         names: the tools that it may call; None allows all tools of the request.
         schema: JSON schema of its text if it calls no tool; None allows any text.
     """
@@ -36,52 +37,53 @@ class Demand:
     schema: Schema | None = None
 
     def unmet(self, content: str, called: list[str]) -> str | None:
-        """Why an answer does not meet the demand; None if it does.
+        """Explain why an answer does not satisfy the demand; None if it does.
 
         Args:
-            content: its text, without tool calls.
-            called: names of the tools that it calls.
+            content: the text of the answer, without tool calls.
+            called: the names of the tools that it calls.
         """
         if self.calls and not called:
-            return "tool_choice requires a tool call, and the answer has none that can be read"
+            return "tool_choice requires a tool call, but the answer has none that could be parsed"
         others = [name for name in called if self.names is not None and name not in self.names]
         if others:
             allowed = ", ".join(self.names or ())
-            return f"the model called {', '.join(others)}, and tool_choice allows {allowed} only"
+            return f"the model called {', '.join(others)}, but tool_choice allows only {allowed}"
         if self.schema is None or called:
             return None
         try:
             value = parse_json(content.strip())
         except ValueError as error:
-            return f"response_format requires JSON, and the text of the answer is not JSON: {error}"
+            return f"response_format requires JSON, but the text of the answer is not JSON: {error}"
         return _violation(self.schema, value)
 
 
 def demand_of(
     wanted: tuple[bool, tuple[str, ...] | None], schema: Schema | None, tools: Sequence[Tool]
 ) -> Demand | None:
-    """The demand of a request; None if it requires nothing.
+    """Return the demand of a request; None if it has no requirements.
 
     Args:
-        wanted: of :func:`openai_choice` or :func:`anthropic_choice`.
-        schema: of :func:`schema_of`.
-        tools: of the request that the model is told of.
+        wanted: the result of :func:`openai_choice` or :func:`anthropic_choice`.
+        schema: the result of :func:`schema_of`.
+        tools: the tools in the model's prompt.
 
     Raises:
-        ApiError: no answer could meet the demand.
+        ApiError: no answer can satisfy the demand.
     """
     calls, names = wanted
     known = [entry["function"]["name"] for entry in tools]
     for name in names or ():
         if name not in known:
-            raise ApiError(400, f"tool_choice names {name!r}, which is no function among the tools of the request")
+            raise ApiError(400, f"tool_choice names {name!r}, but the request has no function tool of this name")
     if calls and not known:
-        raise ApiError(400, "tool_choice requires a tool call, and the request has no tools that are functions")
+        raise ApiError(400, "tool_choice requires a tool call, but the request has no function tools")
     return Demand(calls, names, schema) if calls or names is not None or schema is not None else None
 
 
 def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
-    """Whether ``tool_choice`` of Chat Completions or Responses requires a call, and the names that it allows."""
+    """Return whether ``tool_choice`` of Chat Completions or Responses requires a call, and the names that it allows
+    (None for all)."""
     if choice in (None, "auto", "none"):
         return False, None
     if choice == "required":
@@ -98,7 +100,7 @@ def openai_choice(choice: JsonValue) -> tuple[bool, tuple[str, ...] | None]:
 
 
 def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] | None]:
-    """The same for ``tool_choice`` of Anthropic's Messages."""
+    """Return the same as :func:`openai_choice` for ``tool_choice`` of Anthropic's Messages API."""
     kind = (choice or {}).get("type")
     if choice is None or kind in ("auto", "none"):
         return False, None
@@ -110,13 +112,13 @@ def anthropic_choice(choice: JsonObject | None) -> tuple[bool, tuple[str, ...] |
 
 
 def schema_of(form: JsonObject | None, where: str) -> Schema | None:
-    """The JSON schema that ``response_format`` and its like require; None where any text will do.
+    """Return the JSON schema that ``response_format`` or an equivalent field requires; None if any text is allowed.
 
     Args:
-        where: name of the field, for errors.
+        where: the name of the field for error messages.
 
     Raises:
-        ApiError: the type is unknown, or the schema is not valid.
+        ApiError: the type is unknown, or the schema is invalid.
     """
     kind = (form or {}).get("type")
     if form is None or kind == "text":
@@ -128,7 +130,7 @@ def schema_of(form: JsonObject | None, where: str) -> Schema | None:
     inner = inner_object(form, "json_schema", f"{where}.") if "json_schema" in form else form
     schema = (inner or {}).get("schema")
     if not isinstance(schema, dict | bool):
-        raise ApiError(400, f"{where}: json_schema needs a schema, an object")
+        raise ApiError(400, f"{where}: json_schema must have a schema, which is an object")
     _check(schema, where)
     return schema
 
@@ -137,7 +139,7 @@ def _name(entry: JsonObject) -> str:
     inner = inner_object(entry, "function", "tool_choice.") or entry
     check_fields(inner, {"name": TEXT}, "tool_choice.")
     if not inner.get("name"):
-        raise ApiError(400, "tool_choice must name its functions")
+        raise ApiError(400, "tool_choice must have the name of each function")
     return str(inner["name"])
 
 
@@ -148,21 +150,21 @@ def _check(schema: Schema, where: str) -> None:
         _validator(schema).check_schema(schema)
     except (SchemaError, RecursionError) as error:
         words = error.message if isinstance(error, SchemaError) else "nested too deeply"
-        raise ApiError(400, f"{where}: the JSON schema is not valid: {words}"[:500]) from error
+        raise ApiError(400, f"{where}: the JSON schema is invalid: {words}"[:500]) from error
 
 
 def _validator(schema: Schema) -> type[Validator]:
-    """The class for the schema's ``$schema``."""
+    """Return the validator class for the ``$schema`` of a schema; the default is draft 2020-12."""
     from jsonschema.validators import Draft202012Validator, validator_for
 
     return validator_for(schema, default=Draft202012Validator)
 
 
 def _violation(schema: Schema, value: JsonValue) -> str | None:
-    """The first place where a value is not what its schema says.
+    """Describe where a value violates its schema; None if it is valid.
 
     Raises:
-        ApiError: the schema cannot be used, for example because it refers to other schemas, which are not fetched.
+        ApiError: the schema cannot be used, for example because it refers to a URL, which is never fetched.
     """
     from jsonschema.exceptions import best_match
     from referencing import Registry
@@ -174,4 +176,4 @@ def _violation(schema: Schema, value: JsonValue) -> str | None:
         raise ApiError(400, f"the JSON schema of response_format cannot be used: {unusable}"[:500]) from unusable
     if error is None:
         return None
-    return f"response_format: the answer does not fit its JSON schema at {error.json_path}: {error.message}"[:500]
+    return f"response_format: the answer violates the JSON schema at {error.json_path}: {error.message}"[:500]

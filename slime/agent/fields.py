@@ -1,6 +1,7 @@
-"""What the three APIs share on the wire: checks of what clients send, errors, JSON and server-sent events.
+"""Helpers that the three APIs share: checks of request fields, errors, JSON, and server-sent events.
 
-Every value is checked before it is used: a client's mistake is an answer with status 400, never an error of the run."""
+Every value is checked before it is used. A mistake of a client leads to a response with status 400, never to an error
+of the run."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from slime.types import JsonObject
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Reply = dict[str, object]
-"""A JSON object that is sent to a client or to an engine. What clients send is a ``JsonObject``."""
+"""A JSON object that is sent to a client or to an engine. Objects that clients send are of type ``JsonObject``."""
 _noted: set[str] = set()
 
 
 class ApiError(Exception):
-    """Answered to the client in the form of its API.
+    """An error that is sent to the client in the form of its API.
 
     Args:
-        status: of HTTP; below 500 (without 408, 409, 429) client libraries do not try again.
-        code: OpenAI's machine-readable code.
+        status: HTTP status. Client libraries do not retry statuses below 500 except 408, 409 and 429.
+        code: machine-readable code in OpenAI's form.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
@@ -50,7 +51,7 @@ CHOICE = Kind((str, dict), "a string or an object")
 
 
 def check_fields(body: Mapping[str, object], table: Mapping[str, Kind], where: str = "") -> None:
-    """Raise the error for the first field of another type than its table says; null is as good as absent."""
+    """Raise an :class:`ApiError` for the first field whose type differs from the table. null counts as absent."""
     for name, kind in table.items():
         value = body.get(name)
         if value is not None and not isinstance(value, kind.types):
@@ -58,20 +59,21 @@ def check_fields(body: Mapping[str, object], table: Mapping[str, Kind], where: s
 
 
 def guarded(read: Callable[[JsonObject], T], body: JsonObject) -> T:
-    """``read(body)``, where an unexpected shape of the body is the client's mistake.
+    """Call ``read(body)``, and treat any error about the shape of the body as a mistake of the client.
 
     Raises:
-        ApiError: status 400.
+        ApiError: with status 400.
     """
     try:
         return read(body)
     except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
-        logger.debug("a request that cannot be read", exc_info=True)
-        raise ApiError(400, f"the request cannot be read: {type(error).__name__}: {error}"[:500]) from error
+        logger.debug("a request could not be parsed", exc_info=True)
+        raise ApiError(400, f"the request could not be parsed: {type(error).__name__}: {error}"[:500]) from error
 
 
 def to_json(content: object) -> bytes:
-    """JSON as UTF-8 bytes; whole numbers of any size, which models may write."""
+    """Encode an object as JSON in UTF-8. orjson is faster, but rejects integers above 64 bits, which models can
+    write."""
     try:
         return orjson.dumps(content)
     except TypeError:
@@ -79,12 +81,12 @@ def to_json(content: object) -> bytes:
 
 
 def event(data: Reply, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n"
 
 
 def whole_number(body: JsonObject, *names: str) -> int | None:
-    """The first of these fields that is given, a whole number above 0; ``10.0`` is one."""
+    """Return the first of these fields that is present. It must be a whole number above 0; ``10.0`` counts as 10."""
     for name in names:
         value = body.get(name)
         if value is not None:
@@ -96,7 +98,7 @@ def whole_number(body: JsonObject, *names: str) -> int | None:
 
 
 def strings(body: JsonObject, name: str) -> list[str]:
-    """A field that is a string or a list of strings; empty strings are left out."""
+    """Return a field that is a string or a list of strings as a list without empty strings."""
     value = body.get(name) or []
     items = [value] if isinstance(value, str) else value
     found = [item for item in items if isinstance(item, str)] if isinstance(items, list) else None
@@ -106,10 +108,10 @@ def strings(body: JsonObject, name: str) -> list[str]:
 
 
 def inner_object(body: JsonObject, name: str, where: str = "") -> JsonObject | None:
-    """A field that is an object; None where it is absent or null.
+    """Return a field that is an object; None if it is absent or null.
 
     Args:
-        where: what precedes the name of the field in the error.
+        where: prefix of the field's name in error messages.
     """
     value = body.get(name)
     if value is not None and not isinstance(value, dict):
@@ -118,7 +120,7 @@ def inner_object(body: JsonObject, name: str, where: str = "") -> JsonObject | N
 
 
 def objects(body: JsonObject, name: str, required: bool = True) -> list[JsonObject]:
-    """A field that must be a list of objects."""
+    """Return a field that must be a list of objects, with at least one if ``required``."""
     value = body.get(name)
     if value is None and not required:
         return []
@@ -129,10 +131,10 @@ def objects(body: JsonObject, name: str, required: bool = True) -> list[JsonObje
 
 
 def note(name: str, words: str) -> None:
-    """Log, once in this process, that something which clients send is not served as they may expect."""
+    """Log once per process that slime does not treat a value of a request as the client may expect."""
     if name not in _noted:
         _noted.add(name)
-        logger.warning("agents: %r %s (reported once)", name, words)
+        logger.warning("request of an agent program: %r %s (this is logged only once)", name, words)
 
 
 def _shown(value: object) -> str:

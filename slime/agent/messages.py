@@ -1,4 +1,4 @@
-"""The common form of conversations: what all endpoints are translated to, and what chat templates take."""
+"""The common form of conversations. Requests of all APIs are translated to it, and chat templates accept it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class CalledFunction(TypedDict):
-    """The function of a tool call. ``arguments`` is an object here and JSON text in OpenAI's API."""
+    """The function of a tool call. ``arguments`` is an object here, but a JSON string in OpenAI's API."""
 
     name: str
     arguments: JsonObject
@@ -34,7 +34,8 @@ class Message(TypedDict):
     """A message of a conversation.
 
     ``role`` is system, user, assistant or tool. Only messages of the assistant have ``tool_calls`` and
-    ``reasoning_content``, which is ignored when conversations are compared; those of tools have ``tool_call_id``.
+    ``reasoning_content``; the latter is ignored when conversations are compared. Messages of tools have
+    ``tool_call_id``.
     """
 
     role: str
@@ -45,7 +46,7 @@ class Message(TypedDict):
 
 
 class ToolFunction(TypedDict):
-    """The signature of a tool; ``parameters`` is a JSON schema."""
+    """The signature of a tool. ``parameters`` is a JSON schema."""
 
     name: str
     description: str
@@ -60,7 +61,7 @@ class Tool(TypedDict):
 
 
 RAW_ARGUMENTS = "_raw_arguments"
-"""The key under which arguments that are no JSON object are kept as text."""
+"""The key under which arguments that are not a JSON object are stored as text."""
 _MEDIA = {
     **{"image": "image", "image_url": "image", "input_image": "image", "input_audio": "audio", "audio": "audio"},
     **{"file": "file", "input_file": "file", "document": "document", "video": "video", "video_url": "video"},
@@ -69,18 +70,19 @@ _MEDIA = {
 
 @dataclass
 class Ask:
-    """One request: answer this conversation.
+    """One request of a client in the common form.
 
     Attributes:
-        max_tokens: of the answer, as the client wants it; None leaves it to the run.
+        max_tokens: the client's limit for the answer in tokens; None for the limit of the run.
         stop: stop strings.
-        choices: answers to give.
-        after: id of the answer that ``messages`` go on from (Responses' ``previous_response_id``).
-        model: name to repeat in the answer.
+        stream: whether the answer is sent while it is generated.
+        choices: number of answers to generate.
+        after: id of the answer that ``messages`` continue (``previous_response_id`` of the Responses API).
+        model: the model name, which is repeated in the answer.
         usage: whether a stream ends with the token counts.
-        reasoning: whether the client takes the model's reasoning, apart from the answer.
-        demand: what the answer must be; None leaves the model free.
-        id: of the answer, where there is only one.
+        reasoning: whether the client accepts the model's reasoning in a separate field.
+        demand: the client's requirements for the answer; None if there are none.
+        id: id of the answer if there is only one.
     """
 
     messages: list[Message]
@@ -98,9 +100,10 @@ class Ask:
 
 
 def call(name: str, arguments: JsonValue, call_id: str = "") -> ToolCall:
-    """An entry of ``tool_calls``; arguments may be JSON text, as OpenAI's clients send them.
+    """Create an entry of ``tool_calls``. The arguments may be JSON text, as OpenAI's clients send them.
 
-    What is no JSON object is kept as :data:`RAW_ARGUMENTS`: it may be what the model wrote.
+    Arguments that are not a JSON object are stored under :data:`RAW_ARGUMENTS` and not rejected, because the model may
+    have written them in an earlier turn.
     """
     if isinstance(arguments, str):
         try:
@@ -114,7 +117,7 @@ def call(name: str, arguments: JsonValue, call_id: str = "") -> ToolCall:
 
 
 def tool(name: JsonValue, description: JsonValue, parameters: JsonValue) -> Tool:
-    """A function that the model may call, from the values that a client sent."""
+    """Create a tool from the values that a client sent."""
     fields = {"name": name, "description": description, "parameters": parameters}
     check_fields(fields, {"name": TEXT, "description": TEXT, "parameters": OBJECT}, "a tool's ")
     if not name:
@@ -129,9 +132,9 @@ def tool(name: JsonValue, description: JsonValue, parameters: JsonValue) -> Tool
 
 
 def text_of(content: JsonValue) -> str:
-    """The text of a ``content``: a string, None, or a list of text parts in any of the APIs' forms.
+    """Return the text of ``content``, which is a string, None, or a list of parts in the form of any of the APIs.
 
-    Images, audio and files have a placeholder: the model that is trained reads text.
+    Images, audio and files are replaced by a placeholder, because agents are trained on text only.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -152,19 +155,19 @@ def _part_text(part: JsonValue) -> str:
     if isinstance(text, str):
         return text
     if not isinstance(kind, str) or kind not in _MEDIA:
-        raise ApiError(400, f"content parts of type {kind!r} are not supported: text only"[:200])
-    note(kind, "is left out: the conversation is text, and a placeholder stands for it")
+        raise ApiError(400, f"content parts of type {kind!r} are not supported, only text"[:200])
+    note(kind, "is replaced by a placeholder, because conversations are text only")
     return f"[{_MEDIA[kind]} omitted]"
 
 
 def fold_system(messages: list[Message]) -> list[Message]:
-    """The conversation with one system message, at its beginning: chat templates take no other.
+    """Return the conversation with at most one system message, at its beginning: many chat templates accept no other.
 
-    System messages at the beginning are joined. A later one joins the user's message beside it, the one before
-    first; where there is none it becomes a user's message.
+    System messages at the beginning are joined. A later one is joined to an adjacent user message, preferably the one
+    before it. If there is none, it becomes a user message.
     """
     folded: list[Message] = []
-    note: list[str] = []  # texts of system messages that wait for the message after them
+    note: list[str] = []  # texts of system messages that may be joined to the next message
 
     def settle() -> None:
         if note:
@@ -189,7 +192,7 @@ def fold_system(messages: list[Message]) -> list[Message]:
 
 
 def key_of(message: Message) -> tuple[str, str, str]:
-    """What two messages that mean the same have in common, however a client stored the first one: ids of calls are
-    left out, and space around the text."""
+    """Return a key by which two messages are compared. Clients store messages differently, so the key leaves out ids of
+    calls, reasoning, and whitespace around the text."""
     calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or []]
     return message["role"], message["content"].strip(), json.dumps(calls, sort_keys=True)

@@ -1,4 +1,4 @@
-"""OpenAI's two forms of a conversation: Chat Completions and Responses."""
+"""OpenAI's two APIs: translate requests of Chat Completions and Responses to the common form, and answers back."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def _arguments(entry: ToolCall) -> str:
 
 
 class _OpenAi:
-    """What both of OpenAI's APIs have in common."""
+    """The parts that both of OpenAI's APIs share."""
 
     error = staticmethod(openai_error)
 
     def ping(self) -> bytes:
-        """A comment, which clients skip."""
+        """Return a comment, which keeps the connection alive and which clients skip."""
         return b": ping\n\n"
 
 
@@ -70,9 +70,9 @@ class Chat(_OpenAi):
         """The request in the common form."""
         check_fields(body, _CHAT_FIELDS)
         if body.get("logprobs"):
-            note("logprobs", "are not given to the program; they are recorded for training")
+            note("logprobs", "are not sent to the program; they are only recorded for training")
         if body.get("functions"):
-            raise ApiError(400, "functions are not supported any more: give tools")
+            raise ApiError(400, "functions is not supported: use tools")
         choices = whole_number(body, "n") or 1
         if choices > _MOST_CHOICES:
             raise ApiError(400, f"n must be at most {_MOST_CHOICES}")
@@ -138,9 +138,10 @@ def _head(ask: Ask, created: int, kind: str) -> Reply:
 
 
 def _functions(body: JsonObject) -> list[JsonObject]:
-    """The tools of a request that are functions.
+    """Return the tools of a request that are functions.
 
-    Other tools run on the servers of an API, or take a form of input that the model was not told; they are left out.
+    Other tools run on the servers of an API provider, or need an input format that is not in the model's prompt. They
+    are left out.
     """
     if body.get("tool_choice") == "none":
         return []
@@ -149,7 +150,7 @@ def _functions(body: JsonObject) -> list[JsonObject]:
         if entry.get("type") in (None, "function"):
             kept.append(entry)
         else:
-            note(f"tool {entry['type']}", "is left out: functions only")
+            note(f"tool {entry['type']}", "is left out, because only functions are supported")
     return kept
 
 
@@ -189,7 +190,7 @@ def _chat_answer(turn: Turn) -> Reply:
 
 
 def _chat_calls(turn: Turn) -> list[Reply]:
-    """The tool calls in OpenAI's form, in which the arguments are JSON text."""
+    """Return the tool calls in OpenAI's form, in which the arguments are JSON text."""
     return [
         {**entry, "function": {**entry["function"], "arguments": _arguments(entry)}}
         for entry in turn.answer.get("tool_calls", [])
@@ -214,7 +215,7 @@ class Responses(_OpenAi):
         """The request in the common form."""
         check_fields(body, _RESPONSES_FIELDS)
         if body.get("background") or body.get("conversation"):
-            raise ApiError(400, "background and conversation are not supported; previous_response_id is")
+            raise ApiError(400, "background and conversation are not supported: use previous_response_id")
         given = body.get("input")
         question: JsonObject = {"role": "user", "content": given}
         items = [question] if isinstance(given, str) else objects(body, "input")
@@ -260,7 +261,7 @@ class Responses(_OpenAi):
         return self._event("response.created", response=_response(self.ask, int(time.time()), "in_progress"))
 
     def think(self, new: str) -> bytes:
-        """Events with new reasoning; the first of them opens an item."""
+        """Return events with new reasoning; the first ones also open an item."""
         opened = b""
         if not self.thought:
             item = {**_reasoning_item(self.ask.id, ""), "content": [], "status": "in_progress"}
@@ -270,7 +271,7 @@ class Responses(_OpenAi):
         return opened + self._event("response.reasoning_text.delta", **place, delta=new)
 
     def _thought(self) -> bytes:
-        """Events that complete the reasoning."""
+        """Return the events that complete the reasoning."""
         text = "".join(self.thought)
         place = {"item_id": f"rs_{self.ask.id}", "output_index": 0, "content_index": 0}
         done = self._event("response.reasoning_text.done", **place, text=text)
@@ -281,7 +282,7 @@ class Responses(_OpenAi):
         return {"item_id": self.item, "output_index": int(bool(self.thought)), "content_index": 0}
 
     def text(self, new: str) -> bytes:
-        """Events with new text; the first of them completes the reasoning and opens the message."""
+        """Return events with new text; the first ones also complete the reasoning and open the message."""
         place = self._place()
         opened = b""
         if not self.said:
@@ -293,7 +294,7 @@ class Responses(_OpenAi):
         return opened + self._event("response.output_text.delta", **place, delta=new, logprobs=[])
 
     def end(self, turn: Turn) -> bytes:
-        """The last events: the end of the message, the tool calls, and the complete answer."""
+        """Return the last events: the end of the message, the tool calls, and the complete answer."""
         parts = [self._thought()] if self.thought and not self.said else []
         items = _items(turn, self.ask.reasoning)
         if text := "".join(self.said):
@@ -364,7 +365,7 @@ def _items(turn: Turn, reasoning: bool) -> list[Reply]:
 
 
 def _from_items(items: list[JsonObject]) -> list[Message]:
-    """Items as messages; consecutive text and calls of the assistant become one message."""
+    """Convert input items to messages. Consecutive text and calls of the assistant become one message."""
     messages: list[Message] = []
     for item in items:
         kind = item.get("type", "message")

@@ -1,4 +1,4 @@
-"""Running an agent program: an async function, a plain one, or a command."""
+"""Run an agent program, which is an async function, a plain function, or a command."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from slime.config.hooks import load_function
 from slime.engines.background import background_loop
 from slime.rollout.hooks import is_async
 
-_KEPT_BYTES = 1 << 16  # of a command's output
+_KEPT_BYTES = 1 << 16  # the last bytes of a command's output that are kept
 _POLL_SECONDS = 0.5
-_REST_SECONDS = 1.0  # for what a command that has ended left in its pipes
-_STOP_SECONDS = 3.0  # for the guard to end a command
+_REST_SECONDS = 1.0  # time to read the rest of the pipes after a command has ended
+_STOP_SECONDS = 3.0  # time for the guard to end a command
 Reward = float | dict[str, Any] | None
 
 
 class ProgramError(RuntimeError):
-    """A command failed."""
+    """Raised if a command ends with a status other than 0."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an agent program gets.
+    """The argument of an agent program.
 
     Attributes:
-        prompt, label, metadata: of the row of the data.
-        openai_base_url: for ``OpenAI(base_url=…, api_key=…)``; this session's own.
-        anthropic_base_url: for ``Anthropic(base_url=…, api_key=…)``.
-        model: any name will do.
-        evaluation: whether this is an evaluation.
+        prompt, label, metadata: the columns of the data row.
+        openai_base_url: the URL of this session for ``OpenAI(base_url=…, api_key=…)``.
+        anthropic_base_url: the URL of this session for ``Anthropic(base_url=…, api_key=…)``.
+        model: a model name for requests; the endpoint accepts any name.
+        evaluation: whether the program runs in an evaluation.
     """
 
     prompt: Any
@@ -55,7 +55,7 @@ class Task:
     evaluation: bool = False
 
     def environment(self) -> dict[str, str]:
-        """What both client libraries read, and the task as JSON in ``SLIME_TASK``."""
+        """Return the environment variables that both client libraries read, and the task as JSON in ``SLIME_TASK``."""
         row = {name: asdict(self)[name] for name in ("prompt", "label", "metadata", "evaluation")}
         return {
             "OPENAI_BASE_URL": self.openai_base_url,
@@ -68,19 +68,20 @@ class Task:
 
 
 async def run_program(settings: AgentSettings, task: Task) -> Reward:
-    """Run the program of ``--agent-function-path`` or ``--agent-command`` and return its reward, or None.
+    """Run the program of ``--agent-function-path`` or ``--agent-command``, and return its reward or None.
 
-    Nothing that it does holds up the rollout's event loop: async functions share a loop of their own, plain ones
-    have a thread each, commands a process group, which is killed when this is cancelled.
+    A program never blocks the event loop of the rollout: async functions share a separate loop, plain functions have a
+    thread each, and commands run in a process group each, which is killed if this coroutine is cancelled.
 
     Raises:
         ProgramError: the command failed.
         TypeError: the reward is not a number, a dict or None.
+        ValueError: the reward is infinite or NaN, or no program is given.
     """
     if settings.command is not None:
         return reward_of(await _run_command(shlex.split(settings.command), task), settings.command)
     if settings.function_path is None:
-        raise ValueError("no agent program: give --agent-function-path or --agent-command")
+        raise ValueError("there is no agent program: pass --agent-function-path or --agent-command")
     fn = load_function(settings.function_path)
     if is_async(fn):
         running = asyncio.run_coroutine_threadsafe(_contained(fn, task), background_loop("slime-agents"))
@@ -91,31 +92,34 @@ async def run_program(settings: AgentSettings, task: Task) -> Reward:
 
 
 def reward_of(value: object, name: str) -> Reward:
-    """A number, a dict (``--reward-key`` names its entry that trains), or None: ``--rm-type`` scores then."""
+    """Check the value that a program returned: a number, a dict (``--reward-key`` names the entry to train on), or None
+    if ``--rm-type`` is to score the samples."""
     if value is None or isinstance(value, dict):
         return value
     if isinstance(value, numbers.Real):
         if not math.isfinite(value):
-            raise ValueError(f"agent program {name} returned {value}: a reward must be finite")
+            raise ValueError(f"the agent program {name} returned {value}, but a reward must be finite")
         return float(value)
-    raise TypeError(f"agent program {name} returned {type(value).__name__}: return a number, a dict or None")
+    raise TypeError(f"agent program {name} returned a {type(value).__name__}: return a number, a dict or None")
 
 
 async def _contained(fn: Callable[[Task], Awaitable[object]], task: Task) -> object:
-    """Await the program; ``sys.exit()`` in it must not end the event loop that all programs share."""
+    """Await the program. ``sys.exit()`` in it must not end the event loop that all programs share."""
     try:
         return await fn(task)
     except (SystemExit, KeyboardInterrupt) as raised:
-        raise RuntimeError(f"the program ended by {raised!r}") from raised
+        raise RuntimeError(f"the program ended with {raised!r}") from raised
 
 
 async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
-    """Run the program in a daemon thread of its own, so that one that never ends delays neither others nor the exit."""
+    """Run the program in its own daemon thread.
+
+    A thread pool would be blocked by programs that never end, and Python waits for pool threads at exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[object] = loop.create_future()
 
     def settle(result: object, error: BaseException | None) -> None:
-        if not future.done():  # else nobody waits any more
+        if not future.done():  # it is done if the caller was cancelled
             future.set_result(result) if error is None else future.set_exception(error)
 
     def work() -> None:
@@ -123,7 +127,7 @@ async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
         try:
             result = fn(task)
         except BaseException as raised:
-            error = raised if isinstance(raised, Exception) else RuntimeError(f"the program ended by {raised!r}")
+            error = raised if isinstance(raised, Exception) else RuntimeError(f"the program ended with {raised!r}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 
@@ -132,7 +136,8 @@ async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
 
 
 async def _run_command(words: list[str], task: Task) -> object:
-    """The reward in the last line of a command's output, JSON such as ``{"reward": 1.0}``; None without such a line."""
+    """Run a command, and return the reward in the last line of its output, which is JSON such as ``{"reward": 1.0}``.
+    Without such a line the result is None."""
     guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--reap", "--"]
     process = await asyncio.create_subprocess_exec(
         *guard,
@@ -147,7 +152,8 @@ async def _run_command(words: list[str], task: Task) -> object:
     output, errors = _Tail(process.stdout), _Tail(process.stderr)
     try:
         ended = asyncio.ensure_future(process.wait())
-        while process.returncode is None:  # and not until the pipes are closed: what it left behind may hold them
+        # Do not wait for the end of the pipes: a process that the command left behind may keep them open.
+        while process.returncode is None:
             await asyncio.wait({ended}, timeout=_POLL_SECONDS)
         await asyncio.wait({output.task, errors.task}, timeout=_REST_SECONDS)
     finally:
@@ -156,7 +162,7 @@ async def _run_command(words: list[str], task: Task) -> object:
         errors.task.cancel()
         await _stop(process)
     if code := process.returncode:
-        raise ProgramError(f"it ended with status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
+        raise ProgramError(f"exit status {code}: {errors.text.strip()[-2000:] or output.text.strip()[-2000:]}")
     last = output.text.rstrip().rpartition("\n")[2]
     try:
         found = json.loads(last)
@@ -166,7 +172,7 @@ async def _run_command(words: list[str], task: Task) -> object:
 
 
 class _Tail:
-    """Keeps the last bytes that a pipe has delivered."""
+    """Reads a pipe to its end and keeps the last bytes, so that a talkative program neither blocks nor fills memory."""
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
         self._kept = b""
@@ -182,7 +188,7 @@ class _Tail:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Let the guard kill everything that the command started; then kill the process group, in case the guard hangs."""
+    """Let the guard kill all processes of the command. Then kill the process group, in case the guard hangs."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()

@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer: ``<think>…</think>`` at the beginning of a text, whole and while it streams."""
+"""Separate the reasoning (``<think>…</think>`` at the beginning of a text) from the answer, also while it streams."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slime.types import Tokenizer
 
 
 class Tags(NamedTuple):
-    """What a model's reasoning stands between."""
+    """The tags that enclose a model's reasoning."""
 
     start: str
     end: str
@@ -27,10 +27,10 @@ TAGS: dict[str, Tags] = {
 
 
 def reasoning_tags(name: str, tokenizer: Tokenizer) -> Tags | None:
-    """The tags that ``--agent-reasoning-parser`` names; with ``auto`` those that the template or the tokenizer knows.
+    """Return the tags for ``--agent-reasoning-parser``; with ``auto``, those in the chat template or the tokenizer.
 
     Raises:
-        ValueError: no parser of this name here, nor in the installed SGLang.
+        ValueError: neither slime nor the installed SGLang has a parser of this name.
     """
     if name == "none":
         return None
@@ -52,10 +52,10 @@ def _knows(tokenizer: Tokenizer, template: str, tags: Tags) -> bool:
 
 
 def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, str]:
-    """Reasoning and answer.
+    """Split a complete text into reasoning and answer.
 
     Args:
-        opened: the prompt ends with the tag that begins the reasoning.
+        opened: whether the prompt ends with the start tag of the reasoning.
     """
     if tags is None:
         return "", text
@@ -67,7 +67,9 @@ def split_reasoning(text: str, tags: Tags | None, opened: bool) -> tuple[str, st
 
 
 def parse_answer(parser: ToolParser, text: str, tags: Tags | None) -> tuple[str, list[ToolCall]]:
-    """The parser's reading of an answer, less what stands between tags: what a model only thinks of is not done."""
+    """Parse the tool calls of an answer, but ignore calls inside reasoning tags: the model only considers them there.
+
+    A start tag that occurs inside a call, for example in an argument, does not begin reasoning."""
     if tags is None:
         return parser.parse(text)
     kept: list[str] = []
@@ -91,10 +93,10 @@ def _open_call(parser: ToolParser, content: str) -> bool:
 
 
 class StreamSplit:
-    """A text under way as pieces of reasoning and of the answer, as :func:`split_reasoning` will part them.
+    """Splits streamed text into reasoning and answer, with the same result as :func:`split_reasoning`.
 
     Args:
-        shown: filters the answer.
+        shown: filter for the text of the answer.
     """
 
     def __init__(self, tags: Tags | None, opened: bool, shown: Shown) -> None:
@@ -102,10 +104,10 @@ class StreamSplit:
         self._opened = opened
         self._state = "begin"
         self._held = ""
-        self._said = False  # whether any of this part was passed on: space before it is not
+        self._said = False  # whether any reasoning was returned yet; whitespace before it is dropped
 
     def add(self, text: str) -> tuple[str, str]:
-        """What new text lets pass: reasoning and answer."""
+        """Add new text; return the reasoning and the answer text that can be passed on now."""
         if self._tags is None:
             return "", self._shown.add(text)
         text, self._held = self._held + text, ""
@@ -129,7 +131,8 @@ class StreamSplit:
         return reasoning, self._shown.add(text)
 
     def _think(self, text: str) -> str:
-        """Reasoning without the space around it, and without what may begin its end."""
+        """Return new reasoning that can be passed on. Trailing whitespace, and text that may be the beginning of the
+        end tag, are held back until more text arrives."""
         assert self._tags is not None
         text = self._trimmed(text)
         keep = overlap(text, self._tags.end)

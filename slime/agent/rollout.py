@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 STATISTICS = "session"  # key of sample.metadata
-_POLL_SECONDS = 0.5  # between two checks of the abort flag while the program works
-_GRACE_SECONDS = 5.0  # for a program that was told to end
+_POLL_SECONDS = 0.5  # interval at which the abort flag is checked while the program runs
+_GRACE_SECONDS = 5.0  # time for a cancelled program to end
 
 
 async def generate(
     args: Args, sample: Sample, sampling_params: SamplingParams, evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """Run the agent program on one row and make samples of its conversations with the model.
+    """Run the agent program on one row, and convert its conversations with the model to samples.
 
-    Every leaf of the session's tree is a sample; those of one session share its reward. A program that raises,
-    fails or takes longer than ``--agent-timeout`` leaves its samples without a reward: they are FAILED (TRUNCATED
-    where the context was full), in no statistics and not trained on, and counted in ``rollout/reward_timeout_count``
-    and ``rollout/reward_error_count``. When the rollout is aborted, the sample is ABORTED and is generated again from
-    its prompt.
+    Every leaf of the session's tree becomes a sample; the samples of one session share its reward. If the program
+    raises, fails, or takes longer than ``--agent-timeout``, its samples have no reward. They get the status FAILED
+    (TRUNCATED if the context was full), are left out of statistics and training, and are counted in
+    ``rollout/reward_timeout_count`` and ``rollout/reward_error_count``. If the rollout is aborted, the sample gets the
+    status ABORTED and is generated again from its prompt.
 
     Raises:
-        Exception: an engine failed. No error of the program, of a request or of the model's text is raised.
+        Exception: an engine failed. Errors of the program, of a request, or in the model's text are not raised.
     """
     session_id = sample.session_id
     sample.reset_response()
@@ -79,7 +79,7 @@ async def generate(
         leaf.metadata[STATISTICS] = {**session.counts, "leaves": len(samples), "seconds": time.monotonic() - began}
         leaf.reward = copy.copy(reward)
     if not session.tree.turns and failure is None:
-        failure = "error", "the agent program got no answer from the model"
+        failure = "error", "the agent program ended without any answer from the model"
     if failure is not None:
         status = Sample.Status.TRUNCATED if session.counts["overflows"] else Sample.Status.FAILED
         for leaf in samples:
@@ -91,14 +91,16 @@ async def generate(
 
 
 async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tuple[Reward, tuple[str, str] | None]:
-    """The program's reward; or None, and the kind and the text of the failure."""
+    """Run the program; return its reward and None, or None and a failure (its kind and a message).
+
+    Both are None if the rollout was aborted or an engine failed."""
     program = asyncio.ensure_future(run_program(settings, task))
     deadline = time.monotonic() + settings.timeout
     try:
         while not program.done() and not session.aborted and session.fault is None and session.error is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                late = f"the agent program was not done after {settings.timeout:g} s (--agent-timeout)"
+                late = f"the agent program did not end within {settings.timeout:g} s (--agent-timeout)"
                 return None, ("timeout", late)
             await asyncio.wait({program}, timeout=min(_POLL_SECONDS, left))
         if session.error is not None:
@@ -109,7 +111,7 @@ async def _outcome(settings: AgentSettings, session: Session, task: Task) -> tup
         if error is None:
             return program.result(), None
         if not session.aborted and session.fault is None:
-            logger.warning("agent program, sample %s: %s: %s", session.sample.index, type(error).__name__, error)
+            logger.warning("agent program of sample %s: %s: %s", session.sample.index, type(error).__name__, error)
         return None, ("error", f"the agent program raised {type(error).__name__}: {error}"[:2000])
     finally:
         session.close()
@@ -123,7 +125,7 @@ def _samples(session: Session) -> list[Sample]:
     samples = session.tree.samples(session.state.args, session.sample, tokenizer)
     if samples:
         return samples
-    # The program never got an answer. A prompt with one untrained token keeps the sample valid.
+    # The program never got an answer. The prompt and one untrained token make a valid sample.
     sample = session.sample
     end = tokenizer.eos_token_id
     assert end is not None, "a model that answers in turns ends them with a token"
@@ -134,9 +136,9 @@ def _samples(session: Session) -> list[Sample]:
 
 
 async def _score_once(args: Args, samples: list[Sample]) -> None:
-    """Score a session with several leaves once, by the newest leaf, and copy the reward.
+    """Score a session with several leaves once, by its newest leaf, and copy the reward to the others.
 
-    A reward function of the user gets all leaves, so this does nothing then.
+    Without this, ``--rm-type`` would score each leaf separately. A reward function of the user gets all leaves itself.
     """
     last = samples[-1]
     own = last.custom_rm_path or args.custom_rm_path

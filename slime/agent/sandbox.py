@@ -1,34 +1,34 @@
-"""A Python tool for models: each snippet runs in a process of its own that the kernel shuts in.
+"""A Python tool for models. Each snippet runs in a separate process that the kernel isolates.
 
 ========================  =====================================  =======================================
-against                   isolation "full" (the default)         isolation "process"
+resource                  isolation "full" (the default)         isolation "process"
 ========================  =====================================  =======================================
 time                      wall-clock deadline, then SIGKILL      the same
 memory                    address-space limit per process        the same
-processes                 none may be started, or at most        none may be started
-                          ``tasks`` with ``children=True``
+processes                 no new ones, or at most ``tasks``      no new ones
+                          with ``children=True``
 output                    killed at ``output_bytes``             the same
-files, reading            an empty root with Python's own        **whatever this user may read**
-                          files and ``readable``, read-only      (as root: what a nobody may read)
-files, writing            ``/sandbox`` and ``/tmp`` in memory,   no file can be opened for writing
-                          ``disk_bytes`` together
+reading files             an empty root with Python's own        **all files that this user can read**
+                          files and ``readable``, read-only      (for root: those that everybody can read)
+writing files             ``/sandbox`` and ``/tmp`` in memory,   no file can be opened for writing
+                          ``disk_bytes`` in total
 network                   no interface, no sockets               no sockets
-other processes           cannot be seen (own process numbers)   no signals, no ptrace; **memory and environment
+other processes           invisible (own process namespace)      no signals, no ptrace; **memory and environment
                                                                  of this user's processes can be read** through
-                                                                 ``/proc`` (as root: of nobody's)
+                                                                 ``/proc`` (for root: of an unused user's)
 other programs            only with ``children=True``            cannot be started
 environment variables     none are passed on                     the same
-survivors                 the process namespace ends with the    one process, killed with its group
-                          code: setsid, double forks too
+processes left behind     none: the process namespace ends       none: one process, killed with its group
+                          with the code, also after setsid
 ========================  =====================================  =======================================
 
-"full" needs Linux 5.12 with namespaces: as root with CAP_SYS_ADMIN, or as a user (root too) whom the kernel lets make
-user namespaces. The memory limit holds for each process: with ``children=True`` all together may use ``tasks`` times as
-much. A sandbox tries its isolation out when it is made and raises :class:`SandboxUnavailable` with the kernel's
-reason where it does not hold; it never falls back by itself. Both need seccomp, on x86_64 or aarch64.
+"full" needs Linux 5.12 with namespaces: either root with CAP_SYS_ADMIN, or a user (also root) that may create user
+namespaces. The memory limit applies to each process, so with ``children=True`` all processes together can use ``tasks``
+times as much. A sandbox tests its isolation when it is created, and raises :class:`SandboxUnavailable` with the
+kernel's reason if it does not work; it never falls back to less isolation. Both need seccomp on x86_64 or aarch64.
 
-It is one process per snippet and not the standing workers of :mod:`slime.rollout.verifier`: those run code that is
-trusted not to leave traces in its process.
+A sandbox starts one process per snippet. The reusable workers of :mod:`slime.rollout.verifier` are not suitable for the
+code of a model, because they run code that is trusted not to affect later calls in the same process.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from typing import Literal
 
 Isolation = Literal["full", "process"]
 _CHILD = Path(__file__).with_name("sandbox_child.py")
-_START_SECONDS = 60.0  # until the code begins, on a busy machine; not in the code's limit
+_START_SECONDS = 60.0  # deadline for the start of the code on a busy machine; it does not count for the code's limit
 
 
 class SandboxUnavailable(RuntimeError):
-    """This machine does not give the isolation that was asked for, or a sandbox could not be set up."""
+    """Raised if this machine does not support the requested isolation, or if a sandbox could not be set up."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one snippet may use.
+    """Limits of one snippet.
 
     Args:
-        seconds: wall-clock time from when the code begins; CPU time is limited to about the same.
-        memory_bytes: address space of each process, the interpreter's own (about 20 MB) in it.
-        output_bytes: of standard output, and of standard error.
-        disk_bytes: of all files together.
+        seconds: wall-clock time from the start of the code. CPU time is limited to about the same.
+        memory_bytes: address space of each process, including about 20 MB for the interpreter.
+        output_bytes: size of the standard output, and separately of the standard error.
+        disk_bytes: total size of all files.
         open_files: file descriptors of each process.
-        tasks: threads, and processes with ``children``.
+        tasks: number of threads, and of processes with ``children``.
         children: whether the code may start processes.
     """
 
@@ -82,10 +82,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a snippet.
+    """The result of a snippet.
 
-    ``ok``: exit status 0. ``error``: another exit status, most often an exception; the traceback is in ``stderr``.
-    ``timeout``, ``output``: killed at that limit. ``killed``: ended by a signal (CPU time, a crash).
+    ``status`` is one of: ``ok``, exit status 0. ``error``, another exit status, usually because of an exception, whose
+    traceback is in ``stderr``. ``timeout`` or ``output``, killed at this limit. ``killed``, ended by a signal (CPU time
+    limit or crash).
     """
 
     status: Literal["ok", "error", "timeout", "output", "killed"]
@@ -100,7 +101,7 @@ class Result:
 
 
 class Sandbox:
-    """Runs snippets, at most ``workers`` at a time.
+    """Runs snippets of Python code, at most ``workers`` at a time.
 
     ::
 
@@ -108,14 +109,15 @@ class Sandbox:
         result = await sandbox.run("print(2 ** 100)")
 
     Args:
-        limits: of every snippet.
-        workers: snippets that run at once (of one event loop); default: one per CPU.
-        isolation: see the module.
-        readable: folders that the code can read and import from; root's sandboxes read what anybody may.
-        python: the interpreter; default: this one, of which the code sees the standard library alone.
+        limits: limits of every snippet.
+        workers: number of snippets of one event loop that run at the same time. Default: one per CPU.
+        isolation: "full" or "process", see the module.
+        readable: folders that the code can read and import from. If this process is root, the code can read only
+            files in them that everybody can read.
+        python: path of the interpreter. Default: this one. The code can import only its standard library.
 
     Raises:
-        SandboxUnavailable: the isolation does not hold on this machine.
+        SandboxUnavailable: the isolation does not work on this machine.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Sandbox:
         self.python = python
         self.readable = tuple(str(Path(path).resolve()) for path in readable)
         if self.limits.children and isolation != "full":
-            raise ValueError('Limits(children=True) needs isolation "full": nothing else finds all processes again')
+            raise ValueError('Limits(children=True) needs isolation "full", which alone can find and end all processes')
         self._workers = workers or os.cpu_count() or 1
         self._rooms: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
             weakref.WeakKeyDictionary()
@@ -141,10 +143,10 @@ class Sandbox:
         """Run ``code`` as ``__main__`` and wait for its end.
 
         Args:
-            seconds: instead of the limit's.
+            seconds: deadline that replaces ``limits.seconds``.
 
         Raises:
-            SandboxUnavailable: the process could not be shut in; the code has not run.
+            SandboxUnavailable: the process could not be isolated, and the code was not run.
         """
         limits = self.limits if seconds is None else Limits(**{**asdict(self.limits), "seconds": seconds})
         room = self._rooms.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._workers))
@@ -157,20 +159,21 @@ def _order(code: str, limits: Limits, isolation: Isolation, readable: Sequence[s
 
 
 def _command(python: str, ready: int) -> list[str]:
-    """The launcher, isolated from everything installed; it writes to the file descriptor ``ready``."""
+    """Return the command of the launcher, which imports only the standard library and writes to the file descriptor
+    ``ready`` when the code starts."""
     return [python, "-I", "-S", "-B", str(_CHILD), str(ready)]
 
 
 def _environment() -> dict[str, str]:
-    """Nothing of the run's own environment: no keys, no tokens."""
+    """Return the environment of the code. It contains nothing of the run's environment, which may have API keys."""
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "HOME": "/sandbox"}
 
 
 @functools.lru_cache
 def _try_out(isolation: Isolation, readable: tuple[str, ...], python: str) -> None:
-    """Set up one sandbox; the reason when that fails."""
+    """Set up a sandbox once, and raise :class:`SandboxUnavailable` with the reason if that fails."""
     if not sys.platform.startswith("linux"):
-        raise SandboxUnavailable(f"sandboxes need Linux's namespaces and seccomp; this is {sys.platform}")
+        raise SandboxUnavailable(f"sandboxes need namespaces and seccomp of Linux, but this is {sys.platform}")
     ready, theirs = os.pipe()
     done = subprocess.run(
         _command(python, theirs),
@@ -191,17 +194,17 @@ def _try_out(isolation: Isolation, readable: tuple[str, ...], python: str) -> No
 def _reason(isolation: str, stderr: str, python: str) -> str:
     if isolation == "process" and "ModuleNotFoundError" in stderr and os.geteuid() == 0:
         return (
-            'isolation "process" does not hold on this machine: root\'s sandboxes run as a nobody, who may not read '
-            f"the standard library of {python} ({stderr.strip().splitlines()[-1]}). Give Sandbox(python=…) an "
-            "interpreter that anybody may read, such as /usr/bin/python3"
+            'isolation "process" does not work on this machine: sandboxes of root run as an unused user, which cannot '
+            f"read the standard library of {python} ({stderr.strip().splitlines()[-1]}). Pass Sandbox(python=…) an "
+            "interpreter that everybody can read, such as /usr/bin/python3"
         )
-    last = stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+    last = stderr.strip().splitlines()[-1:] or ["it ended without a message"]
     advice = (
         "; allow user namespaces (sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0, "
-        'or the container\'s seccomp profile and CAP_SYS_ADMIN), or ask for isolation="process" and read in '
-        "slime/agent/sandbox.py what that leaves open"
+        'or the container\'s seccomp profile and CAP_SYS_ADMIN), or use isolation="process", whose weaknesses '
+        "slime/agent/sandbox.py describes"
     )
-    return f'isolation "{isolation}" does not hold on this machine: {last[0]}{advice if isolation == "full" else ""}'
+    return f'isolation "{isolation}" does not work on this machine: {last[0]}{advice if isolation == "full" else ""}'
 
 
 async def _run(order: bytes, limits: Limits, python: str) -> Result:
@@ -213,17 +216,19 @@ async def _run(order: bytes, limits: Limits, python: str) -> Result:
         try:
             process.stdin.write(order)
             process.stdin.close()
-            async with asyncio.timeout(_START_SECONDS):  # Python 3.11's wait_for may swallow a cancellation
+            async with asyncio.timeout(_START_SECONDS):  # not wait_for: in Python 3.11 it can swallow a cancellation
                 began = await ready.read(1)
                 said = b"" if began else await outputs[1]
             if not began:
                 lines = said.decode(errors="replace").splitlines()
-                raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended without a word'])[-1]}")
+                raise SandboxUnavailable(f"a sandbox could not be set up: {(lines or ['it ended silently'])[-1]}")
             start = time.monotonic()
             stopped = await _until_end(process, over, limits.seconds)
             seconds = time.monotonic() - start
         finally:
-            _kill(process)  # closes the streams, so that their readers end, without which asyncio's wait would not
+            # asyncio's wait() returns only after both streams are closed, and processes of the code may keep them
+            # open. So all processes are killed first.
+            _kill(process)
             stdout, stderr = [part.decode(errors="replace") for part in await asyncio.gather(*outputs)]
         code = await process.wait()
     ended: Literal["ok", "killed", "error"] = "ok" if code == 0 else "killed" if code < 0 or code > 128 else "error"
@@ -233,7 +238,7 @@ async def _run(order: bytes, limits: Limits, python: str) -> Result:
 async def _until_end(
     process: asyncio.subprocess.Process, over: asyncio.Event, seconds: float
 ) -> Literal["timeout", "output"] | None:
-    """Wait until the process ends, or for the limit that it reached."""
+    """Wait until the process ends or reaches a limit; return the limit, or None if it ended by itself."""
     waiting = [asyncio.create_task(process.wait()), asyncio.create_task(over.wait())]
     try:
         await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +249,7 @@ async def _until_end(
 
 
 async def _read(stream: asyncio.StreamReader, most: int, over: asyncio.Event) -> bytes:
-    """The first ``most`` bytes of all that comes; ``over`` is set when there are more."""
+    """Read the stream to its end, return the first ``most`` bytes, and set ``over`` if there are more."""
     kept = bytearray()
     while part := await stream.read(1 << 16):
         if len(kept) + len(part) > most:
@@ -255,7 +260,8 @@ async def _read(stream: asyncio.StreamReader, most: int, over: asyncio.Event) ->
 
 @contextlib.asynccontextmanager
 async def _process(python: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, asyncio.StreamReader]]:
-    """The launcher in a session of its own, and the stream that says when the code begins; killed at the end."""
+    """Start the launcher in a new session; yield it with the stream that reports the start of the code. The process is
+    killed at the end of the block."""
     ours, theirs = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -280,7 +286,7 @@ async def _process(python: str) -> AsyncIterator[tuple[asyncio.subprocess.Proces
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    """End the whole group; the namespaces of "full" end with it."""
+    """Kill the process group. With isolation "full", the namespaces and all processes in them end with it."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

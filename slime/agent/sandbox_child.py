@@ -1,12 +1,12 @@
-"""The process in which sandboxed code runs: started by :mod:`slime.agent.sandbox` as a file, with nothing but Python.
+"""The process in which sandboxed code runs. :mod:`slime.agent.sandbox` starts this file as a program.
 
-Standard input holds one JSON object with the code and its limits; the file descriptor that the argument names gets
-one byte when all limits hold and the code is about to start. Everything here is the standard library, and no
-``exec`` follows: the code runs in a fork of this interpreter, so that the new root needs no Python program.
+Standard input is one JSON object with the code and its limits. One byte is written to the file descriptor in the
+argument when all limits are active and the code is about to start. This file uses only the standard library, and there
+is no ``exec``: the code runs in a fork of this interpreter, so that the new root needs no Python program.
 
-Where the kernel gives namespaces (``isolation`` "full"), three processes: this one; process 1 of a new process
-namespace, whose end is the end of everything in it; and the code's. Sources: namespaces(7), pivot_root(2),
-mount_setattr(2), seccomp(2), user_namespaces(7).
+With isolation "full" there are three processes: this one; process 1 of a new process namespace, at whose end the kernel
+kills all others in it; and the process of the code. Sources: namespaces(7), pivot_root(2), mount_setattr(2),
+seccomp(2), user_namespaces(7).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import sys
 import traceback
 from typing import NoReturn, TypedDict
 
-GRACE_SECONDS = 5  # after which process 1 ends by itself, should nobody else be left to end it
-NEW_ROOT = "/proc"  # exists everywhere, and nothing here needs it any more once the namespaces are made
+GRACE_SECONDS = 5  # process 1 ends itself so many seconds after the deadline, in case nobody is left to kill it
+NEW_ROOT = "/proc"  # mount point of the new root: it exists everywhere and is not needed after unshare
 WORK = "/sandbox"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,7 +37,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_NOSUID, _MS_NODEV = 0x1000, 0x4000, 0x40000,
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 
-# number on x86_64, on aarch64 (None: does not exist there)
+# System call -> its number on x86_64 and on aarch64 (None if it does not exist there).
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "kcmp": (312, 272), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
@@ -45,12 +45,13 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "setns": (308, 268), "fsopen": (430, 430), "fsmount": (432, 432), "move_mount": (429, 429),
     "open_tree": (428, 428), "mount_setattr": (442, 442), "open_by_handle_at": (304, 265),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
-    "semget": (64, 190), "mq_open": (240, 180),  # memory that no limit counts
+    "semget": (64, 190), "mq_open": (240, 180),  # these allocate memory that no limit counts
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "init_module": (175, 105),
     "finit_module": (313, 273), "kexec_load": (246, 104), "reboot": (169, 142), "personality": (135, 92),
 }  # fmt: skip
-# Without namespaces other processes and the machine's files are in reach: no signal, and nothing written.
+# Without namespaces, the code could reach other processes and the files of the machine. These calls send signals to
+# other processes, change them, or modify files.
 _REFUSED_OUTSIDE: dict[str, tuple[int | None, int | None]] = {
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
@@ -66,8 +67,8 @@ _REFUSED_OUTSIDE: dict[str, tuple[int | None, int | None]] = {
     "futimesat": (261, None), "utimensat": (280, 88),
     "execve": (59, 221), "execveat": (322, 281),
 }  # fmt: skip
-# Commands by which a file or pipe sends signals to a process of one's choice: F_SETOWN, F_SETSIG, F_SETOWN_EX;
-# FIOSETOWN, SIOCSPGRP, FIOASYNC.
+# Commands that let a file or pipe send signals to any process: F_SETOWN, F_SETSIG, F_SETOWN_EX; FIOSETOWN, SIOCSPGRP,
+# FIOASYNC.
 _FCNTL, _IOCTL = (72, 25), (16, 29)
 _SIGNALLING = {_FCNTL: (8, 10, 15), _IOCTL: (0x8901, 0x8902, 0x5452)}
 _FORK, _VFORK, _CLONE, _CLONE3, _OPEN, _OPENAT, _OPENAT2, _PRCTL, _PRLIMIT = (
@@ -80,10 +81,10 @@ _ALLOW, _EPERM, _ENOSYS, _KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 
 
 class Order(TypedDict):
-    """What to run and within which limits, as :mod:`slime.agent.sandbox` sends it.
+    """The code and its limits, as :mod:`slime.agent.sandbox` sends them.
 
-    ``ready`` is the file descriptor that is told when the code begins, and ``user`` the user and group of the code
-    where this process is root; this process sets both.
+    This process adds two fields: ``ready``, the file descriptor that gets a byte when the code starts, and ``user``,
+    the user and group id of the code if this process is root.
     """
 
     code: str
@@ -101,11 +102,12 @@ class Order(TypedDict):
 
 
 def main() -> NoReturn:
-    """Read the order, shut everything, run the code. Ends with the code's exit status, or 128 + its signal."""
+    """Read the order, isolate this process, and run the code. It ends with the exit status of the code, or with 128
+    plus the number of the signal that ended it."""
     order: Order = json.loads(sys.stdin.buffer.read())
     order["ready"] = int(sys.argv[1])
-    # A user id of this sandbox alone, so that the limit of processes counts no others; processes of a plain user are
-    # counted apart within a user namespace only.
+    # The kernel counts processes per user id. With an unused id, the limit counts only those of this sandbox. A plain
+    # user cannot change its id; a user namespace counts separately.
     order["user"] = unused_user() if os.geteuid() == 0 else None
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -127,9 +129,9 @@ def main() -> NoReturn:
 
 
 def unused_user() -> int:
-    """A number that no account has: directories of users give out numbers below 2**31.
+    """Return a user id that no account has: directory services assign ids below 2**31.
 
-    A container may map fewer numbers; those are not the host's accounts.
+    A container may map fewer ids. Then a lower one is used, which is not an account of the host.
     """
     number = (1 << 31) + os.getpid()
     with open("/proc/self/uid_map", encoding="ascii") as lines:
@@ -140,7 +142,8 @@ def unused_user() -> int:
 
 
 def process_one(order: Order) -> NoReturn:
-    """Wait for the code's process; when this one ends, the kernel ends all others of the namespace."""
+    """Run as process 1 of the namespace: start the code's process and wait for its end. When process 1 ends, the kernel
+    kills all other processes of the namespace."""
     if order["user"]:
         become_nobody(order["user"])
     else:
@@ -160,13 +163,13 @@ def process_one(order: Order) -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End as the child did."""
+    """End with the exit status of the child."""
     code = os.waitstatus_to_exitcode(status)
     os._exit(128 - code if code < 0 else code)
 
 
 def run(order: Order) -> NoReturn:
-    """Install the filter, say so, and run the code as ``__main__``."""
+    """Install the system call filter, report that the code starts, and run it as ``__main__``."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     refuse_system_calls(order["children"], order["isolation"] == "process")
@@ -182,7 +185,7 @@ def run(order: Order) -> NoReturn:
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
-        trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this file
+        trace = error.__traceback__.tb_next if error.__traceback__ else None  # leave this file out of the traceback
         traceback.print_exception(type(error), error, trace)
         status = 1
     try:
@@ -193,10 +196,10 @@ def run(order: Order) -> NoReturn:
 
 
 def enter_namespaces(order: Order) -> None:
-    """A root of our own with what may be read, no network, and process numbers that begin anew.
+    """Enter new namespaces, with a root that contains only the readable files, no network, and no other processes.
 
-    Root makes them as root and becomes a nobody afterwards; anybody else, and root without CAP_SYS_ADMIN (in a
-    container, say), within a user namespace of its own.
+    Root with CAP_SYS_ADMIN creates them directly and changes its user id afterwards. Other users, and root without this
+    capability (for example in a container), create a user namespace as well.
     """
     flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
     uid, gid = os.geteuid(), os.getegid()
@@ -219,7 +222,7 @@ def enter_namespaces(order: Order) -> None:
     for name in ("null", "zero", "random", "urandom"):
         show(f"/dev/{name}", device=True)
     for folder in ("/tmp", WORK):
-        os.makedirs(NEW_ROOT + folder, exist_ok=True)  # something readable may lie below it
+        os.makedirs(NEW_ROOT + folder, exist_ok=True)  # it exists if a readable folder is below it
         os.chmod(NEW_ROOT + folder, 0o777)
     os.chdir(NEW_ROOT)
     call("pivot_root", b".", b".")
@@ -228,10 +231,12 @@ def enter_namespaces(order: Order) -> None:
 
 
 def visible(readable: list[str]) -> list[str]:
-    """What a Python program reads: its standard library, shared libraries, and the folders that were asked for."""
+    """Return the paths that the code can read: the standard library, shared libraries, and the requested folders.
+
+    Paths inside another one of them are left out, because they are bound with it."""
     stdlib = os.path.dirname(os.__file__)
     paths = [stdlib, *readable, "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"]
-    shared = os.path.join(sys.base_prefix, "lib")  # libpython, libssl and the like of a Python with its own prefix
+    shared = os.path.join(sys.base_prefix, "lib")  # libpython, libssl and others, if Python has its own prefix
     chosen: list[str] = []
     for path in sorted({shared, *map(os.path.abspath, paths)}):
         if os.path.exists(path) and not any(
@@ -242,7 +247,7 @@ def visible(readable: list[str]) -> list[str]:
 
 
 def show(path: str, device: bool = False) -> None:
-    """Bind ``path`` read-only at its place under the new root; a symbolic link stays one."""
+    """Bind ``path`` read-only to the same path under the new root. A symbolic link is copied as a link."""
     target = NEW_ROOT + path
     os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
     if os.path.islink(path):
@@ -254,32 +259,32 @@ def show(path: str, device: bool = False) -> None:
         with open(target, "wb"):
             pass
     call("mount", path.encode(), target.encode(), None, _MS_BIND | _MS_REC, None)
-    # struct mount_attr: attr_set, attr_clr, propagation, userns_fd; read-only, no set-uid, no devices
+    # struct mount_attr: attr_set, attr_clr, propagation, userns_fd. Set: read-only, nosuid, and nodev unless a device.
     attributes = struct.pack("QQQQ", 1 | 2 | (0 if device else 4), 0, 0, 0)
     call("syscall", 442, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, len(attributes))
 
 
 def become_nobody(number: int) -> None:
-    """A user and group that own nothing."""
+    """Change to a user and group id that own nothing. The groups come first: afterwards there is no permission."""
     os.setgroups([])
     os.setresgid(number, number, number)
     os.setresuid(number, number, number)
 
 
 def drop_capabilities() -> None:
-    """No power in the user namespace either."""
+    """Drop all capabilities in the user namespace, whose creator has all of them."""
     header, data = struct.pack("Ii", 0x20080522, 0), bytes(24)
     call("capset", header, data)
 
 
 def set_limits(order: Order) -> None:
-    """Hard limits; they are inherited."""
+    """Set hard resource limits, which child processes inherit. A lower limit that is already set stays."""
     cpu = math.ceil(order["seconds"]) + 1
     counted = order["isolation"] == "full" or order["user"]
     limits = {
         resource.RLIMIT_AS: order["memory_bytes"],
         resource.RLIMIT_CPU: cpu,
-        resource.RLIMIT_NPROC: order["tasks"] + 2 if counted else resource.RLIM_INFINITY,  # itself and its parent
+        resource.RLIMIT_NPROC: order["tasks"] + 2 if counted else resource.RLIM_INFINITY,  # plus itself and its parent
         resource.RLIMIT_NOFILE: order["open_files"],
         resource.RLIMIT_FSIZE: order["disk_bytes"],
         resource.RLIMIT_CORE: 0,
@@ -294,16 +299,16 @@ def set_limits(order: Order) -> None:
 
 
 def parent_death_signal() -> None:
-    """SIGKILL when the parent ends. A change of user clears it, so it is set again after one."""
+    """Let the kernel send SIGKILL when the parent ends. A change of user clears this, so it must be set again then."""
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def refuse_system_calls(children: bool, outside: bool) -> None:
-    """A seccomp filter for this process and all it starts.
+    """Install a seccomp filter for this process and its descendants.
 
     Args:
-        children: whether new processes may be started (threads always may).
-        outside: no namespaces shut it in: refuse signals and everything that opens a file for writing too.
+        children: whether new processes may be started. Threads are always allowed.
+        outside: whether there are no namespaces. Then signals and all calls that write to files are refused, too.
     """
     machine = platform.machine()
     if machine not in _ARCHITECTURES:
@@ -313,14 +318,14 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
     low_word = lambda argument: 16 + 8 * argument  # noqa: E731  # little-endian
     program = [(load, 0, 0, 4), (jump_equal, 1, 0, audit), (give, 0, 0, _KILL), (load, 0, 0, 0)]
     if machine == "x86_64":
-        program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]  # the x32 interface has other numbers
+        program += [(jump_ge, 0, 1, 0x40000000), (give, 0, 0, _KILL)]  # x32 calls would bypass the checked numbers
 
     def refuse(numbers: tuple[int | None, int | None], answer: int = _EPERM) -> None:
         if numbers[column] is not None:
             program.extend([(jump_equal, 0, 1, numbers[column]), (give, 0, 0, answer)])  # type: ignore[list-item]
 
     def refuse_if(numbers: tuple[int | None, int | None], argument: int, test: int, value: int, wanted: bool) -> None:
-        """Refuse when the test of the argument's low word comes out as ``wanted``; allow otherwise."""
+        """Refuse the call if the test of the argument's low word gives ``wanted``; allow it otherwise."""
         if numbers[column] is not None:
             yes, no = (0, 1) if wanted else (1, 0)
             program.extend([
@@ -329,7 +334,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
             ])  # fmt: skip
 
     def refuse_values(numbers: tuple[int, int], argument: int, values: tuple[int, ...]) -> None:
-        """Refuse when the argument's low word is one of the values; allow otherwise."""
+        """Refuse the call if the argument's low word is one of the values; allow it otherwise."""
         program.extend([(jump_equal, 0, 2 * len(values) + 2, numbers[column]), (load, 0, 0, low_word(argument))])
         for value in values:
             program.extend([(jump_equal, 0, 1, value), (give, 0, 0, _EPERM)])
@@ -337,7 +342,8 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
 
     for numbers in _REFUSED.values():
         refuse(numbers)
-    refuse(_CLONE3, _ENOSYS)  # its flags lie in memory where no filter can see them; libc falls back to clone
+    # The flags of clone3 are in memory, which a filter cannot read. After ENOSYS, libc falls back to clone.
+    refuse(_CLONE3, _ENOSYS)
     if children:
         refuse_if(_CLONE, 0, jump_set, _CLONE_NEW, True)
     else:
@@ -352,7 +358,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
         refuse(_OPENAT2, _ENOSYS)
         refuse_if(_OPEN, 1, jump_set, _WRITES, True)
         refuse_if(_OPENAT, 2, jump_set, _WRITES, True)
-        refuse_if(_PRLIMIT, 0, jump_equal, 0, False)  # of another process
+        refuse_if(_PRLIMIT, 0, jump_equal, 0, False)  # pid 0 is the process itself; limits of others are refused
     refuse_if(_PRCTL, 0, jump_equal, _PR_SET_PDEATHSIG, True)
     program.append((give, 0, 0, _ALLOW))
     call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -364,7 +370,7 @@ def refuse_system_calls(children: bool, outside: bool) -> None:
 
 
 def call(name: str, *arguments: int | bytes | None) -> None:
-    """A function of the C library that answers 0 or -1; an OSError that names it."""
+    """Call a function of the C library that returns 0 or -1. An error is raised as an OSError with its name."""
     words = [ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments]
     if name == "pivot_root":
         name, words = "syscall", [ctypes.c_long(155 if platform.machine() == "x86_64" else 41), *words]

@@ -1,7 +1,7 @@
-"""The endpoint: OpenAI's Chat Completions and Responses and Anthropic's Messages over HTTP.
+"""The HTTP endpoint of agents: OpenAI's Chat Completions and Responses APIs, and Anthropic's Messages API.
 
-A request names its session by the path, ``/s/SESSION/v1/…``, or by its API key. One server per event loop serves the
-sessions of all samples.
+A request identifies its session by the path, ``/s/SESSION/v1/…``, or by its API key. One server per event loop serves
+the sessions of all samples.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]
 _DIALECTS: dict[str, Dialect] = {"chat/completions": Chat, "responses": Responses, "messages": Messages}
-PING_SECONDS = 15.0  # without a token, after which a ping is sent: clients and proxies close a silent stream
+PING_SECONDS = 15.0  # a ping is sent after so many seconds without a token: clients and proxies close silent streams
 _MAX_BODY_BYTES = 64 * 1024 * 1024
 _IGNORED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias")
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Task[AgentServer]] = weakref.WeakKeyDictionary()
@@ -67,11 +67,11 @@ class AgentServer:
         await self._runner.cleanup()
 
     def url(self, session: Session) -> str:
-        """Base URL of a session, without ``/v1``."""
+        """Return the base URL of a session, without ``/v1``."""
         return f"http://{self.host}:{self.port}/s/{session.id}"
 
     def open(self, args: Args, sample: Sample, params: SamplingParams, evaluation: bool = False) -> Session:
-        """A new session; :meth:`close` ends it."""
+        """Create a session; :meth:`close` ends it."""
         session = Session(uuid.uuid4().hex, args, sample, params, evaluation)
         self.sessions[session.id] = session
         return session
@@ -93,12 +93,13 @@ class AgentServer:
                 return await answer(request, dialect, session)
             except ApiError as error:
                 return _refusal(dialect, error)
-            except ConnectionError:  # the client is gone
+            except ConnectionError:  # the client has disconnected, so nobody reads this response
                 return web.Response()
-            except Exception as error:  # Session.answer has kept an engine's error as the session's fault
+            except Exception as error:
+                # For an engine's error, Session.answer has already set session.fault, and broken() does nothing.
                 if session is not None:
                     session.broken(error)
-                logger.exception("an agent's request failed")
+                logger.exception("a request of an agent program failed")
                 return _refusal(dialect, ApiError(500, f"{type(error).__name__}: {error}"))
             finally:
                 if session is not None:
@@ -111,7 +112,7 @@ class AgentServer:
         name = request.match_info.get("session") or request.headers.get("x-api-key") or bearer
         session = self.sessions.get(name)
         if session is None:
-            raise ApiError(401, "no such session: it has ended, or the URL or API key is wrong", "invalid_api_key")
+            raise ApiError(401, "unknown session: it has ended, or the URL or API key is wrong", "invalid_api_key")
         return session
 
     async def _answer(self, request: web.Request, dialect: Dialect, session: Session) -> web.StreamResponse:
@@ -129,7 +130,9 @@ class AgentServer:
             raise failed
         made = [turn for turn in turns if isinstance(turn, Turn)]
         response = _json(dialect.whole(ask, made))
-        try:  # sent here: what the client never got is no part of its conversation
+        # The response is sent here and not by aiohttp, to notice if the client does not receive it: such a turn is not
+        # part of the conversation and is removed from the tree.
+        try:
             await response.prepare(request)
             await response.write_eof()
         except (ConnectionError, asyncio.CancelledError):
@@ -147,10 +150,11 @@ class AgentServer:
 
 
 async def agent_server(host: str) -> AgentServer:
-    """The server of the running event loop; the first call starts it."""
+    """Return the server of the running event loop; the first call starts it."""
     loop = asyncio.get_running_loop()
     if loop not in _servers:
         _servers[loop] = asyncio.ensure_future(AgentServer(host).start())
+    # Many samples wait for the same start. Without the shield, cancelling one of them would cancel it for all.
     return await asyncio.shield(_servers[loop])
 
 
@@ -164,7 +168,8 @@ async def stop_agent_server() -> None:
 async def _stream(
     request: web.Request, encoder: Chat | Responses | Messages, session: Session, ask: Ask, prepared: Place
 ) -> web.StreamResponse:
-    """Send the turn as server-sent events while it is generated; an error before the first token is an HTTP error."""
+    """Send the turn as server-sent events while it is generated. An error before the first token becomes an HTTP
+    status; after the response has begun, an error can be sent only as an event."""
     parts: asyncio.Queue[tuple[str, str] | None] = asyncio.Queue()
     task = asyncio.ensure_future(session.answer(ask, prepared, lambda *part: parts.put_nowait(part)))
     task.add_done_callback(lambda _: parts.put_nowait(None))
@@ -173,7 +178,7 @@ async def _stream(
     try:
         part = await _next(parts)
         if part is None:
-            task.result()  # raises what it failed with, if it did
+            task.result()  # raises the error if the turn failed
         await response.prepare(request)
         await response.write(encoder.begin())
         while part is not None:
@@ -194,7 +199,8 @@ async def _stream(
 
 
 async def _next(parts: asyncio.Queue[tuple[str, str] | None]) -> tuple[str, str] | tuple[()] | None:
-    """The next part of an answer; None after the last; an empty tuple after ``PING_SECONDS`` without one."""
+    """Return the next part of an answer, None after the last one, or an empty tuple after ``PING_SECONDS`` without
+    one."""
     try:
         async with asyncio.timeout(PING_SECONDS):
             return await parts.get()
@@ -203,7 +209,8 @@ async def _next(parts: asyncio.Queue[tuple[str, str] | None]) -> tuple[str, str]
 
 
 class _Sent:
-    """What was sent of an answer. A stream holds text back that may begin a tool call, so a rest can remain."""
+    """The parts of an answer that were sent. Text that may be the beginning of a tool call is held back while the
+    answer streams, so a rest can remain at the end."""
 
     def __init__(self, encoder: Chat | Responses | Messages, ask: Ask) -> None:
         self.encoder, self.ask = encoder, ask
@@ -211,13 +218,14 @@ class _Sent:
         self.text: list[str] = []
 
     def events(self, reasoning: str, text: str) -> bytes:
-        """A new part as events."""
+        """Encode a new part of the answer as events."""
         self.reasoning.append(reasoning)
         self.text.append(text)
         thought = self.encoder.think(reasoning) if reasoning and self.ask.reasoning else b""
         return thought + (self.encoder.text(text) if text else b"")
 
     def rest(self, turn: Turn) -> bytes:
+        """Encode the rest of the complete answer that was not sent yet."""
         content = turn.answer["content"]
         reasoning = _after(turn.answer.get("reasoning_content", ""), "".join(self.reasoning))
         text = _after(content, "".join(self.text))
@@ -238,7 +246,7 @@ def _result(task: asyncio.Task[Turn]) -> Turn | ApiError:
 
 
 async def _caught(answer: Awaitable[Turn]) -> Turn | Exception:
-    """The answer or its error as a value, because a task group would wrap the error."""
+    """Return the answer, or its error as a value: a task group would cancel the other answers and wrap the error."""
     try:
         return await answer
     except Exception as error:
@@ -256,7 +264,7 @@ async def _body(request: web.Request) -> JsonObject:
     try:
         body = orjson.loads(await request.read())
     except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
     except web.HTTPRequestEntityTooLarge as error:
         raise ApiError(413, f"the body is too large: {error.text}") from error
     if not isinstance(body, dict):
@@ -265,11 +273,11 @@ async def _body(request: web.Request) -> JsonObject:
         raise ApiError(400, "the body is nested too deeply")
     for name in _IGNORED:
         if body.get(name) is not None:
-            note(name, "is ignored: the run's flags decide how turns are sampled")
+            note(name, "is ignored: the flags of the run determine the sampling parameters")
     if isinstance(body.get("thinking"), dict) and body["thinking"].get("type") == "enabled":
-        note("thinking", "is not enforced: the model reasons as much as it does by itself")
+        note("thinking", "is not enforced: the model decides how much it reasons")
     if body.get("parallel_tool_calls") is False:
-        note("parallel_tool_calls", "is not enforced: an answer may hold several calls")
+        note("parallel_tool_calls", "is not enforced: an answer can contain several calls")
     return body
 
 
@@ -278,4 +286,5 @@ def _json(content: object, status: int = 200, headers: dict[str, str] | None = N
 
 
 def _refusal(dialect: Dialect, error: ApiError) -> web.Response:
+    # OpenAI's and Anthropic's client libraries obey this header and do not send the request again.
     return _json(dialect.error(error), error.status, {"x-should-retry": "false"})

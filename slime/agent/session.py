@@ -1,4 +1,4 @@
-"""The session of one agent program: its requests become turns, which engines generate and a tree keeps."""
+"""The session of one agent program. Each request becomes a turn, which an engine generates and a tree stores."""
 
 from __future__ import annotations
 
@@ -42,27 +42,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 OnText = Callable[[str], None]
 OnPart = Callable[[str, str], None]
-"""Called with new reasoning and new text of the answer; one may be empty."""
+"""Called with new text of the reasoning and new text of the answer, one of which may be empty."""
 Place = tuple[Turn | None, list[Message], list[int]]
-"""The turn that a request continues (None: a new conversation), its new messages, and the token ids to add there."""
+"""The turn that a request continues (None for a new conversation), its new messages, and the token ids to append."""
 
 
 class Session:
-    """The conversations of one sample's program.
+    """The conversations of one sample's agent program with the model.
 
     Args:
-        sample: what the program works on; it is not changed.
+        sample: the sample of the program; it is not changed.
         params: sampling parameters of the run. Programs do not choose the temperature and similar
             parameters, because the trainer scores the tokens with those of the run.
-        evaluation: the session belongs to an evaluation, which the abort of a training rollout does not end.
+        evaluation: whether the session belongs to an evaluation, which continues if a training rollout is aborted.
 
     Attributes:
-        counts: ``turns``, ``branches`` (turns beside others that go on from the same one), ``cancelled`` (the client
-            was gone before the answer), ``overflows``, ``unreadable`` (the parser of tool calls raised; the answer is
-            text), ``unread_calls`` (tools were given and no call was read, but the text holds a mark of one), ``unmet``
-            (the answer was not what tool_choice or response_format required; the client got an error).
-        fault: an error of the engines; the code that waits for the session raises it.
-        error: any other error while a request was served; the sample is left out, and the run continues.
+        counts: ``turns``; ``branches`` (turns whose parent already had a continuation); ``cancelled`` (the client
+            disconnected before the answer); ``overflows`` (no room for an answer); ``unreadable`` (the tool parser
+            raised, so the answer was kept as text); ``unread_calls`` (tools were given and no call was parsed, but the
+            text contains the marker of one); ``unmet`` (the answer did not satisfy tool_choice or response_format, and
+            the client got an error).
+        fault: the first error of the engines. The code that waits for the session raises it.
+        error: the first other error while a request was served. The sample is left out, and the run continues.
     """
 
     def __init__(
@@ -75,20 +76,20 @@ class Session:
         model_type = (read_config(args.hf_checkpoint) or {}).get("model_type")
         template = str(self.state.tokenizer.chat_template)
         self.parser_name = choose_parser(self.settings.tool_parser, template, model_type)
-        tool_parser(self.parser_name)  # an unknown name is an error before the first request
+        tool_parser(self.parser_name)  # raise an error for an unknown name here, and not in the first request
         self.tags = reasoning_tags(self.settings.reasoning_parser, self.state.tokenizer)
         self.context = self.state.served
         self.tree = Tree()
         self.counts: Counter[str] = Counter()
         self.fault: Exception | None = None
         self.error: Exception | None = None
-        self.tasks: set[asyncio.Task[Any]] = set()  # requests under way
-        self._asked: Counter[int] = Counter()
+        self.tasks: set[asyncio.Task[Any]] = set()  # the handlers of running requests
+        self._asked: Counter[int] = Counter()  # number of requests by the digest of their prompt, for seeds
         self._open = True
 
     @property
     def aborted(self) -> bool:
-        """Whether the rollout is over, with this session unfinished."""
+        """Whether the rollout was aborted before this session was finished."""
         return self.state.aborted and not self.evaluation
 
     def close(self) -> None:
@@ -98,28 +99,28 @@ class Session:
             task.cancel()
 
     def broken(self, error: Exception) -> None:
-        """Keep the first error of a request that neither the client nor an engine caused."""
+        """Store the first error of a request that neither the client nor an engine caused."""
         if error is not self.fault:
             self.error = self.error or error
 
     def check_open(self) -> None:
         """Raise an error for a request that arrives after the session has ended."""
         if self.aborted:
-            raise ApiError(503, "the rollout is over: this session is not trained on", "session_aborted")
+            raise ApiError(503, "the rollout was aborted, and this session will not be trained on", "session_aborted")
         if not self._open:
-            raise ApiError(403, "this session is over: its program has ended or ran out of time", "session_closed")
+            raise ApiError(403, "this session is closed: its program has ended or timed out", "session_closed")
 
     def prepare(self, ask: Ask) -> Place:
-        """Find the turn that a request continues, its new messages, and the token ids to add there.
+        """Find the turn that a request continues, its new messages, and the token ids to append.
 
         Raises:
-            ApiError: it cannot be rendered, or leaves no room for an answer.
+            ApiError: the session is closed, the messages cannot be rendered, or there is no room for an answer.
         """
         self.check_open()
         parent, messages, added = self._place(ask)
         most_turns = self.settings.max_turns
         if parent is not None and most_turns and parent.depth >= most_turns:
-            self._overflow(parent, f"the conversation has its {most_turns} turns (--max-turns)", "max_turns_exceeded")
+            self._overflow(parent, f"the conversation has {most_turns} turns (--max-turns)", "max_turns_exceeded")
         self._room(parent, added, ask)
         return parent, messages, added
 
@@ -129,13 +130,16 @@ class Session:
             if before is None:
                 raise ApiError(404, f"this session has no response {ask.after!r}", "previous_response_not_found")
             new = ask.messages
-            system = [message for message in new if message["role"] == "system"]  # each request brings its instructions
+            # In the Responses API, instructions are not inherited: those of this request replace the earlier ones.
+            system = [message for message in new if message["role"] == "system"]
             said = before.conversation()
             if system and said[0]["role"] == "system":
                 said = said[1:]
             ask.messages = [*system, *said, *(message for message in new if message["role"] != "system")]
         parent = self.tree.find(ask)
         if parent is not None:
+            # Only the new messages are tokenized. Rendering the whole conversation again could give other ids for the
+            # model's earlier answers than those that it sampled, and training needs the sampled ones.
             known = sum(len(turn.keys) for turn in parent.path())
             added = self.template.continuation(ask.messages, ask.tools, known, parent.output_ids[-1])
             if added is not None:
@@ -143,7 +147,7 @@ class Session:
         return None, ask.messages, self.template.prompt(ask.messages, ask.tools)
 
     def _room(self, parent: Turn | None, added: list[int], ask: Ask) -> int:
-        """The number of new tokens that an answer may have."""
+        """Return the maximum number of tokens of an answer; raise an :class:`ApiError` if there is no room for one."""
         probe = self._probe(parent, added)
         left = (remaining(self.state, probe, self.params) or {"max_new_tokens": 0})["max_new_tokens"]
         if self.context:
@@ -160,7 +164,7 @@ class Session:
         raise ApiError(400, message, code)
 
     def _probe(self, parent: Turn | None, added: list[int]) -> Sample:
-        """The conversation so far as a sample, for the engine client."""
+        """Return the conversation so far as a temporary sample, which the functions for requests to engines take."""
         known = parent.ids() if parent is not None else []
         first = parent.path()[0].prompt_tokens if parent is not None else len(added)
         return Sample(
@@ -175,23 +179,24 @@ class Session:
         """Generate a turn and record it.
 
         Args:
-            prepared: of :meth:`prepare`.
-            on_part: called with what is new of the reasoning and of the text that can be shown.
+            prepared: the result of :meth:`prepare`.
+            on_part: called with new text of the reasoning and of the answer as soon as it can be shown.
 
         Raises:
-            ApiError: the rollout was aborted, the engine refused, or the answer is not what the client requires. In
-                the last case the turn is recorded all the same: the model wrote it.
+            ApiError: the rollout was aborted, the engine rejected the request, or the answer does not satisfy the
+                client's demand. In the last case the turn is recorded nevertheless, because the model sampled it.
         """
         parent, messages, added = prepared
         stops = [*_strings(self.params.get("stop")), *ask.stop]
         params: SamplingParams = {**self.params, "stop": stops or None, "no_stop_trim": False}
         parser: ToolParser = tool_parser(self.parser_name, ask.tools) if ask.tools else NoCalls()
         if ask.tools:
-            params["skip_special_tokens"] = False  # many formats of calls begin with special tokens
+            params["skip_special_tokens"] = False  # in many formats, tool calls begin with special tokens
         probe = self._probe(parent, added)
         seed = params.get("sampling_seed")
         if isinstance(seed, int):
-            # Parallel requests arrive in any order, so the seed depends on the conversation and not on their number.
+            # Parallel requests arrive in any order. For reproducible runs, the seed depends on the conversation (and on
+            # how often it was sent), not on the order of arrival.
             prompt = _digest(probe.tokens)
             params["sampling_seed"] = derive_seed(seed, "agent", prompt, self._asked[prompt])
             self._asked[prompt] += 1
@@ -200,7 +205,8 @@ class Session:
         constraint = self._constraint(ask, opened)
         if constraint is not None:
             params["structural_tag"] = json.dumps(constraint)
-            # A constrained answer starts again after an interruption, and text that was sent cannot be taken back.
+            # A constrained answer starts again from its beginning after an interruption, but text that was streamed to
+            # the client cannot be taken back. So it is sent only when it is complete.
             on_part = None
         on_text = None if on_part is None else _parting(on_part, StreamSplit(self.tags, opened, shown))
         try:
@@ -226,13 +232,14 @@ class Session:
         return turn
 
     def _constraint(self, ask: Ask, opened: bool) -> Reply | None:
-        """The structural tag for the engine, with ``--agent-constrained-decoding``; None where the model is free."""
+        """Return the structural tag for the engine; None without ``--agent-constrained-decoding`` or without a
+        demand."""
         if ask.demand is None or not self.settings.constrains:
             return None
         found = structural_tag(ask.demand, self.parser_name, ask.tools, self.tags, opened)
         if found is None:
             what = f"--agent-tool-parser {self.parser_name}"
-            note(what, "has no grammar: answers in this form are checked, and not constrained")
+            note(what, "has no grammar, so answers are not constrained but only checked")
         return found
 
     def _check_demand(self, ask: Ask, turn: Turn) -> None:
@@ -246,7 +253,7 @@ class Session:
             raise ApiError(422, why, UNMET)
 
     def _opened(self, added: list[int]) -> bool:
-        """Whether the prompt ends with the tag after which the model reasons, as some templates have it."""
+        """Whether the prompt ends with the start tag of the reasoning, which some chat templates add."""
         tail = str(self.state.tokenizer.decode(added[-16:])).rstrip() if self.tags is not None else ""
         return self.tags is not None and tail.endswith(self.tags.start)
 
@@ -256,16 +263,18 @@ class Session:
         reasoning, text = split_reasoning(self._text(outputs, params), self.tags, opened)
         try:
             content, calls = parse_answer(parser, text, self.tags)
-        except Exception:  # a user's parser may raise anything, and a text may be malformed
-            logger.exception("the parser of tool calls failed; the answer is kept as text")
+        except Exception:  # a user's parser can raise anything, and the text can be malformed
+            logger.exception("the tool parser failed, so the answer is kept as text")
             self.counts["unreadable"] += 1
             content, calls = text, []
         mark = next((mark for mark in KNOWN_MARKS if mark in text), None)
         if mark is not None and not calls and not isinstance(parser, NoCalls):
             self.counts["unread_calls"] += 1
-            note(f"--agent-tool-parser {self.parser_name}", f"read no call in an answer that holds {mark!r}")
+            note(f"--agent-tool-parser {self.parser_name}", f"found no tool call in an answer that contains {mark!r}")
         ids = [int(item[1]) for output in outputs for item in output["meta_info"]["output_token_logprobs"]]
-        for number, entry in enumerate(calls):  # some templates show ids, so they are fixed by what was sampled
+        # Some chat templates render the ids of calls. They follow from the sampled tokens, so that a run with the same
+        # seed gives the same prompts.
+        for number, entry in enumerate(calls):
             entry["id"] = entry["id"] or f"{_digest([*added, *ids], number):016x}"[:9]
         message: Message = {"role": "assistant", "content": content}
         return (
@@ -273,10 +282,10 @@ class Session:
         )
 
     def _text(self, outputs: list[GenerateOutput], params: SamplingParams) -> str:
-        """The text of an answer, without the stop string or token that ended it.
+        """Return the text of an answer without the stop string or stop token that ended it.
 
-        The ids are decoded in one piece where an engine was interrupted, because a character may be divided between
-        two outputs, or where it stopped at a string, whose beginning may have been streamed.
+        All ids are decoded together if the engine was interrupted, because a character can be split between two
+        outputs, or if it stopped at a string, because the beginning of this string may have been streamed.
         """
         matched = outputs[-1]["meta_info"]["finish_reason"].get("matched")
         if len(outputs) == 1 and not isinstance(matched, str):
@@ -289,16 +298,19 @@ class Session:
     async def _generate(
         self, probe: Sample, params: SamplingParams, most: int, on_text: OnText | None
     ) -> list[GenerateOutput]:
-        """The engine's outputs up to one that is complete: a weight update or a lost engine may interrupt an answer."""
+        """Return the engine's outputs for one answer. A weight update or the loss of an engine can interrupt an answer;
+        then the request is sent again with the tokens so far, until the answer is complete."""
         outputs: list[GenerateOutput] = []
         tries = 0
         while True:
             body = build_generate_body(self.state, probe, {**params, "max_new_tokens": most})
             output = await self._ask(probe, body, on_text)
-            self.check_open()  # an answer that the abort truncated is discarded
+            self.check_open()  # raises if the rollout was aborted: its truncated answer is discarded
             new = [int(item[1]) for item in output["meta_info"]["output_token_logprobs"]] if output else []
             if "structural_tag" in params and output and output["meta_info"]["finish_reason"]["type"] == "abort":
-                new = []  # the engine would apply the constraint to the rest as if it were the whole answer
+                # The engine would apply the constraint to the rest as if it were the whole answer, so the partial
+                # answer is discarded.
+                new = []
             if output and new:
                 outputs.append(output)
             if output and output["meta_info"]["finish_reason"]["type"] != "abort":
@@ -326,7 +338,7 @@ class Session:
 
 
 def _parting(on_part: OnPart, split: StreamSplit) -> OnText:
-    """A function that divides the engine's new text into reasoning and answer and passes both to ``on_part``."""
+    """Return a function that splits new text of the engine into reasoning and answer and passes both to ``on_part``."""
 
     def show(text: str) -> None:
         parts = split.add(text)
@@ -352,6 +364,6 @@ def _too_long(given: int | None, context: int | None, tokens: int) -> str:
             f"tokens (prompt is too long: {tokens} tokens > {limit} maximum). Please reduce the length of the messages."
         )
     return (
-        "prompt is too long: the conversation has used up the tokens of a response "
-        "(--rollout-max-response-len counts everything after the first prompt)"
+        "prompt is too long: the conversation has reached --rollout-max-response-len, "
+        "which counts all tokens after the first prompt"
     )

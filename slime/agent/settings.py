@@ -1,4 +1,4 @@
-"""What this room reads of the arguments, as one frozen value."""
+"""The arguments that ``slime.agent`` reads, as one immutable object."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """How agent programs are run and how their requests are answered.
+    """Settings for running agent programs and answering their requests.
 
     Attributes:
-        function_path: of the program, ``module.function`` (``--agent-function-path``).
-        command: of the program, as a shell would split it (``--agent-command``); it precedes ``function_path``.
-        timeout: seconds that a program may take.
+        function_path: path of the program as a function (``--agent-function-path``).
+        command: the program as a command line, which is split as by a shell (``--agent-command``). It takes precedence
+            over ``function_path``.
+        timeout: deadline of a program in seconds.
         host: address on which the endpoint listens.
-        tool_parser: name or path of the parser of tool calls; ``auto`` derives it from the model.
-        reasoning_parser: name of the form in which the model writes its reasoning; ``auto`` and ``none`` are names too.
-        constrains: the engine is told of ``tool_choice`` and ``response_format`` (``--agent-constrained-decoding``).
-        max_turns: turns that a conversation may have; None or 0 do not limit them.
-        max_context_len: tokens of a conversation (``--rollout-max-context-len``); None leaves it to the engines.
+        tool_parser: name or path of the tool parser; ``auto`` selects it by the model.
+        reasoning_parser: name of the reasoning parser, ``auto`` or ``none``.
+        constrains: whether the engine constrains answers to ``tool_choice`` and ``response_format``
+            (``--agent-constrained-decoding``).
+        max_turns: maximum number of turns of a conversation; None or 0 for no limit.
+        max_context_len: maximum number of tokens of a conversation (``--rollout-max-context-len``); None for the
+            limit of the engines.
     """
 
     function_path: str | None

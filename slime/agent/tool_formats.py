@@ -1,6 +1,7 @@
-"""The forms in which model families write tool calls: one class each, by the names that SGLang gives its parsers.
+"""Parsers of the forms in which model families write tool calls, under the names that SGLang gives its parsers.
 
-A call that cannot be read stays in the text, for the program to see. All work is linear in the text.
+A call that cannot be parsed stays in the text, so that the program sees it. The time is linear in the length of the
+text, because the text of a model can be long and malformed.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from slime.types import JsonObject, JsonValue
 
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[\w.\-/:]+")
-_MOST_UNREADABLE = 256  # in one text, after which the rest is left as it is: a model that repeats itself
-_LONGEST_LIST = 100_000  # characters of a pythonic list
+_MOST_UNREADABLE = 256  # unreadable calls after which the rest stays text; a model may repeat one without end
+_LONGEST_LIST = 100_000  # maximum number of characters of a pythonic list
 
 
 class Format:
-    """A form in which every call, or every list of calls, begins with a mark.
+    """A form in which every call, or every list of calls, begins with a marker.
 
-    ``marks`` begin a call anywhere, ``opening`` at the beginning of the text alone: a stream holds back what follows.
+    ``marks`` begin a call anywhere in the text, ``opening`` only at its beginning. While an answer streams, the text
+    from a marker on is held back.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -34,7 +36,7 @@ class Format:
         self.tools = {entry["function"]["name"]: entry["function"].get("parameters") or {} for entry in tools}
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text without its calls, and the calls as entries of ``tool_calls``."""
+        """Return the text without its calls, and the calls as entries of ``tool_calls``."""
         kept: list[str] = []
         calls: list[ToolCall] = []
         done, unreadable, start = 0, 0, self._find(text, 0)
@@ -49,7 +51,7 @@ class Format:
         return "".join([*kept, text[done:]]), calls
 
     def read(self, text: str, start: int) -> tuple[int, list[ToolCall]] | None:
-        """Where the block that begins at ``start`` ends, and its calls; None for one that cannot be read."""
+        """Parse the block that begins at ``start``; return its end and its calls, or None if it cannot be parsed."""
         raise NotImplementedError
 
     def _find(self, text: str, start: int) -> int:
@@ -58,7 +60,7 @@ class Format:
 
 
 class NoCalls(Format):
-    """All is text."""
+    """A parser that finds no calls: everything is text."""
 
 
 class Hermes(Format):
@@ -127,7 +129,7 @@ class Qwen3Coder(Format):
 
 
 class _Sections(Format):
-    """Calls between tokens of their own, in a section that has two more."""
+    """Forms in which each call is enclosed in two special tokens, and all calls in a section of two more."""
 
     section: ClassVar[tuple[str, str]]
     one: ClassVar[tuple[str, str]]
@@ -148,7 +150,7 @@ class _Sections(Format):
         return (position, calls) if calls else None
 
     def entry(self, text: str) -> ToolCall | None:
-        """The call that the text between the tokens is."""
+        """Parse the text between the tokens of one call; None if it cannot be parsed."""
         raise NotImplementedError
 
 
@@ -169,7 +171,7 @@ class DeepSeek(_Sections):
 
 class Kimi(_Sections):
     """Kimi K2: ``<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>``. Its template
-    shows the ids, so they are the model's own."""
+    renders the ids of calls, so the model's own ids are kept."""
 
     marks = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     section = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
@@ -255,9 +257,9 @@ KNOWN_MARKS = tuple(dict.fromkeys(mark for form in FORMATS.values() for mark in 
 
 
 def read_calls(value: JsonValue) -> list[ToolCall] | None:
-    """The calls of a JSON value, an object or a list of them, in the forms that models write; None where it is none.
+    """Parse the calls in a JSON value, which is an object or a list of objects; None if it does not describe calls.
 
-    The arguments are called ``arguments`` or ``parameters``, and may be JSON text.
+    The arguments are under ``arguments`` or ``parameters``, and may be JSON text.
     """
     calls = []
     for item in value if isinstance(value, list) else [value]:
@@ -285,7 +287,7 @@ def _entry(name: str, arguments: str) -> ToolCall | None:
 
 
 def _json_at(text: str, start: int) -> tuple[JsonValue, int] | None:
-    """The JSON object or list that begins at ``start``, after space, and its end."""
+    """Decode the JSON object or list at ``start``, after optional whitespace; return it with its end, or None."""
     start = _after_space(text, start)
     if not text.startswith(("{", "["), start):
         return None
@@ -301,10 +303,10 @@ def _after_space(text: str, start: int) -> int:
 
 
 def _by_schema(schema: JsonObject, key: str, text: str, guess: bool = False) -> JsonValue:
-    """An argument that stands as bare text, by the type that the tool's schema gives it.
+    """Convert an argument in plain text to the type in the tool's schema.
 
     Args:
-        guess: without a type it is JSON where it can be read so, else text.
+        guess: if the schema gives no type, parse the text as JSON where possible. Otherwise it stays text.
     """
     kind = _type_of(schema, key)
     if kind == "string" or (kind is None and not guess):
@@ -319,7 +321,7 @@ def _by_schema(schema: JsonObject, key: str, text: str, guess: bool = False) -> 
 
 
 def _python_value(text: str, kind: str | None) -> JsonValue:
-    """``True`` and ``False`` of models that write Python; other text as it is."""
+    """Convert Python's ``True``, ``False`` and ``None``, which some models write, and return other text unchanged."""
     return {"true": True, "false": False, "none": None}.get(text.lower(), text) if kind is not None else text
 
 
@@ -348,7 +350,7 @@ def _python_call(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
         raise ValueError("not a call with named arguments")
     if any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError("** is no argument")
+        raise ValueError("** is not an argument")
     arguments = {str(keyword.arg): _python_literal(keyword.value) for keyword in node.keywords}
     return call(node.func.id, parse_json(json.dumps(arguments)))
 

@@ -1,4 +1,4 @@
-"""Which parser reads the tool calls in a model's text: by name, by the chat template, or a class of the user's."""
+"""Select the parser of tool calls by its name: one of slime, of the installed SGLang, or a class of the user."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""The Hermes and Qwen models' own words, for chat templates that know no tools."""
+"""The description of tools that Hermes and Qwen models use, for chat templates that do not support tools."""
 
 
 class ToolParser(Protocol):
-    """``marks`` begin a call: a stream holds back what follows one."""
+    """Interface of a tool parser. ``marks`` begin a call; while an answer streams, text from a mark on is held back."""
 
     marks: ClassVar[tuple[str, ...]]
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text without its calls, and the calls as entries of ``tool_calls``, with an id where the text has one."""
+        """Return the text without its calls, and the calls as entries of ``tool_calls``, with the ids in the text if it
+        has any."""
 
 
 def tool_parser(name: str, tools: Sequence[Tool] = ()) -> ToolParser:
-    """The parser of this name in the registry, else in the installed SGLang, else of this dotted path.
+    """Return the parser of slime with this name, or else that of the installed SGLang, or else the class at this path.
 
     Args:
-        tools: those of the request; some forms write arguments as bare text, and their types stand in the schemas.
+        tools: the tools of the request. Some forms write arguments as plain text, whose types are in the schemas.
 
     Raises:
-        HookError: none of these.
+        HookError: there is no such parser.
     """
     if name in FORMATS:
         return FORMATS[name](tools)
@@ -59,8 +60,8 @@ def tool_parser(name: str, tools: Sequence[Tool] = ()) -> ToolParser:
 
 
 class SGLangParser:
-    """A parser of the installed SGLang, for forms that this package has none for. Calls of unknown tools are left out,
-    and so is the text after the first call, as SGLang does."""
+    """A parser of the installed SGLang, for forms without a parser in this package. As in SGLang, calls of unknown
+    tools and the text after the first call are dropped."""
 
     marks: ClassVar[tuple[str, ...]] = ()
 
@@ -87,10 +88,11 @@ class SGLangParser:
 
 
 class Shown:
-    """The part of a text under way that can be passed on: up to a mark, or to what may become one.
+    """Filters streamed text: it passes the text up to a mark, and holds back text that may become a mark.
 
     Args:
-        opening: marks at the beginning of the text alone.
+        marks: marks that end the text anywhere.
+        opening: marks that count only at the beginning of the text.
     """
 
     def __init__(self, marks: Iterable[str], opening: Iterable[str] = ()) -> None:
@@ -100,7 +102,7 @@ class Shown:
         self._ended = False
 
     def add(self, text: str) -> str:
-        """What new text lets pass."""
+        """Add new text; return the text that can be passed on now."""
         if self._ended:
             return ""
         text = self._held + text
@@ -119,10 +121,10 @@ class Shown:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Characters at the end of ``text`` that ``mark`` begins with, less than all of it."""
+    """Return the length of the longest proper prefix of ``mark`` with which ``text`` ends."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def tools_in_words(tools: Sequence[Tool]) -> str:
-    """The tools for the system message of a model whose template knows none."""
+    """Describe the tools for the system message of a model whose chat template does not support tools."""
     return HERMES_PREAMBLE.format(tools="\n".join(map(json.dumps, tools)))

@@ -1,7 +1,7 @@
-"""The conversation of an agent with the model, as a tree of turns, and the samples that are made of its leaves.
+"""The conversations of an agent with the model as a tree of turns, and the conversion of its leaves to samples.
 
-A turn is one answer of the model. Its parent is the turn that its request went on from: the deepest one whose whole
-conversation begins the request. The same request twice, or one that changes what was said, makes a branch.
+A turn is one answer of the model. Its parent is the turn that the request continues: the deepest one whose whole
+conversation is a prefix of the request. Sending the same request twice, or changing earlier messages, creates a branch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Turn:
     """One answer of the model, and the client's messages before it.
 
     Attributes:
-        messages: the client's, since the parent's answer.
-        answer: the model's, as the client got it.
-        added_ids: ids between the parent's output and this one; of a first turn its whole prompt.
-        outputs: the engine's answers, in order; several where it was interrupted and went on.
-        overflowed: the program asked for more after this turn, and no room was left.
-        constrained: it was sampled under a constraint, from a part of the vocabulary.
+        messages: the client's messages since the parent's answer.
+        answer: the model's answer, as the client received it.
+        added_ids: token ids between the parent's output and this output; for a first turn, its whole prompt.
+        outputs: the engine's outputs in order; several if generation was interrupted and continued.
+        overflowed: whether the program tried to continue after this turn, but there was no room for another answer.
+        constrained: whether a constraint limited the vocabulary, so that the log-probs are not the model's.
     """
 
     parent: Turn | None
@@ -54,11 +54,11 @@ class Turn:
         self.tools_key = json.dumps(self.tools, sort_keys=True)
         self.depth: int = 1 if self.parent is None else self.parent.depth + 1
         self.prompt_tokens: int = (0 if self.parent is None else self.parent.length) + len(self.added_ids)
-        self.length: int = self.prompt_tokens + len(self.output_ids)  # ids up to the end of this turn
+        self.length: int = self.prompt_tokens + len(self.output_ids)  # number of ids up to the end of this turn
 
     @property
     def output_ids(self) -> list[int]:
-        """The token ids that the engine sampled."""
+        """The sampled token ids."""
         return [int(item[1]) for output in self.outputs for item in output["meta_info"]["output_token_logprobs"]]
 
     @property
@@ -71,7 +71,7 @@ class Turn:
         return bool(self.outputs[-1]["meta_info"]["finish_reason"]["type"] == "length")
 
     def path(self) -> list[Turn]:
-        """The turns from the first one to this one."""
+        """Return the turns from the first one to this one."""
         turns = []
         turn: Turn | None = self
         while turn is not None:
@@ -80,7 +80,7 @@ class Turn:
         return turns[::-1]
 
     def ids(self) -> list[int]:
-        """All ids up to the end of this turn: what the engine has seen and sampled."""
+        """Return all token ids up to the end of this turn, exactly as the engine received and sampled them."""
         return [token for turn in self.path() for token in (*turn.added_ids, *turn.output_ids)]
 
     def conversation(self) -> list[Message]:
@@ -91,10 +91,10 @@ class Tree:
     """The turns of one session."""
 
     def __init__(self) -> None:
-        self.turns: dict[str, Turn] = {}  # in the order in which they were completed
+        self.turns: dict[str, Turn] = {}  # by id, in the order of their completion
 
     def find(self, ask: Ask) -> Turn | None:
-        """The turn that a request continues, the newest of equal ones; None for a new conversation."""
+        """Return the turn that a request continues, the newest if there are several; None for a new conversation."""
         tools_key = json.dumps(ask.tools, sort_keys=True)
         roots = [turn for turn in self.turns.values() if turn.parent is None and turn.tools_key == tools_key]
         return _deepest(roots, [key_of(message) for message in ask.messages])
@@ -110,11 +110,11 @@ class Tree:
             turn.parent.children.remove(turn)
 
     def leaves(self) -> list[Turn]:
-        """Turns that no other turn continues, in the order in which they were completed."""
+        """Return the turns that no other turn continues, in the order of their completion."""
         return [turn for turn in self.turns.values() if not turn.children]
 
     def samples(self, args: Args, base: Sample, tokenizer: Tokenizer) -> list[Sample]:
-        """One sample per leaf; turns that several share are trained in the first of them alone."""
+        """Return one sample per leaf. A turn that several samples share is trained only in the first of them."""
         trained: set[Turn] = set()
         samples = []
         for leaf in self.leaves():
@@ -129,13 +129,13 @@ class Tree:
 
 
 def _deepest(roots: Sequence[Turn], keys: list[Key]) -> Turn | None:
-    """The turn with the longest conversation that begins ``keys`` and ends before they do."""
+    """Return the turn with the longest conversation that is a proper prefix of ``keys``."""
     best: Turn | None = None
-    open_turns = [(turn, 0) for turn in reversed(roots)]  # a turn, and how many keys its ancestors take
+    open_turns = [(turn, 0) for turn in reversed(roots)]  # a turn, and the number of keys of its ancestors
     while open_turns:
         turn, start = open_turns.pop()
         end = start + len(turn.keys)
-        if len(keys) > end and keys[start:end] == turn.keys:  # the request says something more
+        if len(keys) > end and keys[start:end] == turn.keys:  # the request has messages after this turn
             best = turn if best is None or turn.depth >= best.depth else best
             open_turns += [(child, end) for child in reversed(turn.children)]
     return best
@@ -153,7 +153,7 @@ def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
         if turn in trained:
             sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=None, trainable=False)
             continue
-        for output in turn.outputs:  # the text is decoded in one piece at the end
+        for output in turn.outputs:  # without text: Tree.samples decodes all ids of the response together
             if turn.constrained and not args.allow_truncated_sampling:
                 meta = output["meta_info"]
                 ids = [int(item[1]) for item in meta["output_token_logprobs"]]

@@ -1,4 +1,4 @@
-"""``slime check-hooks <flags of train.py>``: try the functions that the flags name before a run does."""
+"""``slime check-hooks <flags of train.py>``: test the user's functions that the flags name before a run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from slime.config.hooks import CALLS, HOOK_NAMES, HookError, load_function
 from slime.config.parser import check_args
 
 LIMIT_SECONDS = 60.0
-_EXCLUDED = ("eval_function_path",)  # by default it is the rollout function, which has its own line
+_EXCLUDED = ("eval_function_path",)  # by default it is the rollout function, which is tested already
 
 
 def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
-    """Check every hook that the command line names.
+    """Test every hook that the command line names.
 
     Args:
-        argv: as for train.py. ``--check-timeout SECONDS`` bounds each call (default 60), ``--check-tool-answer TEXT``
-            is an answer of the model after which a generate function is to go on with a tool turn.
-        say: takes the lines of the report.
+        argv: the flags of train.py, and two more: ``--check-timeout SECONDS`` is the deadline of each call (default
+            60); ``--check-tool-answer TEXT`` is an answer of the model after which a generate function must continue
+            with a tool turn.
+        say: called with each line of the report.
 
     Returns:
-        0 where all fit their contract, 1 where one does not.
+        0 if all hooks satisfy their contract, otherwise 1.
 
     Raises:
-        CommandError: there is nothing to check, or no tokenizer to make samples with.
+        CommandError: there is nothing to check, or there is no tokenizer for the samples.
     """
     words, seconds = _own_flag(list(argv), "--check-timeout")
     words, answer = _own_flag(words, "--check-tool-answer")
@@ -41,24 +42,24 @@ def check_hooks(argv: Sequence[str], say: Callable[[str], None] = print) -> int:
     args, problems = check_args(words)
     hooks = list(named_hooks(args))
     if not hooks:
-        own_class = " (train.py itself checks the class of --advantage-estimator, before it starts anything)"
-        raise CommandError(f"these flags name no functions of your own: there is nothing to check{own_class}")
+        own_class = " (train.py checks the class of --advantage-estimator itself when it starts)"
+        raise CommandError(f"there is nothing to check: these flags name no functions of your own{own_class}")
     failed = 0
     with Bench(args, limit, answer) as bench:
         for option, name, path in hooks:
             failed += _report(bench, option, name, path, say)
     others = [line for line in problems if not any(line.startswith(option) for option, _, _ in hooks)]
     if others:
-        say("besides, train.py would refuse these flags here:")
+        say("in addition, train.py would refuse these flags on this machine:")
         for line in others:
             say(f"      {line}")
     fine = len(hooks) - failed
-    say(f"{fine} of {len(hooks)} hooks fit their contract")
+    say(f"{fine} of {len(hooks)} hooks satisfy their contract")
     return 1 if failed else 0
 
 
 def named_hooks(args: Args) -> Iterator[tuple[str, str, str]]:
-    """(option, argument name, path) of the user's functions, in the order in which they are tried."""
+    """Yield (option, argument name, path) of the user's functions, in the order in which they are tested."""
     from slime.cli.hook_probes import PROBES
 
     order = {name: i for i, name in enumerate(PROBES)}
@@ -78,7 +79,7 @@ def _of_evaluation(args: Args) -> Iterator[tuple[str, str, str]]:
     try:
         datasets = resolve_eval_datasets(args)
     except (ValueError, TypeError, FileNotFoundError):
-        return  # said by the check of the arguments
+        return  # check_args has reported it
     for config in datasets:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             path = getattr(config, name)
@@ -108,7 +109,7 @@ def _try(bench: Bench, option: str, name: str, path: str) -> str:
     fn = _load(name, path)
     probe = hook_probes.PROBES.get(name) or hook_probes_train.PROBES.get(name)
     if probe is None and name not in CALLS:
-        return "found; it is called in a run only"
+        return "it exists, but it is called only in a run"
     of_the_run = getattr(bench.args, name)
     if option.startswith("data set"):
         bench.args = bench.args.with_values(**{name: path})
@@ -116,7 +117,7 @@ def _try(bench: Bench, option: str, name: str, path: str) -> str:
         return hook_probes_train.signature_only(name, fn) if probe is None else probe(bench, fn)
     except (Complaint, CommandError):
         raise
-    except Exception as error:  # what the run's own code says of what the hook returned
+    except Exception as error:  # raised by the run's own code for the result of the hook
         raise complaint_of(error, fn) from error
     finally:
         bench.args = bench.args.with_values(**{name: of_the_run})
@@ -127,7 +128,7 @@ def _load(name: str, path: str) -> Any:
         return load_function(path, HOOK_NAMES.get(name))
     except HookError as error:
         raise Complaint(str(error)) from error
-    except BaseException as error:  # the user's module ran and failed
+    except BaseException as error:  # the user's module can raise anything
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{last.filename}:{last.lineno}"
         if isinstance(error, SyntaxError):
@@ -136,7 +137,7 @@ def _load(name: str, path: str) -> Any:
 
 
 def _own_flag(argv: list[str], option: str) -> tuple[list[str], str | None]:
-    """The words without a flag of this command, and the flag's value."""
+    """Remove a flag of this command from the words; return the other words and the flag's value."""
     if option not in argv:
         return argv, None
     at = argv.index(option)

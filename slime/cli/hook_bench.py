@@ -1,4 +1,4 @@
-"""What hooks are tried on: the user's own first prompts, answers to them, and an engine that answers for real."""
+"""The test environment of hooks: the first prompts of the user's data, responses to them, and a real engine."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ ENGINE_SECONDS = 90.0
 
 
 class Bench:
-    """Small copies of a run's arguments and data. Use it as a context manager: it stops the engine that it started.
+    """Small versions of a run's arguments and data. It is a context manager, which stops its engine at the end.
 
-    ``tool_answer`` is a model's answer after which generate functions go on with a tool turn.
+    The engine is the embedded one with a tiny random model and the user's vocabulary. Its responses make no sense, but
+    all their fields are real.
 
-    The engine is the embedded one with a tiny random model that speaks the user's vocabulary: what it says
-    makes no sense, as the answers of an untrained model do, but every field of its answers is real.
+    Args:
+        limit: deadline of each call in seconds.
+        tool_answer: an answer of the model after which generate functions must continue with a tool turn.
     """
 
     def __init__(self, args: Args, limit: float, tool_answer: str | None = None) -> None:
         self.limit, self.tool_answer = limit, tool_answer
-        self.resumes = bool(args.partial_rollout) or is_fully_async(args)  # aborted samples go on later
+        self.resumes = bool(args.partial_rollout) or is_fully_async(args)  # whether aborted samples are continued
         self.notes: list[str] = []
-        self.generated: list[Group] | None = None  # of the user's own generate function
+        self.generated: list[Group] | None = None  # the result of the user's generate function
         self._folder = tempfile.TemporaryDirectory(prefix="slime-check-hooks-")
         self._engine: EngineProcess | None = None
         small = {
@@ -73,16 +75,16 @@ class Bench:
         from slime.data.tokenizers import load_tokenizer
 
         if not self.args.hf_checkpoint:
-            raise CommandError("no --hf-checkpoint: hooks are tried on samples, and these need a tokenizer")
+            raise CommandError("--hf-checkpoint is missing: hooks are tested on samples, which need its tokenizer")
         try:
             tokenizer: Tokenizer = load_tokenizer(self.args.hf_checkpoint)
             return tokenizer
         except (OSError, ValueError) as error:
-            raise CommandError(f"--hf-checkpoint {self.args.hf_checkpoint}: no tokenizer there ({error})") from error
+            raise CommandError(f"--hf-checkpoint {self.args.hf_checkpoint} has no tokenizer ({error})") from error
 
     @functools.cached_property
     def source(self) -> RolloutDataSourceWithBuffer:
-        """The built-in data source over the first prompts of ``--prompt-data``, or over a made-up one."""
+        """The built-in data source with the first prompts of ``--prompt-data``, or with artificial ones."""
         from slime.data.source import RolloutDataSourceWithBuffer
 
         spec = self.args.prompt_data
@@ -90,20 +92,20 @@ class Bench:
             if "@[" not in spec:
                 self.args = self.args.with_values(prompt_data=f"{spec}@[:{PROMPTS}]")
             return RolloutDataSourceWithBuffer(self.args)
-        self.notes.append("no --prompt-data that can be read: tried on a made-up prompt")
+        self.notes.append("there is no readable --prompt-data, so an artificial prompt is used")
         return RolloutDataSourceWithBuffer(self.args, _MadeUp(bool(self.args.apply_chat_template)))
 
     def prompts(self) -> list[Group]:
-        """Fresh groups, not yet generated; every call gives the same."""
+        """Return copies of the same groups without responses."""
         if not hasattr(self, "_first"):
             self._first = self.source.get_samples(PROMPTS)
         return copy.deepcopy(self._first)
 
     def answered(self, rewards: bool = True) -> list[Group]:
-        """Groups with responses: those of the user's generate function where it was tried, else written ones.
+        """Return groups with responses: those of the user's generate function if it was tested, otherwise fixed ones.
 
-        In each group the first answer is the label in a box, others are wrong, wordy or cut. Rewards: 1 for
-        the first, else 0.
+        Of the fixed responses, the first one of each group is correct (the label in a box), and the others are wrong or
+        truncated. The reward is 1 for the first response and 0 for the others.
         """
         groups = copy.deepcopy(self.generated) if self.generated is not None else self.prompts()
         for group in groups:
@@ -138,7 +140,7 @@ class Bench:
         return self.encode("\n".join(str(message.get("content")) for message in sample.prompt)) or [0]
 
     def start_engine(self) -> None:
-        """Serve; ``args.sglang_router_ip`` and ``args.sglang_router_port`` then point at it."""
+        """Start the engine, if it is not running, and set ``args.sglang_router_ip`` and ``args.sglang_router_port``."""
         if self._engine is not None:
             return
         import torch
@@ -178,13 +180,13 @@ class Bench:
 
 
 def one_step(args: Args, data: TrainData) -> Args:
-    """``args`` with which all samples of ``data`` make one step, one sample in each micro-batch."""
+    """Return ``args`` with which all samples of ``data`` form one step, with one sample per micro-batch."""
     count = len(set(data["rollout_ids"]))
     return args.with_values(global_batch_size=count, micro_batch_size=1, use_dynamic_batch_size=False)
 
 
 class _MadeUp:
-    """Two prompts where the user named none."""
+    """A data set of two artificial prompts, for users without ``--prompt-data``."""
 
     def __init__(self, messages: bool) -> None:
         self.messages = messages

@@ -1,4 +1,4 @@
-"""Calling one user function under watch: time limit, exceptions with their line, and a blocked event loop."""
+"""Call a function of the user with a time limit, and report exceptions with their line and a blocked event loop."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from types import FrameType
 from typing import Any
 
 Hook = Callable[..., object]
-"""A function or a class of the user."""
+"""A function or class of the user."""
 
-_LOOK = 0.02  # seconds between looks at the thread that works
+_LOOK = 0.02  # seconds between two checks of the thread that runs the function
 HOOK_THREAD = "hook"
-STALL_SECONDS = 0.25  # an event loop that stands still for longer holds up every other request
+STALL_SECONDS = 0.25  # an event loop that is blocked for longer delays all other requests noticeably
 
 
 class Complaint(Exception):
-    """What breaks the contract, for the user; ``place`` is file and line."""
+    """A violation of a hook's contract. ``text`` describes it for the user; ``place`` is the file and line."""
 
     def __init__(self, text: str, place: str = "") -> None:
         super().__init__(text)
@@ -33,7 +33,8 @@ class Complaint(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call gave. ``stall``: longest time in seconds for which it held the event loop, at ``place``."""
+    """The result of a call. ``stall`` is the longest time in seconds for which it blocked the event loop, and ``place``
+    the line where it did."""
 
     result: Any
     seconds: float
@@ -42,7 +43,7 @@ class Outcome:
 
 
 def definition(fn: Hook) -> str:
-    """File and line where a function or class is defined."""
+    """Return the file and line where a function or class is defined, or an empty text."""
     try:
         return f"{short(inspect.getsourcefile(inspect.unwrap(fn)) or '?')}:{inspect.getsourcelines(fn)[1]}"
     except (TypeError, OSError):
@@ -50,7 +51,7 @@ def definition(fn: Hook) -> str:
 
 
 def wrong(fn: Hook, text: str) -> Complaint:
-    """A complaint about a function as a whole."""
+    """Create a complaint about a function as a whole, with the place of its definition."""
     return Complaint(text, definition(fn))
 
 
@@ -60,45 +61,51 @@ def short(path: str) -> str:
 
 
 def check_signature(fn: Hook, words: str, *args: object, **keywords: object) -> None:
-    """Whether ``fn(*args, **keywords)`` is a possible call; ``words`` is the call as the documentation writes it."""
+    """Raise a :class:`Complaint` if ``fn(*args, **keywords)`` does not fit its signature.
+
+    Args:
+        words: the call as it is documented, for the message.
+    """
     try:
         signature = inspect.signature(fn)
-    except ValueError:  # of some built-ins
+    except ValueError:  # some built-in functions have no signature
         return
     try:
         signature.bind(*args, **keywords)
     except TypeError as error:
         name = getattr(fn, "__name__", type(fn).__name__)
-        raise wrong(fn, f"it is called as {words}, but is defined as {name}{signature}: {error}") from None
+        raise wrong(fn, f"slime calls it as {words}, but it is defined as {name}{signature}: {error}") from None
 
 
 def not_async(fn: Hook) -> None:
-    """For hooks that are called without await."""
+    """Refuse an async function for a hook that is called without await."""
     if inspect.iscoroutinefunction(fn):
-        raise wrong(fn, "it is an async def, but this hook is called without await: make it a plain def")
+        raise wrong(fn, "it is an async def, but slime calls this hook without await: use a plain def")
 
 
 def check_picklable(what: str, value: object) -> None:
-    """Samples are saved with snapshots and sent between processes."""
+    """Check that all attributes can be pickled: samples are saved in snapshots and sent between processes."""
     for name, entry in vars(value).items():
         try:
             pickle.dumps(entry)
-        except Exception as error:  # whatever a user's object raises when it is pickled
+        except Exception as error:  # a user's object can raise anything when it is pickled
             raise Complaint(
                 f"{what}.{name} cannot be pickled ({type(error).__name__}: {error}): samples are saved and sent "
-                "between processes, so keep only plain data on them"
+                "between processes, so store only plain data in them"
             ) from error
 
 
 def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = False) -> Outcome:
-    """Run ``start()``, which calls ``fn``, on a thread of its own.
+    """Run ``start()``, which calls ``fn``, in a separate thread.
 
     Args:
-        fn: the user's function; exceptions are placed at the last line of its file.
-        loop: run inside an event loop and await the result.
+        fn: the user's function. An exception is reported with the last line of its file in the traceback.
+        start: calls the function.
+        limit: deadline in seconds.
+        loop: whether to run it inside an event loop and await the result.
 
     Raises:
-        Complaint: it raised, or did not return within ``limit`` seconds.
+        Complaint: the call raised, or did not return within ``limit`` seconds.
     """
     file = _file(fn)
     watch = _Watch(file)
@@ -107,7 +114,7 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
     def work() -> None:
         try:
             answer["result"] = asyncio.run(watch.inside(start)) if loop else start()
-        except BaseException as error:  # SystemExit too: it is what the user's function did
+        except BaseException as error:  # a user's function can also raise SystemExit
             answer["error"] = error
 
     thread = threading.Thread(target=work, name=HOOK_THREAD, daemon=True)
@@ -126,7 +133,8 @@ def guarded(fn: Hook, start: Callable[[], object], limit: float, loop: bool = Fa
 
 
 def complaint_of(error: BaseException, fn: Hook) -> Complaint:
-    """An exception as a complaint: of the user's lines with its type, of ours as its words."""
+    """Convert an exception to a complaint. If it was raised in the user's file, it gets the type and the line. The
+    messages of slime's own ValueErrors and TypeErrors describe the problem already and are used alone."""
     if isinstance(error, Complaint):
         return error
     file = _file(fn)
@@ -139,10 +147,10 @@ def complaint_of(error: BaseException, fn: Hook) -> Complaint:
 
 
 class _Watch:
-    """How long the event loop of a call stands still.
+    """Measures how long a call blocks its event loop.
 
-    A stall counts when many looks in a row find the same beat. One look that comes late says nothing: on a busy machine
-    the operating system keeps both threads waiting.
+    A task in the loop updates a heartbeat, and another thread checks it. The loop counts as blocked if many checks in a
+    row find the same heartbeat. A single late check is not enough: on a busy machine, both threads may have to wait.
     """
 
     def __init__(self, file: str) -> None:
@@ -184,12 +192,13 @@ def _file(fn: Hook) -> str:
 
 
 def _position(file: str) -> str:
-    """The innermost line of ``file`` that any thread is in: plain functions run on a thread of asyncio's."""
+    """Return the innermost line of ``file`` in any thread. All threads are searched, because asyncio runs plain
+    functions in threads of its own."""
     return next((line for frame in sys._current_frames().values() if (line := _line(frame, file))), "")
 
 
 def _line(frame: FrameType | None, file: str) -> str:
-    """The innermost line of ``file`` on a stack."""
+    """Return the innermost line of ``file`` on a stack, or an empty text."""
     while frame is not None:
         if frame.f_code.co_filename == file:
             return f"{short(file)}:{frame.f_lineno} in {frame.f_code.co_name}"

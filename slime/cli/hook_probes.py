@@ -1,7 +1,7 @@
-"""One probe per hook of the rollout: call it as the run does, on small samples, and judge what comes back.
+"""Probes of the hooks of a rollout. A probe calls a hook as a run does, with small samples, and checks the result.
 
-A probe returns a few words about what it saw, raises :class:`Complaint`, or adds to ``bench.notes`` what
-works but will surprise. Those that generate and those that reward have files of their own.
+A probe returns a short description of the result, or raises :class:`Complaint`. It adds a note to ``bench.notes`` if
+the hook works but may have an unexpected effect. Probes of generation and of rewards are in separate files.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dynamic_filter(bench: Bench, fn: Hook) -> str:
         kept = guarded(fn, lambda tried=tried: call_dynamic_filter(fn, bench.args, tried), bench.limit).result  # type: ignore[misc]
         answers.append(f"{rewards}: {'kept' if kept.keep else 'dropped'}")
     if all(answer.endswith("dropped") for answer in answers):
-        bench.notes.append("it drops every group that was tried: a rollout that keeps nothing ends at --phase-timeout")
+        bench.notes.append("it drops all tested groups; a rollout without any group fails after --phase-timeout")
     return ", ".join(answers)
 
 
@@ -47,16 +47,16 @@ def buffer_filter(bench: Bench, fn: Hook) -> str:
     check_signature(fn, "fn(args, rollout_id, buffer, num_samples)", bench.args, None, buffer, 2)
     chosen = guarded(fn, lambda: fn(bench.args, None, buffer, 2), bench.limit).result
     if not isinstance(chosen, list) or any(isinstance(group, Sample) for group in chosen):
-        raise wrong(fn, f"it returned {type(chosen).__name__}; it must return a list of groups")
+        raise wrong(fn, f"its result has the type {type(chosen).__name__}, but must be a list of groups")
     if len(chosen) > 2 or len({id(group) for group in chosen}) != len(chosen):
-        raise wrong(fn, f"asked for 2 groups it returned {len(chosen)}, or one of them twice")
+        raise wrong(fn, f"asked for 2 groups, it returned {len(chosen)} groups, or one of them twice")
     if any(group is kept for group in chosen for kept in buffer):
-        bench.notes.append("it leaves in the buffer what it returns; here that is removed for it, elsewhere not")
-    return f"chose {len(chosen)} of {len(groups)} groups, {len(buffer)} stay"
+        bench.notes.append("it does not remove the returned groups from the buffer; slime does this, but others do not")
+    return f"chose {len(chosen)} of {len(groups)} groups, {len(buffer)} remain"
 
 
 def data_source(bench: Bench, fn: Hook) -> str:
-    """A class with ``get_samples, add_samples, save, load, __len__``."""
+    """Test a class with ``get_samples, add_samples, save, load, __len__``."""
     check_signature(fn, "DataSource(args)", bench.args)
     missing = [name for name in ("get_samples", "add_samples", "save", "load", "__len__") if not hasattr(fn, name)]
     if missing:
@@ -65,14 +65,14 @@ def data_source(bench: Bench, fn: Hook) -> str:
     groups = guarded(fn, lambda: source.get_samples(PAIR), bench.limit).result
     check_groups(fn, groups, bench.args.n_samples_per_prompt)
     if len(groups) != PAIR:
-        raise wrong(source.get_samples, f"get_samples({PAIR}) gave {len(groups)} groups")
+        raise wrong(source.get_samples, f"get_samples({PAIR}) returned {len(groups)} groups")
     guarded(fn, lambda: source.add_samples(groups), bench.limit)
     length = guarded(fn, lambda: len(source), bench.limit).result
     guarded(fn, lambda: source.save(0), bench.limit)
     args = bench.args.with_values(load=bench.args.save)
     again = guarded(fn, lambda: fn(args), bench.limit).result
     guarded(fn, lambda: again.load(0), bench.limit)
-    return f"gives groups of {len(groups[0])}, {length} prompts an epoch, saves and loads"
+    return f"returns groups of {len(groups[0])}, has {length} prompts per epoch, saves and loads"
 
 
 def sample_filter(bench: Bench, fn: Hook) -> str:
@@ -81,10 +81,10 @@ def sample_filter(bench: Bench, fn: Hook) -> str:
     check_signature(fn, "fn(args, groups)", bench.args, groups)
     result = guarded(fn, lambda: fn(bench.args, groups), bench.limit).result
     if result is not None:
-        bench.notes.append(f"what it returned ({type(result).__name__}) is not used: set sample.remove_sample = True")
+        bench.notes.append(f"its return value ({type(result).__name__}) is ignored: set sample.remove_sample = True")
     removed = [sample for sample in flatten(groups) if sample.remove_sample]
     if len(removed) == len(flatten(groups)):
-        bench.notes.append("it removes all samples: nothing would be trained on")
+        bench.notes.append("it removes all samples, so nothing would be trained on")
     return f"removes {len(removed)} of {len(flatten(groups))} samples"
 
 
@@ -93,11 +93,11 @@ def all_samples(bench: Bench, fn: Hook) -> str:
     groups = bench.answered()
     check_signature(fn, "fn(args, all_groups, data_source)", bench.args, groups, bench.source)
     guarded(fn, lambda: fn(bench.args, groups, bench.source), bench.limit)
-    return f"saw {len(groups)} groups"
+    return f"called with {len(groups)} groups"
 
 
 def convert(bench: Bench, fn: Hook) -> str:
-    """``fn(args, samples)``: through the converter and the split over ranks, as in a run."""
+    """Test ``fn(args, samples)`` with the converter and the split over ranks, as in a run."""
     from slime.data.convert import samples_to_train_data, split_train_data
 
     not_async(fn)
@@ -143,4 +143,4 @@ PROBES: dict[str, Probe] = {
     "rollout_function_path": rollout,
     "eval_function_path": partial(rollout, evaluation=True),
 }
-"""By the name of the argument; in this order, so that later probes see samples of the user's generate function."""
+"""The probes by name of the argument. The order matters: later probes use the samples of the generate function."""

@@ -1,4 +1,4 @@
-"""Probes of the hooks that generate: a generate function, an agent, a sample hook, and whole rollouts."""
+"""Probes of hooks for generation: generate functions, agents, sample hooks, and rollout functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slime.rollout.hooks import call, supported_kwargs
 from slime.rollout.verifier.pool import STARTUP_SECONDS
 from slime.types import SamplingParams
 
-AGENT_TOKENS = 512  # of a conversation: an untrained model does not end its turns
+AGENT_TOKENS = 512  # limit of a conversation: an untrained model does not end its turns
 
 
 def generate(bench: Bench, fn: Hook) -> str:
-    """``await fn(args, sample, sampling_params[, evaluation])``, or the list form."""
+    """Test ``await fn(args, sample, sampling_params[, evaluation])``, or the form with a list of samples."""
     from slime.rollout.custom_generate import call_list, call_single, takes_list
     from slime.rollout.settings import request_params
 
@@ -39,13 +39,13 @@ def generate(bench: Bench, fn: Hook) -> str:
             return list(await call_list(fn, args, group, False))
         return list(await asyncio.gather(*(call_single(fn, args, one, {**params}, False) for one in group)))
 
-    guarded(fn, whole_group, bench.limit, loop=True)  # imports and connections of a first call are not counted
+    guarded(fn, whole_group, bench.limit, loop=True)  # a first call, so that imports and connections are not measured
     with appends_recorded():
         outcome = guarded(fn, whole_group, bench.limit, loop=True)
     if outcome.stall:
         raise Complaint(
-            f"it holds the event loop for {outcome.stall:.1f} s: meanwhile no other sample goes on. Await asynchronous "
-            "clients (slime.utils.http_utils.post), or put blocking work into asyncio.to_thread",
+            f"it blocks the event loop for {outcome.stall:.1f} s, in which no other sample can continue. Await async "
+            "clients (slime.utils.http_utils.post), or run blocking code with asyncio.to_thread",
             outcome.place,
         )
     leaves = flatten(outcome.result)
@@ -54,7 +54,7 @@ def generate(bench: Bench, fn: Hook) -> str:
         check_mask(bench, fn, one)
     bench.generated = [outcome.result]
     if all(one.rollout_log_probs is None for one in leaves):
-        bench.notes.append("no rollout_log_probs: the trainer recomputes the old log-probs (one more forward pass)")
+        bench.notes.append("without rollout_log_probs, the trainer needs another forward pass for the old log-probs")
     turns = check_turns(bench, fn)
     fan_out = f" from {len(outcome.result)} calls" if len(leaves) != len(outcome.result) else ""
     lengths = [one.response_length for one in leaves]
@@ -62,7 +62,7 @@ def generate(bench: Bench, fn: Hook) -> str:
 
 
 def agent(bench: Bench, fn: Hook) -> str:
-    """``run(task)``, with the endpoint that it gets in a run."""
+    """Test ``run(task)`` with the same endpoint as in a run."""
     from slime.agent.program import Task
     from slime.agent.rollout import generate as run_agent
     from slime.agent.server import stop_agent_server
@@ -88,7 +88,7 @@ def agent(bench: Bench, fn: Hook) -> str:
             raise wrong(fn, str(one.metadata["reward_failure"]))
         if one.reward_timed_out:
             bench.notes.append(
-                f"it does not catch the refusal of a conversation that is too long (here, {AGENT_TOKENS} tokens): "
+                f"it does not catch the error for a conversation that is too long (here {AGENT_TOKENS} tokens), so "
                 "such samples are left out of training"
             )
         else:
@@ -100,21 +100,21 @@ def agent(bench: Bench, fn: Hook) -> str:
 
 def _check_generated(bench: Bench, fn: Hook, sample: Sample) -> None:
     if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
-        raise wrong(fn, f"a sample is left {sample.status.value}: set COMPLETED or TRUNCATED")
+        raise wrong(fn, f"a sample has the status {sample.status.value}: set COMPLETED or TRUNCATED")
     vocabulary = len(bench.tokenizer)
     bad = [token for token in sample.tokens if not isinstance(token, int) or not 0 <= token < vocabulary]
     if bad:
-        raise wrong(fn, f"sample.tokens holds {bad[0]!r}, which is no token id (ints below {vocabulary})")
+        raise wrong(fn, f"sample.tokens contains {bad[0]!r}, which is not a token id (an int below {vocabulary})")
     if len(sample.tokens) == sample.response_length:
-        raise wrong(fn, "sample.tokens holds the response only: it must be prompt tokens + response tokens")
+        raise wrong(fn, "sample.tokens contains only the response: it must be prompt tokens + response tokens")
     mask = sample.loss_mask
     if mask is not None and any(entry not in (0, 1) for entry in mask):
-        raise wrong(fn, f"sample.loss_mask holds {next(m for m in mask if m not in (0, 1))!r}; only 0 and 1 may be")
+        raise wrong(fn, f"sample.loss_mask contains {next(m for m in mask if m not in (0, 1))!r}, not only 0 and 1")
     if mask is not None and not any(mask):
-        bench.notes.append("the loss_mask of a sample is 0 everywhere: nothing of it is trained on")
+        bench.notes.append("the loss_mask of a sample is 0 everywhere, so it is not trained on")
     for value in sample.rollout_log_probs or ():
         if not isinstance(value, int | float) or math.isnan(value) or value > 1e-4:
-            raise wrong(fn, f"sample.rollout_log_probs holds {value!r}: log-probabilities are at most 0")
+            raise wrong(fn, f"sample.rollout_log_probs contains {value!r}, but log-probs are at most 0")
     check_picklable("sample", sample)
 
 
@@ -124,13 +124,13 @@ def sample_hook(bench: Bench, fn: Hook) -> str:
     check_signature(fn, "hook(args, sample, rollout_id=…, evaluation=…)", bench.args, sample, **keywords)
     outcome = guarded(fn, lambda: call(fn, bench.args, sample, **keywords), bench.limit, loop=True)
     if outcome.result is not None and not isinstance(outcome.result, Sample):
-        raise wrong(fn, f"it returned {type(outcome.result).__name__}; it must return None or a Sample")
+        raise wrong(fn, f"its result has the type {type(outcome.result).__name__}, but must be None or a Sample")
     check_picklable("sample", outcome.result or sample)
     return "returned " + ("None" if outcome.result is None else "a Sample")
 
 
 def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
-    """The whole rollout, on the data and the engine of the bench."""
+    """Test a rollout function with the data and the engine of the bench."""
     from slime.rollout.base_types import RolloutFnTrainOutput, call_rollout_fn
 
     not_async(fn)
@@ -154,9 +154,12 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
 def check_groups(fn: Hook, groups: object, size: int) -> None:
     first = type(groups[0]).__name__ if isinstance(groups, list) and groups else "nothing"
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
-        raise wrong(fn, f"it gave {type(groups).__name__} of {first}: groups are lists of samples, one list per prompt")
+        raise wrong(
+            fn,
+            f"it returned a {type(groups).__name__} of {first}: return a list of samples for each prompt",
+        )
     for sample in flatten(groups):
         if not isinstance(sample, Sample):
-            raise wrong(fn, f"a group holds a {type(sample).__name__}, not a Sample")
+            raise wrong(fn, f"a group contains a {type(sample).__name__}, which is not a Sample")
     if len(groups[0]) != size:
-        raise wrong(fn, f"a group has {len(groups[0])} samples, --n-samples-per-prompt is {size}")
+        raise wrong(fn, f"a group has {len(groups[0])} samples, but --n-samples-per-prompt is {size}")

@@ -1,4 +1,4 @@
-"""Probes of the hooks that reward: of single samples, of groups, by a model, and what is made of rewards."""
+"""Probes of hooks for rewards: of single samples, of groups, by a reward model, and post-processing of rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.rollout.verifier.pool import STARTUP_SECONDS
 
 
 def reward(bench: Bench, fn: Hook, grouped: bool | None = None) -> str:
-    """Single: ``await fn(args, sample)``; with ``--group-rm`` ``await fn(args, samples)``; or a class."""
+    """Test ``await fn(args, sample)``, or with ``--group-rm`` ``await fn(args, samples)``, or a class."""
 
     samples = flatten(bench.answered(rewards=False))
     for sample in samples:
@@ -28,7 +28,7 @@ def reward(bench: Bench, fn: Hook, grouped: bool | None = None) -> str:
     check_signature(fn, words, bench.args, samples if grouped else samples[0])
     names = parameters(fn)[0]
     if not grouped and "samples" in names and "sample" not in names:
-        raise wrong(fn, "its parameter is called samples, but without --group-rm it gets one sample")
+        raise wrong(fn, "it has a parameter named samples, but without --group-rm it is called with one sample")
 
     async def score() -> list[Any]:
         if grouped:
@@ -47,8 +47,8 @@ def reward(bench: Bench, fn: Hook, grouped: bool | None = None) -> str:
     outcome = guarded(fn, score, bench.limit, loop=True)
     if outcome.stall:
         bench.notes.append(
-            f"it blocks its event loop for {outcome.stall:.1f} s at {outcome.place}: other rewards wait for it. "
-            "slime.rollout.rm_hub.outcome.verify runs such work in processes that can be killed"
+            f"it blocks its event loop for {outcome.stall:.1f} s at {outcome.place}, so other rewards have to wait. "
+            "slime.rollout.rm_hub.outcome.verify runs such code in processes that can be killed"
         )
     each = outcome.seconds / max(len(samples), 1)
     return _judge_rewards(bench, fn, samples, outcome.result) + f", {each * 1000:.1f} ms each"
@@ -83,25 +83,25 @@ def _judge_rewards(bench: Bench, fn: Hook, samples: Sequence[Sample], rewards: S
     values = []
     for reward in rewards:
         if reward is None:
-            raise wrong(fn, "it returned None: a return is missing on some path")
+            raise wrong(fn, "it returned None: a return statement is missing on some path")
         if isinstance(reward, dict):
             if key is None:
                 keys = ", ".join(map(str, reward))
-                raise wrong(fn, f"it returns a dict with the keys {keys}: say which one trains with --reward-key")
+                raise wrong(fn, f"it returns a dict with the keys {keys}: select one with --reward-key")
             if key not in reward:
                 raise wrong(fn, f"its dict has no {key!r} (--reward-key), only {', '.join(map(str, reward))}")
             reward = reward[key]
         try:
-            number = float(reward)  # type: ignore[arg-type]  # whether it can is what is tried
+            number = float(reward)  # type: ignore[arg-type]  # this tests whether it is a number
         except (TypeError, ValueError):
-            raise wrong(fn, f"it returned {reward!r} ({type(reward).__name__}), which is no number") from None
+            raise wrong(fn, f"it returned {reward!r} ({type(reward).__name__}), which is not a number") from None
         if isinstance(reward, str) or not math.isfinite(number):
-            raise wrong(fn, f"it returned {reward!r}: a reward is a finite number")
+            raise wrong(fn, f"it returned {reward!r}, but a reward must be a finite number")
         values.append(number)
     if len(set(values)) == 1 and bench.generated is None and any(sample.label is not None for sample in samples):
         bench.notes.append(
-            f"it gives {values[0]:g} to all {len(values)} answers, among them \\boxed{{label}} and 'I do not know.': "
-            "without a difference there is nothing to learn"
+            f"it returns {values[0]:g} for all {len(values)} answers, including \\boxed{{label}} and 'I do not know.'; "
+            "without differences the model cannot learn"
         )
     return f"{len(values)} rewards from {min(values):g} to {max(values):g}"
 
@@ -112,9 +112,9 @@ def reward_post_process(bench: Bench, fn: Hook) -> str:
     check_signature(fn, "fn(args, samples)", bench.args, samples)
     result = guarded(fn, lambda: fn(bench.args, samples), bench.limit).result
     if not isinstance(result, tuple) or len(result) != 2:
-        raise wrong(fn, f"it returned {type(result).__name__}; it must return (raw_rewards, rewards)")
+        raise wrong(fn, f"its result has the type {type(result).__name__}, but must be (raw_rewards, rewards)")
     for name, values in zip(("raw_rewards", "rewards"), result, strict=True):
         if len(values) != len(samples):
             raise wrong(fn, f"it returned {len(values)} {name} for {len(samples)} samples")
         [float(value) for value in values]
-    return f"{len(samples)} rewards, trained ones from {min(map(float, result[1])):g} to {max(map(float, result[1])):g}"
+    return f"{len(samples)} rewards, processed from {min(map(float, result[1])):g} to {max(map(float, result[1])):g}"

@@ -1,4 +1,4 @@
-"""One probe per hook of the trainer: advantages, losses and corrections on a small batch, forward and backward."""
+"""Probes of the hooks of the trainer: advantages, losses and corrections, tested with a small batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _rank_batch(bench: Bench, args: Args) -> RankBatch:
-    """The batch that a training rank gets, with log-probs of all models filled in."""
+    """Return the batch of a training rank, with artificial log-probs of all models."""
     import torch
 
     from slime.data.convert import samples_to_train_data, split_train_data
@@ -41,10 +41,10 @@ def _check_per_token(fn: Hook, batch: RankBatch, *names: str) -> None:
     for name in names:
         values = batch.get(name)
         if values is None:
-            raise wrong(fn, f"it must set rollout_data[{name!r}]: one tensor [response_length] per sample")
+            raise wrong(fn, f"it must set rollout_data[{name!r}] to one tensor [response_length] per sample")
         lengths = [len(value) for value in values]
         if lengths != list(batch["response_lengths"]):
-            raise wrong(fn, f"{name} has lengths {lengths}, the responses {list(batch['response_lengths'])}")
+            raise wrong(fn, f"{name} has lengths {lengths}, but the responses {list(batch['response_lengths'])}")
 
 
 def advantages(bench: Bench, fn: Hook) -> str:
@@ -74,19 +74,19 @@ def postprocess(bench: Bench, fn: Hook) -> str:
     with batch.lent_to("--rollout-data-postprocess-path") as view:
         result = guarded(fn, lambda: fn(args, 0, view), bench.limit).result
     if result is not None:
-        bench.notes.append("what it returns is not used: it must change rollout_data in place")
+        bench.notes.append("its return value is ignored: it must modify rollout_data in place")
     _check_per_token(fn, batch, *(name for name in ("advantages", "returns") if args.compute_advantages_and_returns))
     return "called with " + ", ".join(sorted(name for name, value in view.items() if value is not None))
 
 
 def loss(bench: Bench, fn: Hook) -> str:
-    """``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``."""
+    """Test ``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``."""
     check_signature(fn, "fn(args, batch, logits, sum_of_sample_mean)", bench.args, {}, None, None)
     return _backward(bench, fn, {"loss_type": "custom_loss"})
 
 
 def tis(bench: Bench, fn: Hook) -> str:
-    """``--custom-tis-function-path``: keywords only."""
+    """Test ``--custom-tis-function-path``, which is called with keyword arguments only."""
     names = ("pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
     check_signature(fn, f"fn(args=…, {', '.join(f'{n}=…' for n in names)})", args=None, **dict.fromkeys(names))
     return _backward(bench, fn, {"use_tis": True, "loss_type": "policy_loss"})
@@ -98,7 +98,7 @@ def reducer(bench: Bench, fn: Hook) -> str:
 
 
 def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
-    """Through :func:`slime.backends.loss.compute_loss`, the one loss path of all backends, and back."""
+    """Run :func:`slime.backends.loss.compute_loss`, which all backends use, and the backward pass."""
     import torch
 
     from slime.algorithms.sequences import IDENTITY
@@ -129,15 +129,15 @@ def _backward(bench: Bench, fn: Hook, settings: dict[str, object]) -> str:
     def both() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value, metrics = compute_loss(loss_settings, tokens, num_rollouts=count, num_tokens=float(len(targets)))
         if value.dim() != 0:
-            raise wrong(fn, f"the loss has shape {tuple(value.shape)}: return a scalar")
+            raise wrong(fn, f"the loss has the shape {tuple(value.shape)}, but it must be a scalar")
         if not value.requires_grad:
-            raise wrong(fn, "the loss has no gradient: it was detached, or made from numbers")
+            raise wrong(fn, "the loss has no gradient: it was detached, or computed from plain numbers")
         value.backward()
         return value.detach(), metrics
 
     value, metrics = guarded(fn, both, bench.limit).result
     if not torch.isfinite(value) or logits.grad is None or not torch.isfinite(logits.grad).all():
-        raise wrong(fn, f"loss {float(value):g}: it or its gradient is not finite")
+        raise wrong(fn, f"the loss {float(value):g} or its gradient is not finite")
     if not logits.grad.abs().sum():
         bench.notes.append("the gradient of the loss is 0 for this batch")
     return f"loss {float(value):.4g} with gradient; metrics {', '.join(sorted(metrics))}"
@@ -157,4 +157,4 @@ def signature_only(name: str, fn: Hook) -> str:
     problem = call_problem(name, fn)
     if problem:
         raise wrong(fn, problem)
-    return "its signature fits; it is called in training only"
+    return "its signature fits, but it is called only in training"

@@ -1,4 +1,4 @@
-"""An engine with a script for ``slime check-hooks``: answers that call a tool, and answers that an abort has cut."""
+"""A scripted engine for ``slime check-hooks``, whose answers call a tool or are interrupted by an abort."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST = "The answer is 4."
 
 @dataclass
 class Request:
-    """What one ``POST /generate`` asked for and got."""
+    """One ``POST /generate``: the prompt and the answer."""
 
     prompt: list[int]
     ids: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Request:
 
 
 class _Params(TypedDict, total=False):
-    """The ``sampling_params`` of a request that the script looks at."""
+    """The ``sampling_params`` that the scripted engine reads."""
 
     stop: str | list[str] | None
     no_stop_trim: bool
@@ -37,7 +37,7 @@ class _Params(TypedDict, total=False):
 
 
 class _Answer(TypedDict, total=False):
-    """What an engine answers; it has other fields besides."""
+    """The fields of an engine's answer that the scripted engine changes."""
 
     text: str
     output_ids: list[int]
@@ -45,15 +45,15 @@ class _Answer(TypedDict, total=False):
 
 
 class ScriptedEngine:
-    """Stands before a real engine and replaces what it writes, by the number of the request.
+    """A proxy of a real engine that replaces the generated text according to the number of the request.
 
-    The real engine answers each request with one token, so that errors and the other fields of an answer are its own.
+    The real engine also answers each request, with one token, so that errors and all other fields are real.
 
     Args:
-        url: of the real engine.
-        answers: texts of the first answers; later ones say :data:`LAST`.
-        abort_at: number of the first request, from 0, whose answer an abort cuts, as all later ones; None for none.
-        on_abort: called then, before the answer.
+        url: URL of the real engine.
+        answers: texts of the first answers; all later answers are :data:`LAST`.
+        abort_at: index of the first request that is aborted, together with all later ones; None for no abort.
+        on_abort: called before the answer to an aborted request.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ScriptedEngine:
         self.url, self.tokenizer, self.answers = url, tokenizer, answers
         self.abort_at, self.on_abort = abort_at, on_abort
         self.requests: list[Request] = []
-        self.runaway = asyncio.Event()  # the function asks again and again although all is aborted
+        self.runaway = asyncio.Event()  # set if the function keeps sending requests after the abort
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/generate", self._generate)
         app.router.add_route("*", "/{path:.*}", self._forward)
@@ -123,7 +123,7 @@ class ScriptedEngine:
         return response
 
     def _write(self, answer: _Answer, number: int, asked: Request, params: _Params) -> _Answer:
-        """The real engine's answer with the script's words."""
+        """Replace the text of the real engine's answer by the script's."""
         text = self.answers[number] if number < len(self.answers) else LAST
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         asked.aborted = self.abort_at is not None and number >= self.abort_at
@@ -142,7 +142,7 @@ class ScriptedEngine:
         return answer
 
     def _ended(self, text: str, ids: list[int], params: _Params) -> tuple[str, list[int], JsonObject]:
-        """A text as an engine ends it: at a stop string, at the limit of tokens, or with the end token."""
+        """End a text as an engine does: at a stop string, at the token limit, or with the end token."""
         stops = params.get("stop") or []
         stops = [stops] if isinstance(stops, str) else stops
         at, stop = min(((text.find(stop), stop) for stop in stops if stop in text), default=(-1, ""))

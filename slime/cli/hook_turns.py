@@ -1,5 +1,5 @@
-"""Whether what a generate function returns agrees with what the engine sampled and with what it appended itself: after
-a tool turn that is forced on it, and with an abort under way."""
+"""Check the samples of a generate function against the tokens that the engine sampled and that the function appended,
+also after a forced tool turn and after an abort."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from slime.rollout.settings import request_params
 from slime.rollout.state import GenerateState
 from slime.types import SamplingParams
 
-TOOL_TURNS = (  # common forms in which models ask for a tool; none of them does harm
+TOOL_TURNS = (  # common forms of tool calls, all of them harmless if they are executed
     '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
     "<search>2 + 2</search>",
     "<code>print(2 + 2)</code>",
     "```python\nprint(2 + 2)\n```",
     "<python>print(2 + 2)</python>",
 )
-_ROOM = 512  # tokens of a response, so that no turn is cut by accident
+_ROOM = 512  # maximum tokens of a response, so that no turn is truncated by accident
 _CLOSE = 1e-4
 _APPENDED = "_appended_in_check"
 P = ParamSpec("P")
 
 
 class _Try:
-    """The function on the first prompts, with one scripted engine."""
+    """Calls the function on the first prompts with a scripted engine."""
 
     def __init__(self, bench: Bench, fn: Hook) -> None:
         self.bench, self.fn = bench, fn
@@ -48,10 +48,12 @@ class _Try:
     def run(
         self, answers: list[str], abort_at: int | None = None, go_on: bool = False
     ) -> tuple[list[list[Sample]], list[list[Sample]], list[Request]]:
-        """What each sample became, what each became when it went on after the abort, and the requests.
+        """Return the results of each sample, the results when it was continued after the abort, and the requests.
 
         Args:
-            answers: per turn; each sample gets them all.
+            answers: the model's answer for each turn; all samples get the same.
+            abort_at: index of the turn that is aborted; None for no abort.
+            go_on: whether to call the function again with the aborted samples.
         """
         args = self.bench.args.with_values(rollout_max_response_len=_ROOM)
         params: SamplingParams = {**request_params(args), "sampling_seed": 1}
@@ -88,8 +90,8 @@ class _Try:
             if not task.done():
                 raise wrong(
                     self.fn,
-                    "it goes on asking after an abort: when an answer's finish_reason is abort, set the sample "
-                    "ABORTED and return it (GenerateState(args).aborted says that the rollout is over)",
+                    "it keeps sending requests after an abort: if the finish_reason of an answer is abort, set the "
+                    "status ABORTED and return the sample (GenerateState(args).aborted tells that the rollout is over)",
                 )
             return list(task.result())
         finally:
@@ -99,33 +101,33 @@ class _Try:
 
 
 def check_turns(bench: Bench, fn: Hook) -> str:
-    """Force a tool turn, then abort, then go on.
+    """Test the function with a forced tool turn, with an abort, and with a continuation after the abort.
 
     Returns:
-        A few words about what was seen.
+        A short description of the result.
 
     Raises:
-        Complaint: what it returns does not agree with what was sampled.
+        Complaint: the samples do not agree with the sampled tokens.
     """
     tried = _Try(bench, fn)
-    turn, said = None, "no tool turn in the forms that were tried"
+    turn, said = None, "no tool turn with the tested forms of calls"
     for form in [bench.tool_answer] if bench.tool_answer else list(map(_filled(tried.samples), TOOL_TURNS)):
         results, _, requests = tried.run([form])
         for sample in flatten(results):
             check_sampled(bench, fn, sample, requests)
         if not requests:
-            return "asks no /generate: turns and aborts are not tried"
+            return "it does not use /generate, so tool turns and aborts were not tested"
         if len(requests) > len(tried.samples):
             turn, said = form, f"a tool turn of {len(requests) // len(tried.samples)} answers"
             break
     if bench.tool_answer and turn is None:
-        raise wrong(fn, f"after the answer {bench.tool_answer!r} (--check-tool-answer) it asked for no other")
+        raise wrong(fn, f"after the answer {bench.tool_answer!r} (--check-tool-answer), it sent no other request")
     _check_abort(bench, fn, tried, turn)
     return f"{said}, an abort"
 
 
 def _filled(samples: Sequence[Sample]) -> Callable[[str], str]:
-    """The forms with the first tool that the data names."""
+    """Return a function that fills the name of the data's first tool into a form of calls."""
     tools = next((one.metadata.get("tools") for one in samples if isinstance(one.metadata, dict)), None)
     tool = tools[0] if isinstance(tools, list) and tools and isinstance(tools[0], dict) else {}
     function = tool.get("function")
@@ -134,35 +136,35 @@ def _filled(samples: Sequence[Sample]) -> Callable[[str], str]:
 
 
 def _check_abort(bench: Bench, fn: Hook, tried: _Try, turn: str | None) -> None:
-    """The last answer is cut by an abort: the first one, or that after a tool turn."""
+    """Test an abort of the last answer, which is the first one or the one after a tool turn."""
     answers, at = ([], 0) if turn is None else ([turn], 1)
     results, again, requests = tried.run(answers, at, go_on=bench.resumes)
     if not any(request.aborted for request in requests):
-        return  # another number of requests than before: nothing was aborted
+        return  # the function sent fewer requests than before, so nothing was aborted
     for samples in results:
         for sample in samples:
             check_picklable("sample", sample)
             check_sampled(bench, fn, sample, requests)
         if all(sample.status is not Sample.Status.ABORTED for sample in samples):
             text = (
-                f"it leaves a sample {samples[-1].status.value} whose last answer an abort has cut: where "
+                f"a sample whose last answer was aborted has the status {samples[-1].status.value}: if "
                 'meta_info["finish_reason"]["type"] is "abort", set Sample.Status.ABORTED '
-                "(append_response_tokens with meta_info does it)"
+                "(append_response_tokens with meta_info does this)"
             )
             if bench.resumes:
                 raise wrong(fn, text)
-            bench.notes.append(f"{text}. With these flags aborted samples are not kept, so nothing is trained wrongly")
+            bench.notes.append(f"{text}. These flags discard aborted samples, so the training is not affected")
     for sample in flatten(again):
         if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
-            raise wrong(fn, f"called again with a sample that was aborted, it leaves it {sample.status.value}")
+            raise wrong(fn, f"called again with an aborted sample, it returns the status {sample.status.value}")
         check_sampled(bench, fn, sample, requests)
 
 
 def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Request]) -> None:
-    """Compare a sample with what the engine was asked and answered.
+    """Compare a sample with the requests to the engine and its answers.
 
     Raises:
-        Complaint: it trains tokens that no engine sampled, or its log-probs are those of other tokens.
+        Complaint: the sample trains tokens that no engine sampled, or has log-probs of other tokens.
     """
     length = sample.response_length
     if not length:
@@ -181,7 +183,7 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     sampled, scores = sampled[-length:], scores[-length:]
     if not sampled.any():
         if any(request.ids for request in requests):
-            bench.notes.append("its tokens are not those that the engine sampled: its mask cannot be checked")
+            bench.notes.append("its tokens are not those that the engine sampled, so its mask cannot be checked")
         return
     mask = sample.array("loss_mask")
     trained = np.ones(length, bool) if mask is None else mask != 0
@@ -190,7 +192,7 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         ids = [tokens[len(tokens) - length + place] for place in foreign[:8]]
         raise Complaint(
             f"{len(foreign)} tokens that no engine sampled would be trained, the first at {foreign[0]} of {length} "
-            f"in the response ({bench.tokenizer.decode(ids)!r}): what a tool or the template added needs loss_mask 0",
+            f"in the response ({bench.tokenizer.decode(ids)!r}): tokens of tools and templates need loss_mask 0",
             wrong(fn, "").place,
         )
     if sample.rollout_log_probs is None:
@@ -200,14 +202,14 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
     if len(off):
         raise wrong(
             fn,
-            f"rollout_log_probs of {len(off)} trained tokens are not those that the engine gave for them, the first at "
+            f"rollout_log_probs of {len(off)} trained tokens differ from those of the engine, the first at "
             f"{off[0]} of {length} in the response: {given[off[0]]:.3f} instead of {scores[off[0]]:.3f}",
         )
 
 
 @contextmanager
 def appends_recorded() -> Iterator[None]:
-    """Note on each sample what ``append_response_tokens`` was told, as a tuple of (tokens, trainable)."""
+    """Record the calls of ``append_response_tokens`` on each sample, as tuples (number of tokens, trainable)."""
     original = Sample.append_response_tokens
 
     Sample.append_response_tokens = _recording(original)  # type: ignore[method-assign, assignment]
@@ -229,7 +231,7 @@ def _recording(append: Callable[Concatenate[Sample, P], None]) -> Callable[Conca
 
 
 def check_mask(bench: Bench, fn: Hook, sample: Sample) -> None:
-    """Compare the sample's mask with the record, where the record covers the whole response.
+    """Compare the sample's mask with the recorded calls, if these cover the whole response.
 
     Raises:
         Complaint: tokens that were appended with ``trainable=False`` would be trained.
@@ -245,8 +247,8 @@ def check_mask(bench: Bench, fn: Hook, sample: Sample) -> None:
         raise wrong(
             fn,
             f"{wrongly} of the {int((~told).sum())} tokens that it appended with trainable=False would be trained: "
-            "sample.loss_mask was replaced afterwards. Leave the mask to append_response_tokens",
+            "sample.loss_mask was replaced afterwards. Do not set it besides append_response_tokens",
         )
     left_out = int((told & ~trained).sum())
     if left_out:
-        bench.notes.append(f"{left_out} tokens that were appended as trainable have loss_mask 0: not trained on")
+        bench.notes.append(f"{left_out} tokens that were appended as trainable have loss_mask 0 and are not trained")

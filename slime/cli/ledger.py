@@ -1,4 +1,4 @@
-"""``slime ledger``: what became of each group of a run, and whether the account closes."""
+"""``slime ledger``: show the outcome of each prompt group of a run, and check that none is lost or counted twice."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_ROWS = 20
 
 
 def show_ledger(path: Path, as_json: bool = False) -> int:
-    """Print the account of a run's folder (or of a ledger file) as of its last checkpoint.
+    """Print the ledger of a run (a folder or a ledger file) as of its last checkpoint.
 
     Returns:
-        0 when it closes, 1 when it does not.
+        0 if the ledger is consistent, otherwise 1.
 
     Raises:
         CommandError: there is no ledger.
@@ -35,7 +35,7 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
     try:
         report = read_ledger(file)
     except FileNotFoundError as error:
-        raise CommandError(f"{file} does not exist: give the folder of a run, e.g. outputs/latest") from error
+        raise CommandError(f"{file} does not exist: pass the folder of a run, e.g. outputs/latest") from error
     if as_json:
         print(json.dumps({"closes": report.closes, "asked": report.asked, **vars(report)}, indent=2))
         return int(not report.closes)
@@ -44,11 +44,11 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
         console.print(table)
     for undone in report.rolled_back:
         console.print(
-            f"attempt {undone['attempt']} went on after step {undone['after']}: {undone['rows']} groups that later "
+            f"attempt {undone['attempt']} continued after step {undone['after']}: {undone['rows']} groups that later "
             f"steps had closed were rolled back ({_intervals(undone['groups'])})"
         )
     if report.beyond:
-        console.print(f"{report.beyond} groups were closed after the last checkpoint: a resume makes them again")
+        console.print(f"{report.beyond} groups were closed after the last checkpoint: a resume generates them again")
     for problem in report.problems:
         console.print(f"does not close: {problem}", style="red")
     if report.closes and report.cut is not None:

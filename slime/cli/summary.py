@@ -1,4 +1,4 @@
-"""``slime summary``: the end table of a run, from its folder."""
+"""``slime summary``: print the final table of a run from its folder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from slime.cli.errors import CommandError
 
 
 def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> None:
-    """Print the table (or the figures as JSON), and draw the picture where asked.
+    """Print the table, or the figures as JSON, and draw the reward curve if ``png`` is given.
 
     Raises:
-        CommandError: the folder is not one of a run, or matplotlib is missing for the picture.
+        CommandError: the folder is not the folder of a run, or matplotlib is needed but not installed.
     """
     from rich.console import Console
 
@@ -29,7 +29,7 @@ def show_summary(path: Path, as_json: bool = False, png: Path | None = None) -> 
     except MetricsError as error:
         raise CommandError(str(error)) from error
     except ModuleNotFoundError as error:
-        raise CommandError(f"--png needs {error.name}: pip install 'slime[plots]'") from error
+        raise CommandError(f"--png needs {error.name}: run pip install 'slime[plots]'") from error
     if as_json:
         print(json.dumps(summary, indent=2))
     else:

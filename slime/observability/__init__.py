@@ -1,1 +1,1 @@
-"""Metrics, traces, dumps and what the user sees while a run goes on."""
+"""Metrics, traces, debug data, and the terminal output of a run."""

@@ -1,4 +1,4 @@
-"""Writing of files that only people read: an error such as a full disk is logged and never ends the run."""
+"""Write files that only people read: an error such as a full disk is logged and never ends the run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def warn(message: str) -> None:
 
 
 def take_warnings() -> list[str]:
-    """The warnings of this process since the last call, at most the newest 100.
+    """Return the warnings of this process since the last call, at most the newest 100.
 
-    The log of the rollout manager is a file; the driver shows these in the terminal.
+    The driver takes those of the rollout manager, whose log is a file, and shows them in the terminal.
     """
     taken: list[str] = []
     with contextlib.suppress(IndexError):
@@ -51,9 +51,9 @@ def take_warnings() -> list[str]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file beside ``path`` to write to, which replaces ``path`` at the end of the block.
+    """Yield the path of a temporary file in the same folder, which replaces ``path`` at the end of the block.
 
-    When the block raises, ``path`` stays as it was, and what was written is removed: on a full disk it would take the
+    If the block raises, ``path`` is unchanged and the temporary file is removed; on a full disk it would occupy the
     last free space.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -68,18 +68,18 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 class AppendedFile:
-    """A file that stays open and grows by whole lines.
+    """A file that stays open and to which whole lines are appended.
 
-    Each line is one unbuffered write, so it survives the end of this process, by ``kill -9`` too. What a full disk
-    refuses, also the rest of a line of which a part was written, waits in memory and is written before the next line:
-    the file always is a beginning of what was appended, without a gap.
+    Each line is one unbuffered write, so it survives the end of this process, even by ``kill -9``. If the disk is full,
+    lines (or the rest of a partly written line) wait in memory and are written before the next line. So the file is
+    always a prefix of the appended lines, without gaps.
 
     Args:
-        what: names the file in warnings.
-        keep: bytes at the beginning of an existing file that stay; None: all of them.
+        what: the name of the file in warnings.
+        keep: number of bytes to keep at the beginning of an existing file; None keeps all.
 
     Attributes:
-        end: bytes that the file has once nothing waits.
+        end: size of the file in bytes after all waiting bytes are written.
 
     Raises:
         OSError: the file cannot be opened. Later errors are only logged.
@@ -87,7 +87,7 @@ class AppendedFile:
 
     def __init__(self, path: Path, what: str, keep: int | None = None) -> None:
         self._what = what
-        self._file = path.open("ab", buffering=0)  # a buffer of Python's would not tell how much of it was written
+        self._file = path.open("ab", buffering=0)  # after an error, a buffered file does not tell how much was written
         if keep is not None:
             self._file.truncate(keep)
         self.end = os.fstat(self._file.fileno()).st_size
@@ -96,11 +96,11 @@ class AppendedFile:
 
     @property
     def waiting(self) -> int:
-        """Bytes that could not be written yet."""
+        """Number of bytes that could not be written yet."""
         return len(self._unwritten)
 
     def write(self, line: str) -> None:
-        """Append a line, or several with line ends between them."""
+        """Append one line, or several that are separated by newlines."""
         text = line.encode() + b"\n"
         with self._lock:
             self._unwritten += text
@@ -113,13 +113,13 @@ class AppendedFile:
                 del self._unwritten[: self._file.write(self._unwritten)]
 
     def sync(self) -> None:
-        """Bring what was written to the disk itself, so that it survives the end of the machine. It may take a while;
-        lines can be written meanwhile."""
+        """Flush the written lines to the disk, so that they survive a crash of the machine. This can take long, so it
+        does not hold the lock: other threads can append lines meanwhile."""
         with best_effort(self._what):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Try once more to write what waits; safe to call twice."""
+        """Try once more to write the waiting bytes, and close the file. It is safe to call this twice."""
         with self._lock:
             if not self._file.closed:
                 self._flush()

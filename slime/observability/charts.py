@@ -1,4 +1,4 @@
-"""The reward curve, as a few lines of text and as a picture."""
+"""The reward curve as text and as a PNG image."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _PHASE_COLORS = (
 
 
 def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_only: bool = False) -> list[str]:
-    """A bar per value on an axis from 0 (or the minimum, if negative) to the maximum (at least 1 for rewards).
+    """Draw one bar per value as lines of text.
 
-    More values than fit are averaged into ``width // 2`` bars.
+    The axis begins at 0, or at the minimum if it is negative. It ends at 1 if the maximum is between 0 and 1, otherwise
+    at the maximum. If there are too many values, they are averaged into ``width // 2`` bars.
 
     >>> print("\\n".join(bar_chart([0.0, 0.5, 1.0], height=2)))
      1.00 ┤    ██
@@ -36,7 +37,7 @@ def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_o
     low = min(0.0, *bars)
     high = max(bars) if max(bars) > 1.0 or max(bars) <= 0.0 else 1.0
     span = (high - low) or 1.0
-    cell = max(min(width // len(bars), 4), 2) - 1  # columns of a bar; one more is the gap
+    cell = max(min(width // len(bars), 4), 2) - 1  # columns of a bar, without the gap of one column
     lines = []
     for row in reversed(range(height)):
         text = "".join(_cell((value - low) / span * height - row, ascii_only) * cell + " " for value in bars)
@@ -48,7 +49,7 @@ def bar_chart(values: Sequence[float], height: int = 6, width: int = 60, ascii_o
 
 
 def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """The last ``width`` values as one line of blocks, scaled to 0..1 (or their own range beyond it)."""
+    """Draw the last ``width`` values as one line of block characters. The scale is 0 to 1, or larger if necessary."""
     recent = list(values)[-width:]
     if not recent:
         return ""
@@ -70,14 +71,14 @@ def _rebin(values: list[float], count: int) -> list[float]:
 
 
 def reward_curve_png(path: Path, summary: Summary) -> Path:
-    """Draw reward per rollout, the evaluations, and where the time went.
+    """Draw the reward per rollout, the evaluations, and the time of each phase.
 
     Args:
-        path: the PNG to write; its folder is made.
-        summary: what :func:`slime.observability.summary.summarize` returns.
+        path: the PNG file to write; its folder is created.
+        summary: the result of :func:`slime.observability.summary.summarize`.
 
     Raises:
-        ModuleNotFoundError: matplotlib is absent (``pip install 'slime[plots]'``).
+        ModuleNotFoundError: matplotlib is not installed (``pip install 'slime[plots]'``).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

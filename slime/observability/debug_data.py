@@ -1,8 +1,9 @@
-"""Rollouts as files: write what a run generated, train on it again without an engine.
+"""Save the samples of rollouts to files, and train on them later without an engine.
 
-A file is what ``torch.save`` makes of ``{"rollout_id": int | "eval_<int>", "samples": [Sample.to_dict(), ...]}``.
-Its name comes from a template with ``{rollout_id}``. Nothing in a file is run when it is read. A dump that cannot be
-written is logged, and the run goes on, unless dumps are what it is for (``--debug-rollout-only``).
+Each file is written by ``torch.save`` and contains
+``{"rollout_id": int | "eval_<int>", "samples": [Sample.to_dict(), ...]}``. The path is a template with
+``{rollout_id}``. Reading a file never executes code from it. If a file cannot be written, this is logged and the run
+continues, except with ``--debug-rollout-only``, where the files are the purpose of the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Which rank of a trainer this process is; every training backend is one."""
+    """The rank of this process in the trainer. Training backends implement this protocol."""
 
     rank: int
     world_size: int
@@ -33,14 +34,14 @@ class Ranks(Protocol):
 
 
 class DebugDataError(ValueError):
-    """A dump is missing or is not one; the message names the file and the flag."""
+    """Raised if a file of debug data is missing or invalid. The message names the file and the flag."""
 
 
 def save_rollout(args: Args, rollout_id: int | str, groups: Nested) -> Path:
-    """Write the samples of one rollout (nested as they come) to ``--save-debug-rollout-data``.
+    """Write the samples of one rollout, flat or nested, to ``--save-debug-rollout-data``.
 
     Raises:
-        OSError: the file cannot be written, with ``--debug-rollout-only``.
+        OSError: with ``--debug-rollout-only``, if the file cannot be written.
     """
     path = _path(args.save_debug_rollout_data, rollout_id, "--save-debug-rollout-data")
     with contextlib.nullcontext() if args.debug_rollout_only else best_effort("--save-debug-rollout-data"):
@@ -62,31 +63,35 @@ def _save_rollout(args: Args, path: Path, rollout_id: int | str, groups: Nested)
 
 
 def load_rollout(template: str, rollout_id: int | str, amount: float | None = None) -> list[Group]:
-    """Read a dump (``--load-debug-rollout-data``) back as groups, in the order in which they were written.
+    """Read a file of ``--load-debug-rollout-data`` as groups, in the order in which they were written.
 
     Args:
         template: path with ``{rollout_id}``.
-        amount: keep that share (or, above 1, that number) of the samples (``--load-debug-rollout-data-subsample``):
-            whole groups from the head and the tail, so that the mix of an ordered file stays.
+        amount: fraction of the samples to keep, or their number if it is above 1, see :func:`subsample`.
+
+    Raises:
+        DebugDataError: the file is missing or invalid.
     """
     from slime.data.plain_files import UnsafeFileError, load_plain
     from slime.data.sample import Sample
 
     path = _path(template, rollout_id, "--load-debug-rollout-data")
     if not path.is_file():
-        raise DebugDataError(f"--load-debug-rollout-data: no dump of rollout {rollout_id} at {path}")
+        raise DebugDataError(f"--load-debug-rollout-data: there is no file {path} for rollout {rollout_id}")
     try:
         dump = load_plain(path)
     except UnsafeFileError as error:
         raise DebugDataError(f"--load-debug-rollout-data: {error}") from error
     if not isinstance(dump, dict) or not isinstance(dump.get("samples"), list):
-        raise DebugDataError(f"--load-debug-rollout-data: {path} holds no {{'rollout_id', 'samples'}} dict")
+        raise DebugDataError(f"--load-debug-rollout-data: {path} must contain a dict with 'rollout_id' and 'samples'")
     groups = _group([Sample.from_dict(sample) for sample in dump["samples"]])
     return subsample(groups, amount)
 
 
 def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
-    """Keep whole groups from both ends: a share of all samples (``amount`` ≤ 1) or about so many samples.
+    """Keep a fraction of the samples (``amount`` ≤ 1), or about ``amount`` samples.
+
+    Whole groups are kept, from the beginning and the end, so that an ordered file keeps its mixture.
 
     >>> subsample([["a"], ["b"], ["c"], ["d"]], 0.5)
     [['a'], ['d']]
@@ -94,7 +99,7 @@ def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
     if amount is None:
         return groups
     if amount <= 0:
-        raise DebugDataError(f"--load-debug-rollout-data-subsample {amount}: give a share (0–1] or a number of samples")
+        raise DebugDataError(f"--load-debug-rollout-data-subsample {amount}: must be above 0")
     total = sum(len(group) for group in groups)
     wanted = total * amount if amount <= 1 else amount
     count = min(max(round(wanted * len(groups) / max(total, 1)), 1), len(groups))
@@ -103,27 +108,29 @@ def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
 
 
 def save_train_batches(args: Args, rollout_id: int, batch: dict[str, object], ranks: Ranks) -> None:
-    """Gather every data-parallel rank's batch, as training left it, and write them (``--save-debug-train-data``).
+    """Gather the batches of all data-parallel ranks after training, and write them to ``--save-debug-train-data``.
 
-    A collective: every rank of the trainer calls it, the first writes.
+    This is a collective operation: every rank of the trainer must call it. Rank 0 writes the file.
     """
     import torch.distributed as dist
 
     mine = (ranks.data_parallel_rank, batch)
     everyones = [mine]
     if ranks.world_size > 1:
-        everyones = [mine] * ranks.world_size  # rank 0 receives the others' batches in their places
+        everyones = [mine] * ranks.world_size  # gather_object replaces the entries on rank 0
         dist.gather_object(mine, everyones if ranks.rank == 0 else None, dst=0)
     if ranks.rank == 0:
-        shards = dict(everyones)  # tensor-parallel ranks hold the same; of a pipeline the last holds the scores
+        # Ranks with the same data-parallel rank have the same samples. The last of them wins, which is in the last
+        # pipeline stage: only there the batch contains the computed scores.
+        shards = dict(everyones)
         save_train_data(args.save_debug_train_data, rollout_id, 0, [shards[rank] for rank in sorted(shards)])
 
 
 def save_train_data(template: str | None, rollout_id: int, rank: int, shards: list[dict[str, object]]) -> Path:
-    """One file per rollout of what the trainers got.
+    """Write the training data of one rollout to a file.
 
-    ``{"format_version": 2, "rollout_id", "rank", "samples": [per-sample dicts by sample_indices],
-    "dp_shards": [the rank batches], "raw_reward": [...]}``.
+    The file contains ``{"format_version": 2, "rollout_id", "rank", "samples": [a dict per sample, in the order of
+    sample_indices], "dp_shards": [the batch of each rank], "raw_reward": [...]}``.
     """
     samples: list[dict[str, Any]] = []
     for shard in shards:
@@ -147,11 +154,11 @@ def save_train_data(template: str | None, rollout_id: int, rank: int, shards: li
 
 def _path(template: str | None, rollout_id: int | str, flag: str) -> Path:
     if template is None:
-        raise DebugDataError(f"{flag} is not given: it names the files")
+        raise DebugDataError(f"{flag} is not given, but it is needed for the path of the file")
     try:
         return Path(template.format(rollout_id=rollout_id)).expanduser()
     except (KeyError, IndexError, ValueError) as error:
-        raise DebugDataError(f"{flag} {template!r}: only {{rollout_id}} can be filled in ({error!r})") from error
+        raise DebugDataError(f"{flag} {template!r}: only {{rollout_id}} is a valid placeholder ({error!r})") from error
 
 
 def _save(value: Mapping[str, object], path: Path) -> Path:
@@ -159,7 +166,7 @@ def _save(value: Mapping[str, object], path: Path) -> Path:
 
     from slime.data.plain_files import plain
 
-    packed = io.BytesIO()  # where the disk is full, torch.save raises a RuntimeError that names no cause
+    packed = io.BytesIO()  # on a full disk, torch.save to a file raises a RuntimeError without the cause
     torch.save(plain(value), packed)
     with replacing(path) as temporary:
         temporary.write_bytes(packed.getbuffer())
@@ -167,7 +174,7 @@ def _save(value: Mapping[str, object], path: Path) -> Path:
 
 
 def _group(samples: list[Sample]) -> list[Group]:
-    """By ``group_index`` (decided by value, never by position); a sample without one is its own group."""
+    """Group samples by the value of ``group_index``; a sample without one forms its own group."""
     groups: dict[object, Group] = {}
     for position, sample in enumerate(samples):
         key = ("alone", position) if sample.group_index is None else sample.group_index

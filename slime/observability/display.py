@@ -1,7 +1,7 @@
-"""What the user sees while a run works: a live line per phase, a line per step, a table at the end.
+"""The terminal output of a run: a live line per phase, a line per step, and a table at the end.
 
-On a terminal the phase under way is one live line. Elsewhere (a file, CI) each phase prints one
-plain line when it is over.
+On a terminal, the running phase is shown as one live line. Otherwise (a file, CI), each phase prints one plain line
+when it ends.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from slime.observability.timers import Timers
 if TYPE_CHECKING:
     from slime.config.args import Args
 
-STEP_NUMBERS = (  # metric, label, format; metrics that a step lacks are not shown
+STEP_NUMBERS = (  # metric, label, format; metrics that a step does not have are not shown
     ("train/loss", "loss", "{:.2g}"),
     ("train/grad_norm", "grad", "{:.2f}"),
     ("rollout/response_len/mean", "length", "{:.1f}"),
     ("rollout/truncated_ratio", "cut", "{:.0%}"),
     ("perf/tokens_per_gpu_per_sec", "tokens/s", "{:.0f}"),
 )
-# These phases are always in the line of a step; others if they take LONG_SHARE of it.
+# The line of a step always shows these phases, and others only if they take more than LONG_SHARE of the step's time.
 STEP_PHASES = ("rollout", "train", "update_weights")
 LONG_SHARE = 0.05
 LABELS = {"update_weights": "sync"}
 
 
 class Phase:
-    """A phase that is running. It renders itself as the live line."""
+    """A phase, which rich renders as the live line while it runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Phase:
         self._spinner = Spinner("dots", style="cyan")
 
     def update(self, progress: Mapping[str, Any] | None) -> None:
-        """Take what :func:`slime.observability.progress.latest` says, here or in another process.
+        """Store the result of :func:`slime.observability.progress.latest`, of this or another process.
 
         A report from before the start of this phase belongs to another phase and is ignored.
         """
@@ -65,7 +65,8 @@ class Phase:
         return time.monotonic() - self.started if self.seconds is None else self.seconds
 
     def numbers(self) -> str:
-        """The numbers of the last report, such as ``reward 0.45 · 310 tokens/s``; a count of tokens becomes a rate."""
+        """Return the numbers of the last report as text, such as ``reward 0.45 · 310 tokens/s``. A count of tokens is
+        converted to a rate."""
         values = dict(self._progress.get("numbers") or {})
         tokens = values.pop("tokens", None)
         since = self._progress.get("since")
@@ -83,12 +84,12 @@ class Phase:
         return f"{done}/{total}" if total else (str(done) if done else "")
 
     def detail(self) -> str:
-        """The name of the step inside this phase that is running."""
+        """Return the name of the running step inside this phase."""
         inner = str(self._progress.get("phase") or "")
         return "" if inner in ("", self.name) else inner
 
     def line(self) -> str:
-        """The phase as one line of plain text."""
+        """Return the phase as one line of plain text."""
         label = LABELS.get(self.name, self.name).replace("_", " ")
         parts = [f"  {label:<14}{self.elapsed:7.1f} s", f"{self.counts():>9}", self.numbers()]
         return "  ".join(parts).rstrip()
@@ -111,12 +112,12 @@ class Phase:
 
 
 class Display:
-    """Progress of one run in the terminal. Its phases are also its timers.
+    """Shows the progress of one run in the terminal, and measures the time of its phases.
 
     Args:
-        args: reads ``num_rollout``.
-        run_dir: for the table at the end; :meth:`finish` prints none without it.
-        console: where to (default: stdout).
+        args: the arguments of the run.
+        run_dir: folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table.
+        console: output of the lines. Default: stdout.
     """
 
     def __init__(self, args: Args, run_dir: RunDir | None = None, console: Console | None = None) -> None:
@@ -130,7 +131,8 @@ class Display:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """Show and time a phase; ``perf/<name>_time`` comes out of :meth:`pop_times`. May be nested."""
+        """Show a phase and measure its time, which :meth:`pop_times` returns as ``perf/<name>_time``. Phases can be
+        nested."""
         phase = Phase(name)
         live = self._live(phase)
         self._open.append((phase, live))
@@ -146,13 +148,13 @@ class Display:
                 self.note(phase.line())
 
     def pop_times(self) -> dict[str, float]:
-        """``perf/<phase>_time`` of the phases that ended since the last call."""
+        """Return ``perf/<phase>_time`` of the phases that ended since the last call, in seconds."""
         return self.timers.pop()
 
     def step_line(
         self, rollout_id: int, num_rollout: int | None, metrics: Mapping[str, SupportsFloat], times: Mapping[str, float]
     ) -> None:
-        """Print a line per step: the reward and its curve, the loss, the step's time and how it divides into phases.
+        """Print the line of a step: the reward and its curve, the loss, and the time of the step and its phases.
 
         Args:
             times: seconds by phase, from :meth:`pop_times`.
@@ -175,7 +177,7 @@ class Display:
         self.note(text)
 
     def eval_line(self, rollout_id: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Print a line per evaluation, or a table if there are several data sets or several samples per prompt."""
+        """Print the line of an evaluation, or a table if there are several data sets or several samples per prompt."""
         by_name = figures(metrics)
         if len(by_name) > 1 or any(key.startswith("pass@") for row in by_name.values() for key in row):
             self.note(evaluation_table(rollout_id, by_name))
@@ -184,15 +186,15 @@ class Display:
         self.note(Text.assemble((f"eval at {rollout_id}", "bold magenta"), f"  {text}"))
 
     def samples(self, lines: Sequence[str]) -> None:
-        """Show a few texts (:func:`slime.observability.samples.preview`)."""
+        """Print the lines of :func:`slime.observability.samples.preview`."""
         for line in lines:
             self.note(Text(f"    {line}", style="dim", no_wrap=self.console.is_terminal, overflow="ellipsis"))
 
     def finish(self) -> Summary | None:
-        """End the live lines, write ``summary.json`` and the picture, and print the table.
+        """End the live lines, write ``summary.json`` and the reward curve, and print the table.
 
         Returns:
-            The summary; None without a run folder, and for a run that made no step (``--num-rollout 0``).
+            The summary; None without a run folder, or if the run had no step (``--num-rollout 0``).
         """
         self.close()
         if self.run_dir is None or not (self.run_dir.metrics.is_file() and self.run_dir.metrics.stat().st_size):
@@ -204,7 +206,7 @@ class Display:
         return result
 
     def close(self) -> None:
-        """Stop the live lines, also after an error; safe to call twice."""
+        """Stop the live lines, also after an error. It is safe to call this twice."""
         for _, live in reversed(self._open):
             if live is not None:
                 live.stop()
@@ -214,18 +216,18 @@ class Display:
             return None
         for _, outer in self._open:
             if outer is not None and outer.is_started:
-                outer.stop()  # only one live line at a time, that of the innermost phase
+                outer.stop()  # a console can show only one live line: that of the innermost phase
         live = Live(phase, console=self.console, refresh_per_second=4, transient=True)
         live.start()
         return live
 
     def note(self, text: str | Text | Table) -> None:
-        """Print a line, or a table, above the live line."""
+        """Print a line or a table above the live line."""
         self.console.print(text, markup=False, highlight=False)
 
 
 def _process_start(default: float) -> float:
-    """Wall time at which this process began, so that imports and start-up count."""
+    """Return the wall time at which this process started, so that the total time includes imports and start-up."""
     import psutil
 
     return min(psutil.Process().create_time(), default)

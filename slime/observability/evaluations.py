@@ -1,4 +1,4 @@
-"""One evaluation as a JSON file of the run folder and as a table in the terminal."""
+"""The result of an evaluation as a JSON file in the run folder and as a table in the terminal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from rich.table import Table
 from slime.observability.best_effort import best_effort, replacing
 
 DETAIL = re.compile(r"^(?P<name>.+)-(?P<figure>truncated_ratio|reward_missing_count|(?:pass|mean)@\d+)$")
-"""Of a metric without ``eval/``: data set and figure. A name that does not match is a data set's mean reward."""
+"""Splits the name of a metric without ``eval/`` into data set and figure. Other names are a data set's mean reward."""
 
 Figures = dict[str, dict[str, SupportsFloat]]
 
 
 def figures(metrics: Mapping[str, SupportsFloat]) -> Figures:
-    """Metrics of an evaluation by data set: ``reward``, ``mean@n``, ``pass@k``, ``truncated_ratio``, … and lengths."""
+    """Return the metrics of an evaluation by data set: ``reward``, ``mean@n``, ``pass@k``, ``truncated_ratio``, lengths
+    and others."""
     found: Figures = {}
     for key, value in metrics.items():
         if not key.startswith("eval/") or key == "eval/step":
@@ -36,16 +37,16 @@ def figures(metrics: Mapping[str, SupportsFloat]) -> Figures:
 def write_evaluation(
     run_dir: Path, step: int, data: Mapping[str, Mapping[str, object]], metrics: Mapping[str, SupportsFloat]
 ) -> Path:
-    """Write ``<run>/eval/eval_<step>.json``, replacing an older file. A file that cannot be written is logged, and the
-    run goes on: the figures are in ``metrics`` as well.
+    """Write ``<run>/eval/eval_<step>.json``, which replaces an older file. If the file cannot be written, this is
+    logged and the run continues, because the figures are also in ``metrics.jsonl``.
 
-    Per data set: its figures, the settings it was evaluated with, and the rewards of each prompt in the order
-    of the file (null where a verifier gave no answer). The samples themselves are in ``samples/``.
+    For each data set, the file contains its figures, the settings of the evaluation, and the rewards of each prompt in
+    the order of the data file (null if a verifier gave no answer). The samples themselves are in ``samples/``.
 
     Args:
-        step: rollouts trained before this evaluation.
-        data: of ``RolloutFnEvalOutput``.
-        metrics: of the evaluation, as they are logged.
+        step: number of rollouts that were trained before this evaluation.
+        data: ``data`` of ``RolloutFnEvalOutput``.
+        metrics: the logged metrics of the evaluation.
     """
     by_name = figures(metrics)
     sets = {
@@ -64,16 +65,17 @@ def write_evaluation(
 
 
 def _rewards(part: Mapping[str, object]) -> list[list[float | None]]:
-    """The rewards of each prompt; NaN, which JSON does not know, becomes None."""
+    """Return the rewards of each prompt. NaN becomes None, because JSON has no NaN."""
     rewards, n = part["rewards"], part.get("n_samples_per_prompt") or 1
     if not isinstance(rewards, Iterable) or not isinstance(n, int):
-        raise TypeError(f"an evaluation has rewards {rewards!r:.80} and n_samples_per_prompt {n!r:.80}")
+        raise TypeError(f"invalid evaluation: rewards {rewards!r:.80}, n_samples_per_prompt {n!r:.80}")
     values = [None if reward != reward else float(reward) for reward in rewards]
     return [values[i : i + n] for i in range(0, len(values), n)]
 
 
 def evaluation_table(step: int, by_name: Figures) -> Table:
-    """One row per data set: reward, each pass@k, share of truncated responses, mean length, missing rewards."""
+    """Return a table with one row per data set: reward, pass@k, share of truncated responses, mean length, and the
+    number of missing rewards."""
     ks = sorted({int(key[5:]) for row in by_name.values() for key in row if key.startswith("pass@")})
     unanswered = any(row.get("reward_missing_count") for row in by_name.values())
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold magenta")

@@ -1,4 +1,4 @@
-"""How much memory a process and its accelerator use, for the log of colocated runs."""
+"""Measure the memory use of a process and its GPU, for the log of colocated runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ GIB = 2**30
 
 
 def memory_in_use() -> dict[str, float]:
-    """GiB of this process and of its accelerator.
+    """Return the memory use of this process and of its GPU in GiB.
 
     Returns:
-        ``process``: resident CPU memory, pinned memory included. With CUDA also ``tensors`` (live in this
-        process), ``reserved`` (held by its allocator) and ``device`` (in use by all processes together).
+        ``process``: resident CPU memory, including pinned memory. With CUDA also ``tensors`` (live tensors of this
+        process), ``reserved`` (memory of its allocator) and ``device`` (memory in use by all processes together).
     """
     import psutil
 

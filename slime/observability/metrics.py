@@ -1,7 +1,7 @@
-"""Numbers of a run: TensorBoard events, ``metrics.jsonl``, and W&B when asked for.
+"""Log the metrics of a run to ``metrics.jsonl``, TensorBoard, and optionally Weights & Biases.
 
-One row of ``metrics.jsonl`` is ``{"<step key>": step, "time": wall seconds, "<name>": number, ...}``.
-Step keys are ``train/step``, ``rollout/step`` and ``eval/step``.
+A row of ``metrics.jsonl`` is ``{"<step key>": step, "time": wall seconds, "<name>": number, ...}``.
+The step keys are ``train/step``, ``rollout/step`` and ``eval/step``.
 """
 
 from __future__ import annotations
@@ -25,36 +25,34 @@ STEP_KEYS = ("train/step", "rollout/step", "eval/step")
 
 
 class MetricsError(ValueError):
-    """A metric is no number, or a sink that was asked for is not there."""
+    """Raised if a metric is not a number, if W&B is not installed, or if ``metrics.jsonl`` is missing or invalid."""
 
 
 def metric_step(args: Args, rollout_id: int) -> int:
-    """The x-axis value of a rollout: its id, or optimizer steps with ``--wandb-always-use-train-step``.
-
-    ``rollout_id · rollout_batch_size · n_samples_per_prompt // global_batch_size``
-    """
+    """Return the x-axis value of a rollout: its id, or with ``--wandb-always-use-train-step`` the number of optimizer
+    steps before it, ``rollout_id * rollout_batch_size * n_samples_per_prompt // global_batch_size``."""
     if not args.wandb_always_use_train_step:
         return rollout_id
     return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
 
 
 Row = dict[str, float | None]
-"""One line of ``metrics.jsonl``; a number that is not finite is None."""
+"""One line of ``metrics.jsonl``. Numbers that are not finite are None."""
 
 
 class MetricsLogger:
-    """Writes every number to all sinks at once. One per run, in the driver.
+    """Writes metrics to all sinks. A run has one, in the driver.
 
     Args:
-        args: reads ``use_wandb``, ``wandb_*``, ``tb_*``, ``use_tensorboard``.
-        run_dir: where ``metrics.jsonl`` and ``tensorboard/`` are.
-        resume_from: first step that this run makes again; rows from it on, of the run that was
-            interrupted, move to ``metrics-rolled-back.jsonl``.
+        args: the arguments of the run.
+        run_dir: the folder of ``metrics.jsonl`` and ``tensorboard/``.
+        resume_from: first step that a resumed run repeats. The rows of the interrupted run from this step on move to
+            ``metrics-rolled-back.jsonl``.
 
     Raises:
-        MetricsError: W&B was asked for and is not installed.
-        OSError: a sink cannot be opened. Once they are open, a write that fails is only logged, and the run goes on:
-            rows of ``metrics.jsonl`` wait in memory until there is room again; TensorBoard's file may end there.
+        MetricsError: ``--use-wandb`` is given, but W&B is not installed.
+        OSError: a file cannot be opened. Later, an error while writing is only logged and the run continues: rows of
+            ``metrics.jsonl`` wait in memory until there is space again, but TensorBoard's file may stay incomplete.
     """
 
     def __init__(self, args: Args, run_dir: RunDir, resume_from: int | None = None) -> None:
@@ -72,15 +70,15 @@ class MetricsLogger:
         """Write one row.
 
         Args:
-            metrics: names to numbers (Python, NumPy or one-element tensors).
+            metrics: numbers by name (Python or NumPy numbers, or tensors with one element).
             step: x-axis value, see :func:`metric_step`.
-            step_key: which axis this is.
+            step_key: name of the x-axis, one of :data:`STEP_KEYS`.
 
         Raises:
-            MetricsError: a value is no number, or the step key is unknown.
+            MetricsError: a value is not a number, or the step key is unknown.
         """
         if step_key not in STEP_KEYS:
-            raise MetricsError(f"step key {step_key!r}: use one of {', '.join(STEP_KEYS)}")
+            raise MetricsError(f"unknown step key {step_key!r}: use one of {', '.join(STEP_KEYS)}")
         if self._steps_as_train_steps:
             step_key = "train/step"
         numbers = {name: self._number(name, value) for name, value in metrics.items()}
@@ -98,14 +96,14 @@ class MetricsLogger:
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
-            raise MetricsError(f"metric {name!r} is no number: {value!r:.120}") from error
+            raise MetricsError(f"metric {name!r} is not a number: {value!r:.120}") from error
         if not math.isfinite(number) and name not in self._warned:
             self._warned.add(name)
-            print(f"metric {name} is {number} (null in metrics.jsonl; said once)", file=sys.stderr, flush=True)
+            print(f"metric {name} is {number} (null in metrics.jsonl; reported once)", file=sys.stderr, flush=True)
         return number
 
     def close(self) -> None:
-        """Flush and close all sinks; safe to call twice."""
+        """Flush and close all sinks. It is safe to call this twice."""
         self._rows.close()
         if self._tensorboard is not None:
             with best_effort("TensorBoard events"):
@@ -116,14 +114,14 @@ class MetricsLogger:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All rows of a ``metrics.jsonl``; a last line that was cut in the middle is left out."""
+    """Read all rows of a ``metrics.jsonl``. An incomplete last line, which is being written, is left out."""
     return [row for _, row in _rows(path)]
 
 
 def roll_back(path: Path, step: int) -> int:
-    """Move the rows of steps ``>= step`` out of ``metrics.jsonl``; returns how many there were.
+    """Move the rows of steps ``>= step`` from ``metrics.jsonl`` to another file, and return their number.
 
-    The result of an interrupted and resumed run then reads as that of an uninterrupted one.
+    Afterwards the file of an interrupted and resumed run is the same as that of an uninterrupted one.
     """
     if not path.exists():
         return 0
@@ -148,11 +146,12 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             yield line, json.loads(line)
         except json.JSONDecodeError as error:
-            raise MetricsError(f"{path}:{number}: not a JSON row ({error.msg})") from error
+            raise MetricsError(f"{path}:{number}: the row is not valid JSON ({error.msg})") from error
 
 
 def _tensorboard_dir(args: Args, run_dir: RunDir) -> Path:
-    """``$TENSORBOARD_DIR``, ``tensorboard_log/<project>/<experiment>``, or ``outputs/<run>/tensorboard``."""
+    """Return ``$TENSORBOARD_DIR`` if it is set, or else ``tensorboard_log/<project>/<experiment>`` with
+    ``--tb-project-name``, or else ``outputs/<run>/tensorboard``."""
     project = args.tb_project_name
     if os.environ.get("TENSORBOARD_DIR"):
         return Path(os.environ["TENSORBOARD_DIR"])
@@ -162,7 +161,7 @@ def _tensorboard_dir(args: Args, run_dir: RunDir) -> Path:
 
 
 class _TensorBoard:
-    """Scalars as TensorBoard events, without importing torch."""
+    """Writes scalars as TensorBoard events. Unlike ``torch.utils.tensorboard``, it does not import torch."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -170,7 +169,8 @@ class _TensorBoard:
 
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
-        if purge_step is not None:  # the viewer forgets what the interrupted run wrote from here on
+        # These events make TensorBoard discard the interrupted run's events from this step on.
+        if purge_step is not None:
             event = Event(wall_time=time.time(), step=purge_step, file_version="brain.Event:2")
             self._writer.add_event(event)
             start = SessionLog(status=SessionLog.START)
@@ -193,7 +193,7 @@ def _start_wandb(args: Args, run_dir: RunDir) -> Any:
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise MetricsError("--use-wandb: the package is not installed; pip install 'slime[wandb]'") from error
+        raise MetricsError("--use-wandb: wandb is not installed; run pip install 'slime[wandb]'") from error
     if args.wandb_host:
         os.environ["WANDB_BASE_URL"] = args.wandb_host
     if args.wandb_key:

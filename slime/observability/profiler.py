@@ -1,4 +1,4 @@
-"""Profiles of a training rank: time (``--use-pytorch-profiler``) and memory (``--record-memory-history``)."""
+"""Profile the time (``--use-pytorch-profiler``) and the memory (``--record-memory-history``) of a training rank."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _KEPT_EVENTS = 1_000_000
 
 
 class Profiler:
-    """One per training rank; without the flags it does nothing.
+    """The profiler of one training rank. Without the flags it does nothing.
 
-    Traces are ``<folder>/train-<role>-<rank>-<target>-<rollout>.json.gz``, for Perfetto or chrome://tracing; of memory
-    ``memory-<role>-<rank>.pickle``, for pytorch.org/memory_viz.
+    Traces are written to ``<folder>/train-<role>-<rank>-<target>-<rollout>.json.gz``, for Perfetto or chrome://tracing.
+    Memory snapshots are written to ``memory-<role>-<rank>.pickle``, for pytorch.org/memory_viz.
     """
 
     def __init__(self, args: Args, folder: Path, role: str, rank: int) -> None:
@@ -38,7 +38,7 @@ class Profiler:
 
     @contextmanager
     def rollout(self, rollout_id: int) -> Iterator[None]:
-        """Everything that the trainer does with one rollout."""
+        """Profile the block as the trainer's work on one rollout."""
         self.rollout_id = rollout_id
         with self._target("train_overall"):
             yield
@@ -48,7 +48,7 @@ class Profiler:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """One phase of the training, named as in ``perf/<name>_time``."""
+        """Profile the block as one phase of training, with the name as in ``perf/<name>_time``."""
         import torch
 
         with self._target(TARGET_OF_PHASE.get(name)):
@@ -60,7 +60,7 @@ class Profiler:
 
     @contextmanager
     def _target(self, target: str | None) -> Iterator[None]:
-        """Profile the block if ``--profile-target`` names it; inside another target it is part of that trace."""
+        """Profile the block if ``--profile-target`` names it. Inside another target, it becomes part of that trace."""
         args = self.args
         due = args.use_pytorch_profiler and args.profile_step_start <= self.rollout_id < args.profile_step_end
         if not due or self.profiling or target not in args.profile_target:
@@ -82,7 +82,7 @@ class Profiler:
         import torch
 
         folder = Path(self.args.memory_snapshot_dir or self.folder)
-        with best_effort("the record of the trainer's memory"):
+        with best_effort("the memory snapshot of the trainer"):
             folder.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(folder / f"memory-{self.name}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,4 +1,4 @@
-"""What this process is doing right now, for the live line and for the report of a wait that expired."""
+"""The current activity of this process, for the live line and for error messages after a timeout."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TypedDict
 
 
 class Progress(TypedDict, total=False):
-    """What a process says that it is doing; empty before its first report."""
+    """The last report of a process about its activity; empty before the first report."""
 
     phase: str
     done: int
     total: int | None
     since: float
-    """When the phase began, in wall seconds."""
+    """Wall time in seconds at which the phase began."""
     updated: float
     numbers: dict[str, float]
 
@@ -24,16 +24,17 @@ _latest = Progress()
 
 
 def report(phase: str, done: int = 0, total: int | None = None, **numbers: float) -> None:
-    """Say what is under way: ``report("generate", 12, 64, tokens=800)``. Cheap enough for every sample."""
+    """Report the current activity, such as ``report("generate", 12, 64, tokens=800)``. It is cheap enough to be called
+    for every sample."""
     global _latest
     now = time.time()
     with _lock:
-        goes_on = _latest.get("phase") == phase and done >= _latest["done"]  # fewer done: it began again
+        goes_on = _latest.get("phase") == phase and done >= _latest["done"]  # a smaller count means a new start
         since = _latest["since"] if goes_on else now
         _latest = Progress(phase=phase, done=done, total=total, since=since, updated=now, numbers=numbers)
 
 
 def latest() -> Progress:
-    """The last report; empty before the first."""
+    """Return a copy of the last report."""
     with _lock:
         return _latest.copy()

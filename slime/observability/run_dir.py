@@ -1,4 +1,4 @@
-"""Where a run keeps what it says: ``<output-dir>/<run name>/`` and the link ``<output-dir>/latest``."""
+"""The folder of a run, ``<output-dir>/<run name>/``, and the link ``<output-dir>/latest`` to the newest run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class RunDirError(OSError):
-    """The folder of the run cannot be made; the message names it."""
+    """Raised if the folder of the run cannot be created. The message names the folder."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Paths of one run. Make it once in the driver with :meth:`create`; other processes take ``RunDir(path)``."""
+    """The paths of one run. The driver calls :meth:`create` once; other processes use ``RunDir(path)``."""
 
     path: Path
 
     @classmethod
     def create(cls, args: Args, resume: bool = False) -> RunDir:
-        """Make the folder of a run and put its resolved config there.
+        """Create the folder of a run and write the resolved config to it.
 
-        The name is ``--run-name``, which the configuration has completed. When the folder holds
-        an earlier run, that one moves aside to ``<name>.1``, ``.2``, … unless this run resumes it.
+        The name is ``--run-name``. If the folder contains an earlier run, that one is renamed to ``<name>.1``, ``.2``,
+        and so on, unless this run resumes it or loads from it.
 
         Raises:
             RunDirError: the folder cannot be written.
@@ -44,7 +44,7 @@ class RunDir:
             run.write_config(args)
             _link(root / "latest", args.run_name)
         except OSError as error:
-            raise RunDirError(f"cannot write the run folder {run.path}: {error.strerror or error}; give another --output-dir") from error  # fmt: skip  # noqa: E501
+            raise RunDirError(f"cannot write the run folder {run.path}: {error.strerror or error}; use another --output-dir") from error  # fmt: skip  # noqa: E501
         return run
 
     @property
@@ -88,7 +88,7 @@ class RunDir:
         return self.path / "reward_curve.png"
 
     def write_config(self, args: Args) -> None:
-        """Write the resolved arguments, one ``name: value`` a line, in alphabetical order."""
+        """Write the resolved arguments as YAML in alphabetical order."""
         import yaml
 
         text = yaml.safe_dump(public_settings(args), sort_keys=True, allow_unicode=True)
@@ -96,12 +96,12 @@ class RunDir:
 
 
 def public_settings(args: Args) -> dict[str, object]:
-    """All arguments as YAML and trackers hold them, without secrets."""
+    """Return all arguments without secrets, in types that YAML and W&B can store."""
     return {key: plain(redacted(key, value)) for key, value in vars(args).items()}
 
 
 def plain(value: object) -> object:
-    """What YAML can hold; anything else as its text."""
+    """Convert a value to types that YAML can store. Other objects are converted to text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -125,7 +125,7 @@ def _move_aside(path: Path) -> None:
 
 
 def _link(link: Path, target: str) -> None:
-    """Point ``latest`` at this run; a real folder of that name is left alone."""
+    """Let the link point to this run. A real folder with the name of the link is not replaced."""
     if link.exists() and not link.is_symlink():
         return
     temporary = link.with_name(f".latest.{os.getpid()}")
@@ -137,6 +137,7 @@ def _link(link: Path, target: str) -> None:
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
+    # Only this user may read the file: it may contain a secret whose name is_secret does not recognize.
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)  # readable by this user alone: a name that is_secret does not know may be one
+        file.write(text)
     temporary.replace(path)

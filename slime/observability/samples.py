@@ -1,4 +1,4 @@
-"""What the model wrote: the texts of every rollout as JSONL, and a few of them for the terminal."""
+"""Write the texts of every rollout as JSONL, and select a few of them for the terminal."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _ZSTD_LEVEL = 3
 
 @dataclass(frozen=True)
 class KeptTexts:
-    """Which texts are written, and for how long.
+    """Settings for the files of texts.
 
     Attributes:
-        count: samples of each rollout, and of each data set of an evaluation; None: all; 0: no file is written.
-        last: files of a kind that stay; older ones are removed. None: all.
-        compressed: files are written as ``.jsonl.zst``.
+        count: number of samples of each rollout, and of each data set of an evaluation. None: all. 0: no files.
+        last: number of files of each kind to keep; older ones are deleted. None: all.
+        compressed: whether files are compressed as ``.jsonl.zst``.
     """
 
     count: int | None = None
@@ -47,7 +47,7 @@ class KeptTexts:
         return cls(log_samples_count(args.log_samples), args.log_keep_last, args.log_compress)
 
     def chosen(self, samples: list[T]) -> list[T]:
-        """``count`` of the samples, at even distances, so that the same positions are chosen in each run."""
+        """Select ``count`` samples at even distances, so that each run selects the same positions."""
         if self.count is None or len(samples) <= self.count:
             return samples
         return [samples[i * len(samples) // self.count] for i in range(self.count)]
@@ -56,18 +56,18 @@ class KeptTexts:
 def write_samples(
     run_dir: Path, rollout_id: int, samples: Nested, kind: str = "rollout", kept: KeptTexts | None = None
 ) -> Path | None:
-    """Write ``<run>/samples/<kind>_<rollout_id>.jsonl``, one sample a line, replacing an older file.
+    """Write ``<run>/samples/<kind>_<rollout_id>.jsonl`` with one sample per line. It replaces an older file.
 
-    An error of the disk is logged, and the run goes on.
+    If the file cannot be written, this is logged and the run continues.
 
     Args:
         run_dir: folder of the run.
-        samples: flat or nested as groups.
+        samples: flat, or nested as groups.
         kind: ``rollout`` or ``eval-<data set>``.
-        kept: default: all samples, for ever.
+        kept: which samples and files to keep. Default: all.
 
     Returns:
-        The file; None where none is to be written.
+        The path of the file; None if no file is to be written.
     """
     kept = kept or KeptTexts()
     if kept.count == 0:
@@ -79,9 +79,9 @@ def write_samples(
     with best_effort("the texts of samples"):
         with replacing(path) as temporary, _writer(temporary, kept.compressed) as write:
             for sample in kept.chosen(flatten(samples)):
-                # half a surrogate pair, which UTF-8 does not know, is written as JSON's own escape of it
+                # UTF-8 cannot encode a lone surrogate. backslashreplace writes it as \udXXX, which is valid JSON.
                 write((_line(sample_record(sample, rollout_id)) + "\n").encode("utf-8", "backslashreplace"))
-        other.unlink(missing_ok=True)  # of an earlier attempt at the run with another --log-compress
+        other.unlink(missing_ok=True)  # written by an interrupted run with another --log-compress
         if kept.last is not None:
             remove_older(path, kept.last)
     return path
@@ -101,7 +101,7 @@ def _writer(path: Path, compressed: bool) -> Iterator[Callable[[bytes], int]]:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that :func:`write_samples` wrote, compressed or not."""
+    """Read the rows of a file that :func:`write_samples` wrote, compressed or not."""
     if path.suffix != COMPRESSED:
         text = path.read_text(encoding="utf-8")
     else:
@@ -109,14 +109,15 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
         with path.open("rb") as raw, zstandard.ZstdDecompressor().stream_reader(raw) as packed:
             text = packed.read().decode("utf-8")
-    return [json.loads(line) for line in text.split("\n") if line]  # not splitlines: texts hold other separators
+    # Not splitlines(): it also splits at separators such as U+2028, which texts can contain.
+    return [json.loads(line) for line in text.split("\n") if line]
 
 
 def sample_files(run_dir: Path, kind: str = "*") -> dict[str, Path]:
-    """Files of ``<run>/samples/`` in order, by their name without a suffix.
+    """Return the files of ``<run>/samples/`` by their name without suffix, in alphabetical order.
 
     Args:
-        kind: a pattern, such as ``rollout`` or ``eval-*``.
+        kind: a glob pattern, such as ``rollout`` or ``eval-*``.
     """
     found = {}
     for path in Path(run_dir, "samples").glob(f"{kind}_*.jsonl*"):
@@ -126,8 +127,10 @@ def sample_files(run_dir: Path, kind: str = "*") -> dict[str, Path]:
 
 
 def remove_older(path: Path, last: int) -> None:
-    """Of the files ``<kind>_<number>.<suffix>`` in ``path``'s folder that are of its kind, remove all up to its number
-    but the newest ``last``. Files of larger numbers, which an earlier attempt at the run left, stay."""
+    """Delete old files ``<kind>_<number>.<suffix>`` of the same kind as ``path`` in its folder.
+
+    Of the files with a number up to that of ``path``, the newest ``last`` are kept. Files with larger numbers, which an
+    interrupted run wrote, are not touched."""
     name = _NUMBERED.fullmatch(path.name)
     assert name is not None, path
     found = []
@@ -140,7 +143,7 @@ def remove_older(path: Path, last: int) -> None:
 
 
 def _line(record: Mapping[str, object]) -> str:
-    """A record as JSON; what users' functions put into it and JSON cannot hold is written as its ``repr``."""
+    """Encode a record as JSON. Values of users' functions that JSON cannot represent are written as their ``repr``."""
     try:
         return json.dumps(record, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
@@ -156,7 +159,7 @@ def _plain(value: object) -> object:
 
 
 def sample_record(sample: Sample, rollout_id: int) -> dict[str, object]:
-    """The readable part of one sample: no token ids, no log-probs, no media."""
+    """Return the readable part of a sample, without token ids, log-probs and media."""
     return {
         "rollout": rollout_id,
         "group_index": sample.group_index,
@@ -174,7 +177,7 @@ def sample_record(sample: Sample, rollout_id: int) -> dict[str, object]:
 
 
 def preview(samples: Nested, count: int = 2, width: int = 160) -> list[str]:
-    """A few samples as one line each: the best and the worst reward first, so that both are seen."""
+    """Return one line for each of a few samples, half of them with the best and half with the worst rewards."""
     ranked = sorted(flatten(samples), key=lambda sample: _number(sample.reward), reverse=True)
     chosen = ranked[: (count + 1) // 2] + ranked[len(ranked) - count // 2 :] if len(ranked) > count else ranked
     return [
@@ -196,7 +199,7 @@ def _reward(reward: Reward) -> str:
 
 
 def _last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
-    """What was asked last: of messages, or of a prompt that a chat template has rendered."""
+    """Return the last text of the user, from a list of messages or from a rendered chat template."""
     if isinstance(prompt, str):
         turns = _USER_TURN.findall(prompt)
         return str(turns[-1]) if turns else prompt
@@ -205,7 +208,8 @@ def _last_user_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
 
 
 def _short(text: str, width: int) -> str:
-    """One line without special tokens; the middle goes when it is too long: answers stand at the end."""
+    """Return a text as one line without special tokens. If it is too long, the middle is cut, because answers are at
+    the end."""
     line = " ".join(_SPECIAL.sub(" ", text).split())
     head = (width - 1) // 2
     return line if len(line) <= width else f"{line[:head]}…{line[len(line) - (width - 1 - head) :]}"

@@ -1,4 +1,4 @@
-"""What a run achieved, read back from its folder: the table at the end, ``summary.json``, the picture."""
+"""The summary of a run, which is read from its folder: the table at the end, ``summary.json`` and the reward curve."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ REWARD_KEYS = ("rollout/raw_reward", "rollout/rewards")
 
 
 class Series(TypedDict):
-    """The values of one evaluation set, and the number of rollouts trained before each."""
+    """The values of one evaluation data set, and the number of rollouts that were trained before each."""
 
     steps: list[float]
     values: list[float]
 
 
 class Summary(TypedDict):
-    """What a run achieved; ``accuracy_*`` are the first and the last value of the first evaluation set."""
+    """The figures of a run. ``accuracy_*`` are the first and the last value of the first evaluation data set."""
 
     run: str
     seed: int | None
@@ -47,18 +47,18 @@ class Summary(TypedDict):
 
 
 def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
-    """The figures of a run, from ``metrics.jsonl`` and ``config.yaml``.
+    """Read the figures of a run from ``metrics.jsonl`` and ``config.yaml``.
 
     Args:
-        run_dir: of the run.
-        seconds_total: wall time of the run; without it the one in ``summary.json``, else the time
-            between the first and the last row.
+        run_dir: the folder of the run.
+        seconds_total: wall time of the run. Default: the value in ``summary.json``, or else the time between the first
+            and the last row.
 
     Raises:
         MetricsError: there is no ``metrics.jsonl``, or it has no rows.
     """
     if not run_dir.metrics.is_file():
-        raise MetricsError(f"{run_dir.path} is no run folder: it has no metrics.jsonl")
+        raise MetricsError(f"{run_dir.path} is not the folder of a run: it has no metrics.jsonl")
     rows = read_metrics(run_dir.metrics)
     if not rows:
         raise MetricsError(f"{run_dir.metrics} has no rows: the run stopped before its first step")
@@ -82,22 +82,22 @@ def summarize(run_dir: RunDir, seconds_total: float | None = None) -> Summary:
 
 
 def write_summary(run_dir: RunDir, summary: Summary) -> list[str]:
-    """Write ``summary.json`` and the picture; returns what could not be made, as lines for the user.
+    """Write ``summary.json`` and the reward curve; return notes for the user about missing parts.
 
-    A file that cannot be written is logged: the run, which is over, did not fail.
+    If a file cannot be written, this is only logged, because the run itself has succeeded.
     """
     with best_effort("summary.json"), replacing(run_dir.summary) as temporary:
         temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     try:
-        with best_effort("the picture of the reward curve"):
+        with best_effort("the reward curve"):
             reward_curve_png(run_dir.reward_curve, summary)
     except ModuleNotFoundError as error:
-        return [f"no picture of the reward curve: {error.name} is not installed (pip install 'slime[plots]')"]
+        return [f"the reward curve was not drawn: {error.name} is not installed (pip install 'slime[plots]')"]
     return []
 
 
 def print_summary(run_dir: RunDir, summary: Summary, console: Console, hints: list[str] | None = None) -> None:
-    """The table at the end of a run: evaluation, reward curve, time per phase, what to try next."""
+    """Print the table at the end of a run: evaluations, reward curve, time per phase, and where to find the files."""
     parts: list[RenderableType] = []
     if summary["eval"]:
         parts.append(_eval_table(summary))
@@ -160,7 +160,7 @@ def _relative(path: Path) -> str:
 
 
 def _evaluations(rows: list[Row]) -> dict[str, Series]:
-    """Data set → its values over the run, by the number of rollouts trained before each."""
+    """Return the evaluations by data set."""
     series: dict[str, Series] = {}
     rollouts_done = 0
     for row in rows:
@@ -182,9 +182,10 @@ def _reward(row: Row) -> float | None:
 
 
 def _phases(rows: list[Row], total: float) -> dict[str, float]:
-    """Seconds by phase of the loop; what they leave of the total is start-up and the rest.
+    """Return the seconds of each phase of the loop, and the rest of the total as ``start_and_rest``.
 
-    The driver and the one who did the work may both log a phase, in rows of different kinds: count it once.
+    A phase can be logged twice: by the driver, and by the process that did the work. These are rows of different kinds,
+    so the larger sum of both kinds is taken.
     """
     known: dict[str, float] = {}
     for name in PHASES:

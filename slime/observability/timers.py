@@ -1,4 +1,4 @@
-"""Named timers of the phases of a run; they become ``perf/<name>_time``."""
+"""Timers for the phases of a run, which become the metrics ``perf/<name>_time``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypedDict
 
 
 class Span(TypedDict):
-    """A phase that is over; ``start`` and ``end`` are wall seconds."""
+    """A completed phase. ``start`` and ``end`` are wall times in seconds."""
 
     name: str
     start: float
@@ -18,7 +18,7 @@ class Span(TypedDict):
 
 
 class Timers:
-    """Wall seconds by name. Thread-safe; a timer may run several times and adds up.
+    """Measures wall seconds by name. It is thread-safe. The times of a timer that runs several times are added up.
 
     >>> timers = Timers()
     >>> with timers("actor_train"):
@@ -34,7 +34,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the block, also when it raises."""
+        """Measure the time of the block, also if it raises."""
         wall, start = time.time(), time.perf_counter()
         try:
             yield
@@ -42,20 +42,24 @@ class Timers:
             self.add(name, time.perf_counter() - start, wall)
 
     def add(self, name: str, seconds: float, started: float | None = None) -> None:
-        """Count seconds that something else measured; ``started`` is wall time."""
+        """Add seconds that were measured elsewhere.
+
+        Args:
+            started: wall time of the start. Default: ``seconds`` before now.
+        """
         begun = time.time() - seconds if started is None else started
         with self._lock:
             self._since_pop[name] = self._since_pop.get(name, 0.0) + seconds
             self._spans.append({"name": name, "start": begun, "end": begun + seconds})
 
     def pop(self) -> dict[str, float]:
-        """``{"perf/<name>_time": seconds}`` since the last call."""
+        """Return ``{"perf/<name>_time": seconds}`` since the last call."""
         with self._lock:
             times, self._since_pop = self._since_pop, {}
         return {f"perf/{name}_time": seconds for name, seconds in times.items()}
 
     def pop_spans(self) -> list[Span]:
-        """The phases since the last call, for the trace file."""
+        """Return the phases since the last call, for the trace file."""
         with self._lock:
             spans, self._spans = self._spans, []
         return spans

@@ -1,4 +1,4 @@
-"""Traces of a rollout and phases of the driver as one Chrome/Perfetto JSON file (open in ui.perfetto.dev)."""
+"""Write the traces of a rollout and the phases of the driver as one file for Chrome or Perfetto (ui.perfetto.dev)."""
 
 from __future__ import annotations
 
@@ -13,49 +13,50 @@ from slime.observability.samples import remove_older
 from slime.observability.timers import Span
 from slime.observability.trace_utils import Attrs, Event, Trace, trace_on
 
-DRIVER = 0  # process id of the driver's row in the viewer; prompt groups follow it
-MOST_EVENTS = 100_000  # in one file, of samples: some 20 MB before they are compressed, which the viewer takes
+DRIVER = 0  # process id of the driver in the viewer; prompt groups have the next ones
+MOST_EVENTS = 100_000  # of samples in one file: about 20 MB before compression, which the viewer can still open
 _MOST_OPEN = 64
 ViewerEvent = dict[str, object]
-"""An event in the form of Chrome's viewer, in which times are microseconds."""
-_LEVEL = 1  # of gzip: a twentieth of the size
+"""An event in the format of Chrome's trace viewer, in which times are in microseconds."""
+_LEVEL = 1  # gzip level; even the fastest one reduces the size to a twentieth
 
 
 def trace_of(run_dir: Path, rollout_id: int) -> Path:
-    """Where the trace of a rollout is: JSON compressed with gzip, which ui.perfetto.dev opens as it is."""
+    """Return the path of a rollout's trace: JSON that is compressed with gzip, which ui.perfetto.dev opens directly."""
     return Path(run_dir) / "traces" / f"rollout_{rollout_id:06d}.json.gz"
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace file."""
+    """Read the events of a trace file."""
     events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return events
 
 
 class TraceFiles:
-    """Writes the traces of a run's rollouts; belongs to the rollout manager.
+    """Writes the trace files of a run; the rollout manager has one.
 
-    A file is written with the samples as soon as they are there, and once more when the phases of the driver come. In
-    between the events of the samples are kept as text, so no file is read.
+    A file is written as soon as the samples of a rollout are complete, and again when the driver reports its phases. In
+    between, the events of the samples are kept as text, so that the file need not be read again.
 
     Args:
-        last: files that stay; older ones are removed. None: all.
-        most_events: of samples in one file. Where there are more, groups at even distances are left out.
+        last: number of files to keep; older ones are deleted. None: all.
+        most_events: maximum number of events of samples in one file. If there are more, only groups at even distances
+            are written.
     """
 
     def __init__(self, run_dir: Path, last: int | None = None, most_events: int = MOST_EVENTS) -> None:
         self.run_dir, self.last, self.most_events = Path(run_dir), last, most_events
-        # Until the driver reports its phases: the wall time of the first event, and the events as JSON text.
+        # Rollouts whose phases the driver has not reported yet: wall time of the first event, and the events as JSON.
         self._open: dict[int, tuple[float, str]] = {}
 
     def write_samples(self, rollout_id: int, samples: Sequence[object]) -> Path | None:
-        """Write a process row per prompt group and a thread row per sample.
+        """Write the traces of samples: each prompt group is shown as a process, and each sample as a thread of it.
 
         Args:
-            samples: flat; those without a trace are left out.
+            samples: a flat sequence; samples without a trace are left out.
 
         Returns:
-            The file, or None when there was nothing to write.
+            The path of the file, or None if there are no events.
         """
         traces = _within(_traces(samples), self.most_events)
         if not traces:
@@ -63,16 +64,18 @@ class TraceFiles:
         start = min(event["ts"] for _, trace in traces for event in trace["events"])
         events = _joined(event for position, trace in traces for event in _sample_events(trace, position))
         self._open[rollout_id] = start, events
-        for old in list(self._open)[:-_MOST_OPEN]:  # the driver never came back to them
+        for old in list(self._open)[:-_MOST_OPEN]:  # the driver has not reported phases for these and never will
             del self._open[old]
         return self._write(rollout_id, events)
 
     def add_phases(self, rollout_id: int, phases: Sequence[Span]) -> None:
-        """Add the driver's row to the trace of a rollout that is trained by now: those phases that are not over before
-        its first event. So the file of a rollout that was generated ahead shows what trained meanwhile.
+        """Add the phases of the driver to the trace of a rollout that has been trained.
+
+        Only phases that end after the rollout's first event are added. So the file of a rollout that was generated
+        ahead also shows the training that ran at the same time.
 
         Args:
-            phases: ``{"name", "start", "end"}`` in wall seconds, e.g. of :class:`~slime.observability.timers.Timers`.
+            phases: completed phases, for example of :class:`~slime.observability.timers.Timers`.
         """
         begun = self._open.pop(rollout_id, None)
         row = list(_phase_events([phase for phase in phases if begun and phase["end"] >= begun[0]]))
@@ -95,13 +98,13 @@ def _joined(events: Iterable[ViewerEvent]) -> str:
 
 
 def _traces(samples: Iterable[object]) -> list[tuple[int, Trace]]:
-    """Traces that hold an event, with the positions of their samples."""
+    """Return the traces that have events, with the positions of their samples."""
     traces = ((position, trace_on(sample)) for position, sample in enumerate(samples))
     return [(position, trace) for position, trace in traces if trace is not None and trace.get("events")]
 
 
 def _within(traces: list[tuple[int, Trace]], most: int) -> list[tuple[int, Trace]]:
-    """Those of whole groups at even distances, with about ``most`` events or less; at least one group's."""
+    """Select whole groups at even distances with about ``most`` events or fewer, but at least one group."""
     events = sum(len(trace["events"]) for _, trace in traces)
     if events <= most:
         return traces
@@ -139,13 +142,13 @@ def _sample_events(trace: Trace, position: int) -> Iterable[ViewerEvent]:
             attrs = {**event.get("attrs", {}), "attempt": event["attempt"]}
             moment: ViewerEvent = {"ph": "i", "s": "t", "name": event["name"], "ts": event["ts"] * 1e6}
             yield {**moment, "pid": pid, "tid": tid, "args": attrs}
-    for start in open_spans.values():  # aborted in the middle
+    for start in open_spans.values():  # spans that an abort left without an end
         attrs = {**start.get("attrs", {}), "attempt": start["attempt"], "unfinished": True}
         yield _complete(start["name"], start["ts"], last, pid, tid, attrs)
 
 
 def _complete(name: str, start: float, end: float, pid: int, tid: int, attrs: Attrs) -> ViewerEvent:
-    duration = max(end - start, 0.0) * 1e6  # the format counts microseconds
+    duration = max(end - start, 0.0) * 1e6
     return {"ph": "X", "name": name, "ts": start * 1e6, "dur": duration, "pid": pid, "tid": tid, "args": attrs}
 
 

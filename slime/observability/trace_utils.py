@@ -1,14 +1,14 @@
-"""Traces of samples: where the time of each sample was spent, as spans on the sample.
+"""Traces of samples: spans that show how the time of each sample was spent.
 
-A sample carries its trace with it: ``sample.trace = {version, trace_id, events, sample_id, group_id,
-attempt}``. An event is a plain dict, so traces survive pickling, the buffer and a resume::
+A sample has its trace as an attribute: ``sample.trace = {version, trace_id, events, sample_id, group_id, attempt}``.
+An event is a plain dict, so traces survive pickling, the buffer and a resume::
 
     {"type": "span_start" | "span_end" | "event", "name", "ts", "span_id", "parent_id", "attempt", "attrs"}
 
-``ts`` is wall time in seconds (``time.time()``): spans of several processes share one axis. Samples of a group may hold
-the same event: do not change it.
+``ts`` is the wall time in seconds (``time.time()``), so spans of several processes share one time axis. Samples of a
+group may share an event object, so events must not be modified.
 
-No function here raises an error into the traced code: an error is logged once per place and ignored.
+No function in this module raises an error into the traced code. An error is logged once per place and ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Getter = Callable[..., Any]
 
 
 class Event(TypedDict):
-    """One event of a trace; ``type`` is span_start, span_end or event, and ``ts`` wall time in seconds."""
+    """One event of a trace. ``type`` is span_start, span_end or event; ``ts`` is the wall time in seconds."""
 
     type: str
     name: str
@@ -47,7 +47,7 @@ class Event(TypedDict):
 
 
 class Trace(TypedDict):
-    """What a sample carries in its attribute ``trace``."""
+    """The attribute ``trace`` of a sample."""
 
     version: int
     trace_id: str
@@ -69,9 +69,10 @@ _META_FIELDS = (
 
 
 class Span:
-    """Times a block on samples; :meth:`set` adds attributes that are only known at its end.
+    """A context manager that measures a block for one or more samples.
 
-    Thousands are open at once in an asynchronous run, so it has slots and is no generator.
+    :meth:`set` adds attributes that are known only at the end. Thousands of spans are open at once in an asynchronous
+    run, so this is a class with slots, which is cheaper than a generator.
     """
 
     __slots__ = ("_given", "_parent_id", "_target", "_targets", "_tokens", "attrs", "name", "span_id")
@@ -98,13 +99,13 @@ class Span:
 
 
 def trace_on(target: object) -> Trace | None:
-    """The trace that ``target`` carries; None where it has none."""
+    """Return the trace of ``target``; None if it has none."""
     trace: Trace | None = getattr(target, "trace", None)
     return trace if isinstance(trace, dict) else None
 
 
 def bind_trace(target: object) -> Trace | None:
-    """Make sure that a sample has a trace and return it; None when it cannot carry one."""
+    """Return the trace of a sample, which is created if necessary; None if the object cannot have attributes."""
     try:
         trace = trace_on(target)
         if trace is None:
@@ -116,7 +117,7 @@ def bind_trace(target: object) -> Trace | None:
                 "group_id": getattr(target, "group_index", None),
                 "attempt": 0,
             }
-            setattr(target, "trace", trace)  # noqa: B010  # any object that takes attributes can be traced
+            setattr(target, "trace", trace)  # noqa: B010  # any object that accepts attributes can be traced
         return trace
     except Exception as error:
         _drop("bind_trace", error)
@@ -124,18 +125,18 @@ def bind_trace(target: object) -> Trace | None:
 
 
 def trace_span(target: object, name: str, attrs: Attrs | None = None) -> Span:
-    """Time a block on a sample, on each sample of a (nested) list, or (None) on the enclosing span's samples.
+    """Measure a block for a sample, for each sample of a (nested) list, or with None for those of the enclosing span.
 
     >>> with trace_span(sample, "sglang_generate", {"turn": 0}) as span:
     ...     span.set(tokens=20)
 
-    An exception in the block ends the span with ``attrs["error"]`` and goes on.
+    An exception in the block is recorded as ``attrs["error"]`` and raised again.
     """
     return Span(target, name, attrs)
 
 
 def trace_event(target: object, name: str, attrs: Attrs | None = None) -> None:
-    """Mark a moment on the same targets as :func:`trace_span` takes."""
+    """Record an event without a duration, for the same targets as in :func:`trace_span`."""
     _record(_targets(target), "event", name, _span_id(), _parent.get(), attrs)
 
 
@@ -146,13 +147,13 @@ def trace_function(
     target_getter: Getter | None = None,
     attrs_getter: Getter | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Wrap a function, sync or async, into a span.
+    """Return a decorator that runs a sync or async function in a span.
 
     Args:
-        name: of the span.
-        target: name of the parameter that holds the sample or the list of samples.
-        target_getter: called with the function's arguments instead; returns the target.
-        attrs_getter: called with the function's arguments; returns the span's attributes.
+        name: name of the span.
+        target: name of the function's parameter that is the sample or the list of samples.
+        target_getter: function that returns the target from the function's arguments; used instead of ``target``.
+        attrs_getter: function that returns the span's attributes from the function's arguments.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -190,12 +191,12 @@ def trace_function(
 
 
 def export_trace(sample: object) -> Trace | None:
-    """A copy of the sample's trace, ready to pickle or to write as JSON; None when it has none."""
+    """Return a copy of the sample's trace, which can be pickled or written as JSON; None if it has none."""
     return copy.deepcopy(trace_on(sample))
 
 
 def import_trace(sample: object, trace: Trace | None) -> None:
-    """Give a sample the trace that :func:`export_trace` returned; None and foreign versions are left out."""
+    """Set the trace of a sample to a result of :func:`export_trace`. None and traces of other versions are ignored."""
     try:
         if trace is None:
             return
@@ -207,14 +208,14 @@ def import_trace(sample: object, trace: Trace | None) -> None:
 
 
 def trace_next_attempt(sample: object) -> None:
-    """Count later events to the next attempt, when a sample is generated again (partial rollout, retry)."""
+    """Assign later events to the next attempt, if a sample is generated again (partial rollout, retry)."""
     trace = bind_trace(sample)
     if trace is not None:
         trace["attempt"] = int(trace.get("attempt", 0)) + 1
 
 
 def build_sglang_meta_trace_attrs(meta_info: Mapping[str, object]) -> Attrs:
-    """What an engine's ``meta_info`` says that belongs on a span: token counts, latencies, finish reason."""
+    """Return the entries of an engine's ``meta_info`` for a span: token counts, latencies, finish reason."""
     try:
         attrs = {key: meta_info[key] for key in _META_FIELDS if meta_info.get(key) is not None}
         reason = meta_info.get("finish_reason")
@@ -245,7 +246,7 @@ def _record(
             if trace is None:
                 continue
             attempt = trace.get("attempt", 0)
-            if event is None or event["attempt"] != attempt:  # else the samples of a group share it
+            if event is None or event["attempt"] != attempt:  # otherwise the samples of a group share one event
                 event = {
                     "type": kind, "name": name, "ts": now, "span_id": span_id, "parent_id": parent, "attempt": attempt,
                 }  # fmt: skip
@@ -260,7 +261,7 @@ def _reset(tokens: tuple[Token[tuple[object, ...]], Token[str | None]]) -> None:
     try:
         _bound.reset(tokens[0])
         _parent.reset(tokens[1])
-    except ValueError as error:  # a generator closed in another context
+    except ValueError as error:  # raised if a generator is closed in another context than that of its start
         _drop("trace_span", error)
 
 

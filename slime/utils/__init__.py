@@ -1,1 +1,1 @@
-"""The import paths that users' plugins name; the code behind them lives in the rooms."""
+"""Documented import paths for users' plugins. The code itself is in the other packages of slime."""

@@ -1,4 +1,4 @@
-"""Documented import path: ``from slime.utils.arguments import parse_args``."""
+"""Documented import path of ``parse_args``; the code is in :mod:`slime.config.parser`."""
 
 from slime.config.parser import parse_args
 

@@ -20,7 +20,7 @@ def build_dp_schedule(
     rollout_indices: Sequence[int],
     prompts: Sequence[tuple[Hashable, int]] | None = None,
 ) -> schedule.Schedule:
-    """:func:`slime.data.schedule.build_dp_schedule` with the settings of ``args``."""
+    """Call :func:`slime.data.schedule.build_dp_schedule` with the settings of ``args``."""
     return schedule.build_dp_schedule(
         schedule.PackingSettings.from_args(args),
         train_parallel_config,

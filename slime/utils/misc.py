@@ -1,4 +1,4 @@
-"""Documented import path of small helpers that plugins use."""
+"""Documented import path of small helpers for plugins."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["SingletonMeta", "load_function"]
 
 
 class SingletonMeta(type):
-    """Metaclass of classes with one instance per process, made by the first call.
+    """Metaclass of classes with one instance per process, which the first call creates.
 
-    For plugins; slime itself passes its objects on. :meth:`clear` is for tests.
+    It is for plugins; slime itself passes objects as arguments. :meth:`clear` is for tests.
     """
 
-    _instances: dict[type, Any] = {}  # noqa: RUF012  # shared on purpose
+    _instances: dict[type, Any] = {}  # noqa: RUF012  # shared by all classes on purpose
     _lock = threading.RLock()
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -26,6 +26,6 @@ class SingletonMeta(type):
             return SingletonMeta._instances[cls]
 
     def clear(cls) -> None:
-        """Forget the instance of this class."""
+        """Remove the instance of this class, so that the next call creates a new one."""
         with SingletonMeta._lock:
             SingletonMeta._instances.pop(cls, None)

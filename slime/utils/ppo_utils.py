@@ -1,4 +1,4 @@
-"""The formulas of ``slime.algorithms``, at their documented path for users' plugins."""
+"""Documented import path of the formulas; the code is in :mod:`slime.algorithms`."""
 
 from slime.algorithms.cispo import compute_cispo_loss
 from slime.algorithms.gae import get_advantages_and_returns_batch

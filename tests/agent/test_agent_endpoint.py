@@ -239,7 +239,7 @@ async def test_sessions_are_told_apart_by_path_and_by_key(client: Client, endpoi
         ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "text only"),
         ({"messages": HELLO, "max_tokens": 0}, "max_tokens must be a whole number"),
         ({"messages": HELLO, "n": 129}, "at most 128"),
-        ({"messages": HELLO, "functions": [{"name": "f"}]}, "give tools"),
+        ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is not supported: use tools"),
         ({"messages": HELLO, "n": 2, "stream": True}, "cannot be streamed"),
         ({"messages": HELLO, "tools": [{"type": "function", "function": {"name": ""}}]}, "must have a name"),
     ],

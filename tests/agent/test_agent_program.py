@@ -31,7 +31,7 @@ async def run(program: str) -> Any:
 
 
 async def test_an_exit_of_one_program_is_not_the_end_of_the_others() -> None:
-    with pytest.raises(RuntimeError, match=r"ended by SystemExit\(3\)"):
+    with pytest.raises(RuntimeError, match=r"ended with SystemExit\(3\)"):
         await asyncio.wait_for(run("leaves"), 30)
     assert await asyncio.wait_for(run("stays"), 30) == 1.0
 

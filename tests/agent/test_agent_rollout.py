@@ -111,7 +111,7 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     ("program", "status", "words"),
     [
         ("raises", Sample.Status.FAILED, "error: the agent program raised KeyError: 'my own mistake'"),
-        ("silent", Sample.Status.FAILED, "error: the agent program got no answer from the model"),
+        ("silent", Sample.Status.FAILED, "error: the agent program ended without any answer from the model"),
         ("too_much", Sample.Status.TRUNCATED, "error: the agent program raised BadRequestError"),
     ],
 )

@@ -70,10 +70,10 @@ def test_what_a_request_demands(path: str, more: JsonObject, demand: Demand | No
 @pytest.mark.parametrize(
     ("path", "more", "words"),
     [
-        ("chat/completions", {"tool_choice": "required", "tools": []}, "has no tools that are functions"),
+        ("chat/completions", {"tool_choice": "required", "tools": []}, "has no function tools"),
         ("chat/completions", {"tool_choice": "sometimes"}, "tool_choice must be none, auto, required"),
         ("chat/completions", {"tool_choice": {"type": "function", "function": {"name": "mul"}}}, "names 'mul'"),
-        ("chat/completions", {"tool_choice": {"type": "function"}}, "must name its functions"),
+        ("chat/completions", {"tool_choice": {"type": "function"}}, "must have the name of each function"),
         ("chat/completions", {"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "allowed_tools must"),
         (
             "chat/completions",
@@ -82,13 +82,13 @@ def test_what_a_request_demands(path: str, more: JsonObject, demand: Demand | No
         ),
         ("chat/completions", {"response_format": "json"}, "response_format must be an object"),
         ("chat/completions", {"response_format": {"type": "grammar"}}, "response_format.type must be"),
-        ("chat/completions", {"response_format": {"type": "json_schema"}}, "needs a schema"),
+        ("chat/completions", {"response_format": {"type": "json_schema"}}, "must have a schema"),
         (
             "chat/completions",
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integral"}}}},
-            "the JSON schema is not valid",
+            "the JSON schema is invalid",
         ),
-        ("responses", {"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format: json_schema needs"),
+        ("responses", {"text": {"format": {"type": "json_schema", "schema": 5}}}, "text.format: json_schema must have"),
         ("responses", {"text": {"format": "json"}}, "text.format must be an object"),
         ("responses", {"tool_choice": {"type": "web_search"}}, "tool_choice must be none, auto, required"),
         ("messages", {"tool_choice": {"type": "some"}}, "tool_choice.type must be auto, any, tool or none"),
@@ -107,7 +107,7 @@ def test_a_demand_that_nothing_could_meet_is_refused(path: str, more: JsonObject
         (Demand(calls=True), "3", [], "requires a tool call"),
         (Demand(calls=True), "", ["mul"], None),
         (Demand(True, ("add",)), "", ["add", "add"], None),
-        (Demand(True, ("add",)), "", ["add", "sub"], "called sub, and tool_choice allows add only"),
+        (Demand(True, ("add",)), "", ["add", "sub"], "called sub, but tool_choice allows only add"),
         (Demand(False, ("add",)), "so", [], None),
         (Demand(schema=SCHEMA), ' {"a": 1}\n', [], None),
         (Demand(schema=SCHEMA), '{"a": 1} and so on', [], "is not JSON: Extra data"),
@@ -156,7 +156,7 @@ async def test_an_answer_that_does_not_meet_it_is_an_error_and_stays_in_the_sess
         assert stream or getattr(refused.value, "status_code", None) == 422
         assert (await ask(tool_choice="required"))[-1].choices[0].finish_reason == "tool_calls"
         assert (await ask(tool_choice="required"))[-1].choices[0].finish_reason == "length", "it was cut, and says so"
-        with pytest.raises(openai.APIError, match="does not fit its JSON schema"):
+        with pytest.raises(openai.APIError, match="the answer violates the JSON schema"):
             await ask(response_format=FORM)
         assert talk.session.counts["unmet"] == 2 and talk.session.counts["turns"] == 4
         assert talk.session.fault is None and talk.session.error is None

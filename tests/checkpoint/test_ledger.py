@@ -269,7 +269,7 @@ def test_rows_beyond_the_snapshot_are_rolled_back(run_dir: Path, capsys: pytest.
     position = sum(len(line) + 1 for line in (run_dir / "ledger.jsonl").read_text().splitlines()[:3])
     ledger.restore({**first, "position": position, "complete": 1}, attempt=1)
     assert main(["ledger", str(run_dir)]) == 0
-    assert "attempt 1 went on after step 0: 1 groups that later steps had closed were rolled back (2)" in " ".join(
+    assert "attempt 1 continued after step 0: 1 groups that later steps had closed were rolled back (2)" in " ".join(
         capsys.readouterr().out.split()
     )
 

@@ -98,10 +98,10 @@ RIGHT = {
     "model": (["--custom-rm-path", "hooks.py:Model"], "8 rewards from"),
     "filter": (["--dynamic-sampling-filter-path", "hooks.py:keep"], "mixed: kept, all 0: dropped, all 1: dropped"),
     "sample hook": (["--rollout-sample-hook-path", "hooks.py:hook"], "returned None"),
-    "buffer": (["--buffer-filter-path", "hooks.py:buffer"], "chose 2 of 4 groups, 2 stay"),
+    "buffer": (["--buffer-filter-path", "hooks.py:buffer"], "chose 2 of 4 groups, 2 remain"),
     "mark": (["--rollout-sample-filter-path", "hooks.py:mark"], "removes 1 of 8 samples"),
-    "all": (["--rollout-all-samples-process-path", "hooks.py:everything"], "saw 2 groups"),
-    "post": (["--custom-reward-post-process-path", "hooks.py:post"], "8 rewards, trained ones from -0.5 to 0.5"),
+    "all": (["--rollout-all-samples-process-path", "hooks.py:everything"], "called with 2 groups"),
+    "post": (["--custom-reward-post-process-path", "hooks.py:post"], "8 rewards, processed from -0.5 to 0.5"),
     "log": (["--custom-rollout-log-function-path", "hooks.py:log"], "adds to the usual metrics"),
     "evals": (["--custom-eval-rollout-log-function-path", "hooks.py:evals"], "replaces the usual metrics"),
     "advantages": (["--custom-advantage-function-path", "hooks.py:advantages"], "of 8 samples"),
@@ -110,7 +110,7 @@ RIGHT = {
     "reducer": (["--custom-pg-loss-reducer-function-path", "hooks.py:reducer"], "with gradient"),
     "late": (["--rollout-data-postprocess-path", "hooks.py:late"], "called with advantages"),
     "convert": (["--custom-convert-samples-to-train-data-path", "hooks.py:convert"], "8 samples with"),
-    "source": (["--data-source-path", "hooks.py:Source"], "groups of 4, 7 prompts an epoch, saves and loads"),
+    "source": (["--data-source-path", "hooks.py:Source"], "groups of 4, has 7 prompts per epoch, saves and loads"),
 }
 
 
@@ -119,34 +119,34 @@ def test_hooks_that_are_right(check: Callable[..., tuple[int, str]], name: str) 
     flags, said = RIGHT[name]
     status, report = check(GOOD, *flags)
     assert status == 0 and report.startswith("ok    --") and said in report, report
-    assert "1 of 1 hooks fit their contract" in report
+    assert "1 of 1 hooks satisfy their contract" in report
 
 
 RM, FILTER, POST = "--custom-rm-path", "--dynamic-sampling-filter-path", "--custom-reward-post-process-path"
 WRONG = {
-    "signature": (RM, "async def f(sample): return 1.0", r"called as fn(args, sample), but is defined as f(sample): too many positional arguments", 1),
+    "signature": (RM, "async def f(sample): return 1.0", r"slime calls it as fn(args, sample), but it is defined as f(sample): too many positional arguments", 1),
     "raises": (RM, "async def f(args, sample, **kw):\n    x = 1\n    return x / 0", "it raised ZeroDivisionError: division by zero", 3),
-    "none": (RM, "async def f(args, sample, **kw):\n    if sample.label == 'x':\n        return 1.0", "it returned None: a return is missing on some path", 1),
-    "text": (RM, "async def f(args, sample, **kw): return 'good'", "it returned 'good' (str), which is no number", 1),
-    "nan": (RM, "async def f(args, sample, **kw): return float('nan')", "a reward is a finite number", 1),
-    "dict without key": (RM, "async def f(args, sample, **kw): return {'acc': 1}", "a dict with the keys acc: say which one trains with --reward-key", 1),
+    "none": (RM, "async def f(args, sample, **kw):\n    if sample.label == 'x':\n        return 1.0", "it returned None: a return statement is missing on some path", 1),
+    "text": (RM, "async def f(args, sample, **kw): return 'good'", "it returned 'good' (str), which is not a number", 1),
+    "nan": (RM, "async def f(args, sample, **kw): return float('nan')", "a reward must be a finite number", 1),
+    "dict without key": (RM, "async def f(args, sample, **kw): return {'acc': 1}", "a dict with the keys acc: select one with --reward-key", 1),
     "hangs": (RM, "import threading\nstop = threading.Event()\ndef f(args, sample):\n    stop.wait(1000)", "it did not return within 2 s", 4),
-    "list for one": (RM, "async def f(args, samples, **kw): return [1.0] * len(samples)", "without --group-rm it gets one sample", 1),
+    "list for one": (RM, "async def f(args, samples, **kw): return [1.0] * len(samples)", "without --group-rm it is called with one sample", 1),
     "import": (RM, "import no_such_module_of_mine\nasync def f(args, sample): return 1.0", "importing it raised ModuleNotFoundError", 1),
     "syntax": (RM, "async def f(args, sample)\n    return 1.0", "importing it raised SyntaxError", 1),
     "absent": (RM, "async def g(args, sample): return 1.0", "has no 'f'; it defines g", None),
     "class": (RM, "class f:\n    def __init__(self, model_path): pass\n    def compute_reward(self, p, r): return [1.0]", "needs model_path: set --rm-model-path", 1),
     "filter answer": (FILTER, "def f(args, group):\n    return 'yes'", "returned 'yes', not a bool or DynamicFilterOutput", 1),
-    "async filter": (FILTER, "async def f(args, group):\n    return True", "it is an async def, but this hook is called without await", 1),
-    "one list": (POST, "def f(args, samples):\n    return [s.reward for s in samples]", "it must return (raw_rewards, rewards)", 1),
+    "async filter": (FILTER, "async def f(args, group):\n    return True", "it is an async def, but slime calls this hook without await", 1),
+    "one list": (POST, "def f(args, samples):\n    return [s.reward for s in samples]", "but must be (raw_rewards, rewards)", 1),
     "short": (POST, "def f(args, samples):\n    return [0.0], [0.0]", "it returned 1 raw_rewards for 8 samples", 1),
-    "hook answer": ("--rollout-sample-hook-path", "def f(args, sample):\n    return 3", "it returned int; it must return None or a Sample", 1),
+    "hook answer": ("--rollout-sample-hook-path", "def f(args, sample):\n    return 3", "its result has the type int, but must be None or a Sample", 1),
     "pickle": ("--rollout-sample-hook-path", "import threading\ndef f(args, sample):\n    sample.lock = threading.Lock()", "sample.lock cannot be pickled", None),
     "keys": ("--custom-convert-samples-to-train-data-path", "def f(args, samples):\n    return {'tokens': [s.tokens for s in samples]}", "response_lengths, rewards missing; it returned tokens", 1),
     "advantages": ("--custom-advantage-function-path", "def f(args, data):\n    data['advantages'] = [a[:1] for a in data['log_probs']]\n    data['returns'] = data['advantages']", "advantages", 1),
     "source": ("--data-source-path", "class f:\n    def __init__(self, args): pass\n    def get_samples(self, n): return []", "the class has no add_samples, save, load, __len__", 1),
     "detached": ("--custom-loss-function-path", "def f(args, batch, logits, mean):\n    return mean(logits.detach().sum(-1)), {}", "the loss has no gradient", 1),
-    "signature only": ("--custom-megatron-init-path", "def f():\n    pass", "called as fn(args), but is defined as f()", 1),
+    "signature only": ("--custom-megatron-init-path", "def f():\n    pass", "slime calls it as fn(args), but it is defined as f()", 1),
 }  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_hooks_that_are_wrong(check: Callable[..., tuple[int, str]], name: str) 
     assert status == 1 and first == f"FAIL  {option} hooks.py:f", report
     assert said in "\n".join(rest), report
     assert line is None or any(f"hooks.py:{line}" in text for text in rest), report
-    assert "0 of 1 hooks fit their contract" in report
+    assert "0 of 1 hooks satisfy their contract" in report
     if name == "hangs":  # its thread would keep pytest from ending
         load_function("hooks.py:stop").set()
         for thread in threading.enumerate():
@@ -168,9 +168,9 @@ def test_hooks_that_are_wrong(check: Callable[..., tuple[int, str]], name: str) 
 
 def test_surprises_are_notes(check: Callable[..., tuple[int, str]]) -> None:
     status, report = check("async def f(args, sample, **kw): return 0.0", RM, "hooks.py:f")
-    assert status == 0 and "note  it gives 0 to all 8 answers, among them \\boxed{label}" in report
+    assert status == 0 and "note  it returns 0 for all 8 answers, including \\boxed{label}" in report
     status, report = check("def f(args, group): return False", FILTER, "hooks.py:f")
-    assert status == 0 and "drops every group that was tried" in report
+    assert status == 0 and "drops all tested groups" in report
     code = "import time\nasync def f(args, sample, **kw):\n    time.sleep(1.5)\n    return float(sample.index)"
     status, report = check(code, RM, "hooks.py:f")
     assert status == 0 and "it blocks its event loop for" in report and "hooks.py:3 in f" in report
@@ -182,15 +182,15 @@ def test_several_hooks_and_those_of_evaluation_sets(check: Callable[..., tuple[i
     code = GOOD + "\nasync def broken(args, sample, **kw): return sample.no_such_thing"
     flags = [RM, "hooks.py:rm", FILTER, "hooks.py:keep", "--eval-config", "eval.yaml", "--rollout-batch-size", "0"]
     status, report = check(code, *flags)
-    assert status == 1 and "2 of 3 hooks fit their contract" in report
+    assert status == 1 and "2 of 3 hooks satisfy their contract" in report
     assert "FAIL  data set mine: custom_rm_path hooks.py:broken" in report and "AttributeError" in report
-    assert "besides, train.py would refuse these flags here:\n      --rollout-batch-size 0" in report
+    assert "in addition, train.py would refuse these flags on this machine:\n      --rollout-batch-size 0" in report
 
 
 def test_without_hooks_or_tokenizer_it_says_so(check: Callable[..., tuple[int, str]]) -> None:
     with pytest.raises(CommandError, match="nothing to check"):
         check(GOOD)
-    with pytest.raises(CommandError, match="no tokenizer there"):
+    with pytest.raises(CommandError, match="has no tokenizer"):
         check_hooks(["--hf-checkpoint", "no-such-folder", RM, "hooks.py:rm"])
 
 
@@ -322,19 +322,24 @@ def engine(smollm2: Path) -> Iterator[tuple[str, int]]:
     ("option", "name", "status", "said"),
     [
         ("--custom-generate-function-path", "good", 0, ": 4 samples, "),
-        ("--custom-generate-function-path", "custom_generate", 0, "note  no rollout_log_probs: the trainer recomputes"),
+        (
+            "--custom-generate-function-path",
+            "custom_generate",
+            0,
+            "note  without rollout_log_probs, the trainer needs another forward pass",
+        ),
         ("--custom-generate-function-path", "mask", 1, "has 2 entries in loss_mask, but response_length is"),
         ("--custom-generate-function-path", "tool_turn", 0, ": 4 samples, 7 to 7 tokens"),
         ("--custom-generate-function-path", "replaced", 1, "3 of the 3 tokens that it appended with trainable=False"),
         ("--custom-generate-function-path", "left_out", 0, "1 tokens that were appended as trainable have loss_mask 0"),
         ("--custom-generate-function-path", "nothing", 1, "returned NoneType, not a Sample or a list of them"),
         ("--custom-generate-function-path", "response_only", 1, "it must be prompt tokens + response tokens"),
-        ("--custom-generate-function-path", "blocks", 1, "it holds the event loop for"),
-        ("--custom-generate-function-path", "signature", 1, "called as fn(args, sample, sampling_params)"),
-        ("--custom-generate-function-path", "floats", 1, "which is no token id"),
+        ("--custom-generate-function-path", "blocks", 1, "it blocks the event loop for"),
+        ("--custom-generate-function-path", "signature", 1, "slime calls it as fn(args, sample, sampling_params)"),
+        ("--custom-generate-function-path", "floats", 1, "which is not a token id"),
         ("--custom-generate-function-path", "wrong_address", 1, "answered 404"),
         ("--rollout-function-path", "generate_rollout", 0, ": 2 groups in"),
-        ("--rollout-function-path", "flat", 1, "groups are lists of samples, one list per prompt"),
+        ("--rollout-function-path", "flat", 1, "return a list of samples for each prompt"),
     ],
 )
 def test_generation(check, engine, monkeypatch, option: str, name: str, status: int, said: str) -> None:
@@ -356,16 +361,16 @@ PARTIAL = ("--partial-rollout",)
     ("name", "flags", "status", "said"),
     [
         ("turns", PARTIAL, 0, "; a tool turn of 2 answers, an abort"),
-        ("good", (), 0, "; no tool turn in the forms that were tried, an abort"),
+        ("good", (), 0, "; no tool turn with the tested forms of calls, an abort"),
         ("trains_results", (), 1, "tokens that no engine sampled would be trained"),
-        ("turns_scores", (), 1, "are not those that the engine gave for them"),
-        ("no_status", PARTIAL, 1, "it leaves a sample completed whose last answer an abort has cut"),
-        ("no_status", (), 0, "With these flags aborted samples are not kept"),
-        ("ignores_abort", (), 1, "it goes on asking after an abort"),
+        ("turns_scores", (), 1, "differ from those of the engine"),
+        ("no_status", PARTIAL, 1, "a sample whose last answer was aborted has the status completed"),
+        ("no_status", (), 0, "These flags discard aborted samples"),
+        ("ignores_abort", (), 1, "it keeps sending requests after an abort"),
         ("raises", (), 1, "no abort was foreseen"),
         ("doubles", PARTIAL, 1, "entries in rollout_log_probs, but response_length is"),
         ("turns", ("--check-tool-answer", "I <search>for</search>"), 0, "a tool turn of 2 answers"),
-        ("turns", ("--check-tool-answer", "<tool>x</tool>"), 1, "(--check-tool-answer) it asked for no other"),
+        ("turns", ("--check-tool-answer", "<tool>x</tool>"), 1, "(--check-tool-answer), it sent no other request"),
     ],
 )
 def test_tool_turns_and_aborts_are_forced(
@@ -389,7 +394,7 @@ def test_the_command_itself(smollm2: Path, tmp_path: Path) -> None:
         timeout=180, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ok    --custom-rm-path hooks:rm" in done.stdout and "made-up prompt" in done.stdout
+    assert "ok    --custom-rm-path hooks:rm" in done.stdout and "artificial prompt" in done.stdout
 
 
 def test_the_command_ends_though_a_function_never_returns(smollm2: Path, tmp_path: Path) -> None:
@@ -405,7 +410,7 @@ def test_the_command_ends_though_a_function_never_returns(smollm2: Path, tmp_pat
 def test_its_help_and_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["check-hooks", "--help"])
-    assert stopped.value.code == 0 and "same flags" not in capsys.readouterr().err
+    assert stopped.value.code == 0 and "takes the flags of train.py" not in capsys.readouterr().err
     with pytest.raises(SystemExit) as stopped:
         main(["summary", "x", "--no-such-flag"])
     assert stopped.value.code == 2

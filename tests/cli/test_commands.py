@@ -122,4 +122,4 @@ def test_summary_prints_table_json_and_picture(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["accuracy_after"] == 0.9
     assert (tmp_path / "x.png").stat().st_size > 5000
     assert main(["summary", str(tmp_path)]) == 1
-    assert "no run folder" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err

@@ -49,7 +49,7 @@ def test_figures_come_from_the_rows(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_rows_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MetricsError, match="no run folder"):
+    with pytest.raises(MetricsError, match="is not the folder of a run"):
         summarize(RunDir(tmp_path))
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(MetricsError, match="no rows"):

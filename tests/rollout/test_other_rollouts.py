@@ -234,7 +234,7 @@ def test_forge_load_replays_dumps(tmp_path):
     save_rollout(args, 4, groups)
     output = forge_load.generate_rollout(args, 4, None)
     assert [[s.index for s in g] for g in output.samples] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(ValueError, match="no dump of rollout 5"):
+    with pytest.raises(ValueError, match=r"there is no file .* for rollout 5"):
         forge_load.generate_rollout(args, 5, None)
     with pytest.raises(ValueError, match="--load-forge-rollout-data"):
         forge_load.generate_rollout(arguments("unused"), 0, None)
