@@ -3,7 +3,7 @@ removed or belong to other frameworks, and environment variables that slime does
 
 from __future__ import annotations
 
-import tomllib
+import json
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,7 +159,7 @@ def check_states(args: Args) -> tuple[list[str], list[str]]:
     return problems, notices
 
 
-_MISSING = tomllib.loads((Path(__file__).parent / "tables" / "missing.toml").read_text(encoding="utf-8"))
+_MISSING = json.loads((Path(__file__).parent / "tables" / "missing.json").read_text(encoding="utf-8"))
 GONE: dict[str, str] = _MISSING["gone"]
 """Flags of older releases, and what to use instead."""
 OTHER_FRAMEWORKS: dict[str, str] = _MISSING["other_frameworks"]
