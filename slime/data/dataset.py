@@ -1,4 +1,4 @@
-"""Prompts of a file: rows read, checked, rendered, filtered by length and put into an epoch's order."""
+"""The prompts of a data file: rows are read, checked, rendered, filtered by length and shuffled for each epoch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ logger = logging.getLogger(__name__)
 
 
 class PromptDataset(Protocol):
-    """What a data source needs of a data set: a length, an order per epoch, and prompts by position in it."""
+    """What a data source needs from a data set: a length, an order for each epoch, and prompts by position."""
 
     def __len__(self) -> int: ...
 
     def shuffle(self, epoch_id: int) -> None:
-        """Put the prompts into the order of this epoch, which depends on seed and epoch alone."""
+        """Change to the order of this epoch, which depends only on the seed and the epoch."""
 
     def __getitem__(self, position: int) -> Sample | None:
-        """The prompt at a position of the present order (the caller copies before it changes anything); None where
-        one was left out for its length."""
+        """The prompt at a position of the current order, or None if it is too long.
+
+        The caller must not modify it, but copy it.
+        """
 
 
 @dataclass
 class PromptMaker:
-    """Rows to prompts. Worker processes get one each, so it holds what can be pickled."""
+    """Converts rows to prompts. Each worker process gets a copy, so all fields must be picklable."""
 
     keys: RowKeys
     tokenizer: Tokenizer | None = None
@@ -47,7 +49,7 @@ class PromptMaker:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, raws: list[RawRow]) -> Made:
-        """One sample per good row, None for one that is too long; and the report on all."""
+        """Return a sample for each valid row, or None if it is too long, and the report on all rows."""
         rows, report = parse_rows(raws, self.keys, as_messages=self.apply_chat_template)
         samples = [sample for row in rows if (sample := self._sample(row, report)) is not None]
         long = self._too_long(samples)
@@ -65,7 +67,7 @@ class PromptMaker:
                     row.prompt, tools=row.tools, tokenize=False, add_generation_prompt=True, **self.template_kwargs
                 )
             except (TemplateError, TypeError, ValueError, KeyError) as error:
-                # Templates refuse what their model was not trained on, and fail on parts that they do not expect.
+                # Templates refuse messages for which their model was not trained, and fail on unexpected parts.
                 report.add(row.where, ValueError(f"the chat template refuses these messages: {error}"))
                 return None
         sample = Sample(prompt=prompt, label=row.label, metadata=row.metadata, multimodal_inputs=media)
@@ -73,14 +75,14 @@ class PromptMaker:
         return sample
 
     def _too_long(self, samples: list[Sample]) -> set[int]:
-        """Text prompts of more than ``max_length`` tokens."""
+        """Indices of the text prompts, with or without media, that have more than ``max_length`` tokens."""
         limit = self.max_length
         if limit is None:
             return set()
         texts = {i: s.prompt for i, s in enumerate(samples) if isinstance(s.prompt, str) and not s.multimodal_inputs}
         long = set()
-        if texts:  # all at once: a fast tokenizer encodes many texts in parallel
-            assert self.tokenizer is not None, "a limit of the length needs a tokenizer"
+        if texts:  # in one call, since a fast tokenizer encodes many texts in parallel
+            assert self.tokenizer is not None, "a length limit needs a tokenizer"
             ids = self.tokenizer(list(texts.values()), add_special_tokens=False)["input_ids"]
             long = {i for i, tokens in zip(texts, ids, strict=True) if len(tokens) > limit}
         processor: Any = self.processor
@@ -96,21 +98,22 @@ class Dataset:
     """The prompts of a ``.jsonl`` or ``.parquet`` file (``path@[a:b]`` takes a slice of its rows).
 
     Args:
-        path: of the file.
-        tokenizer: renders messages and counts tokens; needed only for these.
-        processor: of a model that takes media; renders and counts where a row has some.
-        max_length: prompts (texts only) of more tokens are left out.
+        path: the file.
+        tokenizer: renders messages and counts tokens; only needed for these.
+        processor: the processor of a model that takes media; renders and counts tokens of rows with media.
+        max_length: longer prompts, in tokens, are left out; only checked for prompts that are texts.
         prompt_key, multimodal_keys, label_key, tool_key, metadata_key: columns, see :class:`RowKeys`.
-        seed: of the order that :meth:`shuffle` makes.
-        apply_chat_template: render messages to text, with the header that asks for the answer.
-        apply_chat_template_kwargs: further arguments of the template.
-        streaming: read rows when they are asked for and hold a few hundred of them, instead of all. The order is the
-            same. Only the first rows are checked at once; a later row that is wrong raises when it is reached.
-            ``len`` counts rows, with those that turn out to be too long.
-        workers: processes that parse, render and count tokens; 0: this one. What comes out is the same.
+        seed: seed of the order that :meth:`shuffle` makes.
+        apply_chat_template: render messages to text, with the generation header at the end.
+        apply_chat_template_kwargs: additional arguments of the template.
+        streaming: read rows when they are needed, and hold only a few hundred of them. The order is the same. Only the
+            first rows are checked at the start; a later row that is wrong raises an error when it is reached. ``len``
+            counts all rows, including those that turn out to be too long.
+        workers: number of processes that parse, render and count tokens; 0: this process does it. The result is the
+            same.
 
     Raises:
-        DataError: everything that is wrong with the file, each with its line, up to twenty.
+        DataError: lists the problems of the file with their lines, at most about twenty.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class Dataset:
         self.path, self.seed, self.max_length = path, seed, max_length
         self._rows = RowFile(path)
         self._epoch: int | None = None  # None: the order of the file
-        self._kept: list[Sample | None] | None = None  # by row; None: they are read when needed
+        self._kept: list[Sample | None] | None = None  # samples by row; None: rows are read when needed (streaming)
         self._chunks = Chunks(self._rows, make, self._order, workers)
         if streaming:
             self._check(keys, [self._chunks[0][1]] if len(self._rows) else [])
@@ -178,18 +181,19 @@ class Dataset:
         return samples[position % CHUNK]
 
     def shuffle(self, epoch_id: int | None) -> None:
-        """The order of an epoch; it does not depend on earlier ones. None: that of the file."""
+        """Change to the order of an epoch, which does not depend on earlier ones. None: the order of the file."""
         self._epoch = epoch_id
         self._chunks.forget()
+        # All rows are permuted and the long ones dropped afterwards, so that the order is the same as with streaming.
         if self._kept is not None:
             order = self._order(range(len(self._rows)))
             self.samples = [sample for row in order if (sample := self._kept[row]) is not None]
 
     samples: list[Sample]
-    """The prompts in the present order; not with ``streaming``."""
+    """The prompts in the current order; does not exist with ``streaming``."""
 
     def _order(self, positions: range) -> list[int]:
-        """The rows at these positions of the present order."""
+        """The rows at these positions of the current order."""
         if self._epoch is None:
             return list(positions)
         return shuffled(positions, len(self._rows), derive_seed(self.seed, "shuffle", self._epoch))

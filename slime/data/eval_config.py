@@ -1,4 +1,4 @@
-"""The data sets of an evaluation and their settings: ``--eval-prompt-data`` and ``--eval-config``."""
+"""The evaluation data sets and their settings, from ``--eval-prompt-data`` or ``--eval-config``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BY_TYPE = ""
-"""``custom_rm_path`` of a data set whose own ``rm_type`` scores it although the run has a ``--custom-rm-path``."""
+"""Value of ``custom_rm_path`` for a data set with an ``rm_type`` of its own in a run with ``--custom-rm-path``."""
 
 
 @dataclass
 class EvalDatasetConfig:
-    """One data set of an evaluation. None means: as ``args`` say (see :func:`resolve_eval_datasets`)."""
+    """One data set of an evaluation. None stands for the value of ``args``, see :func:`resolve_eval_datasets`."""
 
     name: str
     path: str
@@ -49,7 +49,7 @@ class EvalDatasetConfig:
     no_stop_trim: bool | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
-    # Known names that nothing here reads; user functions may.
+    # The package does not read the following fields, but users' functions may.
     app_service: object = None
     eval_task_timeout: float | None = None
     min_eval_samples: int | None = None
@@ -61,7 +61,7 @@ class EvalDatasetConfig:
 
     @classmethod
     def from_args(cls, args: Args) -> EvalDatasetConfig:
-        """What the flags say of every data set; it has neither name nor path."""
+        """The settings that the flags give for all data sets, without name and path."""
         return cls(
             name="", path="", rm_type=args.rm_type, custom_rm_path=args.custom_rm_path,
             input_key=_first(args.eval_input_key, args.input_key),
@@ -80,7 +80,7 @@ class EvalDatasetConfig:
         )  # fmt: skip
 
     def row_keys(self) -> RowKeys:
-        """Columns of this data set, after resolution."""
+        """The columns of this data set, after :func:`resolve_eval_datasets`."""
         return RowKeys(
             self.input_key or "prompt", self.label_key, self.metadata_key, self.tool_key, self.multimodal_keys or {}
         )
@@ -94,15 +94,15 @@ _NAMES = {f.name for f in fields(EvalDatasetConfig)}
 
 
 def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
-    """All data sets to evaluate; each setting from its entry, else ``eval.defaults``, else ``args``.
+    """All data sets to evaluate. Each setting comes from the data set's entry, ``eval.defaults`` or ``args``.
 
-    ``--eval-config`` replaces ``--eval-prompt-data`` (name path name path ...; one value alone is a
-    data set named "aime").
+    ``--eval-config`` replaces ``--eval-prompt-data`` (name path name path ...; a single value is a data set with the
+    name "aime").
 
     Raises:
-        ValueError: an unknown key of ``eval.defaults``, a malformed file or list.
-        TypeError: an unknown key of a data set.
-        FileNotFoundError: no such ``--eval-config``.
+        ValueError: a key of ``eval.defaults`` is unknown, or the file or list is malformed.
+        TypeError: a key of a data set is unknown, or a value has the wrong type.
+        FileNotFoundError: the file of ``--eval-config`` does not exist.
     """
     if args.eval_config:
         defaults, entries = _read(Path(args.eval_config).expanduser())
@@ -114,7 +114,7 @@ def resolve_eval_datasets(args: Args) -> list[EvalDatasetConfig]:
     names = [entry["name"] for entry in entries]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"evaluation data sets need different names; more than once: {', '.join(twice)}")
+        raise ValueError(f"evaluation data sets need different names; used more than once: {', '.join(twice)}")
     run = EvalDatasetConfig.from_args(args)
     return [_resolve(run, defaults, entry) for entry in entries]
 
@@ -128,7 +128,8 @@ def _resolve(run: EvalDatasetConfig, defaults: JsonObject, entry: JsonObject) ->
         _check_type(entry["name"], key, value)
     config = EvalDatasetConfig(**given)
     own = entry if entry.get("rm_type") or entry.get("custom_rm_path") else defaults
-    if own.get("rm_type") and not own.get("custom_rm_path"):  # its type wins over the function of the run
+    # A reward type in the file is more specific than the reward function that the flags set for the whole run.
+    if own.get("rm_type") and not own.get("custom_rm_path"):
         config.custom_rm_path = BY_TYPE if run.custom_rm_path else None
     for name in _NAMES:
         if getattr(config, name) is None:
@@ -140,10 +141,10 @@ _HINTS = get_type_hints(EvalDatasetConfig)
 
 
 def _check_type(dataset: object, key: str, value: object) -> None:
-    """YAML makes numbers, dates and mappings of words; each setting has one type.
+    """Check the type of a value, since YAML reads some words as numbers, dates or mappings.
 
     Raises:
-        TypeError: it is another.
+        TypeError: the value has another type than the setting.
     """
     kinds = [get_origin(kind) or kind for kind in get_args(_HINTS[key]) or (_HINTS[key],)]
     if value is None or object in kinds or key == "metadata_overrides":

@@ -1,4 +1,4 @@
-"""JSON that models and clients write: what of it can be passed on."""
+"""JSON from models, clients and data files: checks whether a value can be passed on safely."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 MOST_NESTED = 100
-"""Levels of objects and lists. Chat templates, ``json`` and ``copy.deepcopy`` recurse, and Python's stack ends at some
-1,000 frames."""
+"""Maximum nesting of objects and lists. Chat templates, ``json`` and ``copy.deepcopy`` are recursive, and Python's
+stack is limited to about 1,000 frames."""
 _SURROGATES = {code: "\ufffd" for code in range(0xD800, 0xE000)}
 
 
@@ -29,8 +29,7 @@ def too_deep(value: object) -> bool:
 
 
 def clean(value: T) -> T:
-    """A JSON value with U+FFFD for halves of surrogate pairs, which JSON text can hold (``"\\ud83d"``) and UTF-8
-    cannot."""
+    """Replace unpaired surrogates in a JSON value by U+FFFD: JSON text can hold them (``"\\ud83d"``), UTF-8 cannot."""
     if isinstance(value, str):
         return value.translate(_SURROGATES) if not value.isascii() else value  # type: ignore[return-value]
     if isinstance(value, list):
@@ -41,10 +40,10 @@ def clean(value: T) -> T:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON value that can be sent on: of bounded depth, with finite numbers and whole characters.
+    """Parse a JSON value such that it can be passed on: with bounded depth, finite numbers and whole characters.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not JSON, is nested too deeply, or has a number that is not finite.
     """
     try:
         value = DECODER.decode(text)
@@ -67,4 +66,4 @@ def _finite(number: str) -> float:
 
 
 DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
-"""Reads JSON whose numbers can be written again; of any depth, so callers catch :class:`RecursionError`."""
+"""Reads JSON with finite numbers only. The depth is not limited, so callers must catch :class:`RecursionError`."""

@@ -1,4 +1,4 @@
-"""Images, videos and audio of a prompt: collected out of messages, and images read from wherever they lie."""
+"""Images, videos and audio of a prompt: collects them from messages, and loads images from files, URLs or bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FETCH_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class MultimodalType:
-    """One kind of media: its placeholder in text, and the keyword that processors take it by."""
+    """One kind of media: its placeholder in text, and the keyword argument by which processors take it."""
 
     name: str
     placeholder: str
@@ -35,10 +35,10 @@ class MultimodalTypes:
 
     @classmethod
     def get(cls, name: str) -> MultimodalType:
-        """By name.
+        """Return the kind with this name.
 
         Raises:
-            ValueError: no such kind.
+            ValueError: there is no such kind.
         """
         for kind in cls.ALL:
             if kind.name == name:
@@ -47,7 +47,7 @@ class MultimodalTypes:
 
 
 def collect_media(messages: Sequence[Mapping[str, object]]) -> dict[str, list[Any]] | None:
-    """The media parts of messages by the keyword that processors take them by; None where there are none."""
+    """The media parts of messages, by the keyword argument of processors; None if there are no media."""
     media: dict[str, list[Any]] = {}
     for message in messages:
         content = message.get("content")
@@ -59,11 +59,11 @@ def collect_media(messages: Sequence[Mapping[str, object]]) -> dict[str, list[An
 
 
 def load_image(item: object) -> Image.Image:
-    """A PIL image in RGB from a PIL image, a path, a file:, http(s): or data: URL, bytes, or ``{"bytes"| "path"}``.
+    """Load a PIL image in RGB from a PIL image, a path, a file:, http(s): or data: URL, bytes, or ``{"bytes"|"path"}``.
 
     Raises:
-        FileNotFoundError: no such file.
-        TypeError: none of these.
+        FileNotFoundError: the file does not exist.
+        TypeError: ``item`` is none of these.
     """
     from PIL import Image
 
@@ -90,11 +90,11 @@ def load_image(item: object) -> Image.Image:
 
 @functools.lru_cache(maxsize=64)
 def _fetched(url: str) -> bytes:
-    """The content of an http(s) URL, fetched once for all samples of a group and all requests of each."""
+    """The content of an http(s) URL; cached, because all samples of a group and all their requests need it."""
     with urlopen(url, timeout=FETCH_SECONDS) as answer:
         return bytes(answer.read())
 
 
 def processor_inputs(media: Mapping[str, Sequence[object]]) -> dict[str, Sequence[object]]:
-    """Media as a processor takes them: images read, everything else as it is."""
+    """Convert media to the arguments of a processor: images are loaded, all other media are passed on unchanged."""
     return {key: [load_image(i) for i in items] if key == "images" else items for key, items in media.items()}

@@ -1,8 +1,8 @@
-"""Values that ``torch.save`` wrote, read back without running code.
+"""Reads values that ``torch.save`` wrote, without running code from the file.
 
-A pickle may name any function to call, so a file of somebody else's must not be unpickled. ``torch.load`` with
-``weights_only=True`` refuses all but a few names; here numpy's arrays and scalars and some plain types of the standard
-library are added. A program whose files hold objects of its own classes allows them by
+A pickle can call any function, so a file from an unknown source must not be unpickled. ``torch.load`` with
+``weights_only=True`` refuses all but a few names; this module also allows numpy's arrays and scalars and some plain
+types of the standard library. A program whose files hold objects of its own classes allows these with
 ``torch.serialization.add_safe_globals([TheClass])``, for example in the file of its data source.
 """
 
@@ -20,35 +20,35 @@ ALLOWED = frozenset({
     *(f"{module}.{name}" for module in _NUMPY for name in ("_reconstruct", "scalar")),
     "numpy.ndarray", "numpy.dtype", "_codecs.encode",
     "builtins.frozenset", "builtins.range", "builtins.slice",
-    "builtins.bytes",  # of an empty one
+    "builtins.bytes",  # used for empty bytes
     "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta", "datetime.timezone",
     "decimal.Decimal", "fractions.Fraction", "uuid.UUID", "pathlib.PosixPath", "pathlib.PurePosixPath",
     "PIL.Image.Image",
 })  # fmt: skip
-"""Names that only make values. Each is imported when a file asks for it."""
+"""Names of classes and functions that only create values. Each is imported when a file uses it."""
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SCALARS: dict[type, Any] = {str: str.__str__, int: int.__index__, float: float.__float__}
-"""Base class to what makes a value of exactly this class."""
+"""For each base class, the function that converts an instance of a subclass to exactly this class."""
 
 
 class UnsafeFileError(ValueError):
-    """A file holds something else than plain values; the message names it and says how to allow it."""
+    """A file holds other things than plain values; the message names them and says how to allow them."""
 
 
 def load_plain(path: Path) -> Any:
-    """What ``torch.save`` wrote to ``path``: numbers, strings, containers, tensors and numpy arrays, on the CPU.
+    """Load what ``torch.save`` wrote to ``path``: numbers, strings, containers, tensors and numpy arrays, on the CPU.
 
     Raises:
-        UnsafeFileError: it asks for another class or function, or is no such file. Nothing of it was run.
+        UnsafeFileError: the file uses another class or function, or has another format. No code of it was run.
     """
     import torch
     from numpy import dtypes
 
     try:
         asked = set(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
-    except (ValueError, RuntimeError, pickle.UnpicklingError):  # torch's format before 1.6, or damaged: told below
+    except (ValueError, RuntimeError, pickle.UnpicklingError):  # Older format or damaged: torch.load below reports it.
         asked = set()
     foreign = sorted(asked - ALLOWED)
     if foreign:
@@ -66,9 +66,12 @@ def load_plain(path: Path) -> Any:
 
 
 def plain(value: object) -> Any:
-    """The same value in plain types, as :func:`load_plain` reads them: subclasses of dict (``defaultdict``), list,
-    tuple (named ones), str, int and float (enumerations) become these, and ``deque`` becomes a list. Of lists that
-    begin with a number or a string the entries are taken as they are."""
+    """Convert a value to the plain types that :func:`load_plain` can read.
+
+    Instances of subclasses of dict (``defaultdict``), list, tuple (named tuples), str, int and float (enumerations)
+    become instances of these classes, and ``deque`` becomes a list. If a list begins with a number or a string, its
+    entries are not converted.
+    """
     kind = type(value)
     if kind in _PLAIN or kind.__module__ == "numpy":
         return value
@@ -86,12 +89,12 @@ def plain(value: object) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """torch's own reason, without its advice to run the file's code after all."""
+    """The reason that torch gives, without its advice to load the file without this protection."""
     found = re.search(r"(?:WeightsUnpickler error:|\n\n\n?)\s*(\S.*?)(?:\. |\.?\n|$)", str(error))
     return found[1] if found else type(error).__name__
 
 
 def _find(name: str) -> Any:
-    """An allowed object, with the name that the file gives it."""
+    """The allowed class or function of this name, together with the name, as ``safe_globals`` needs it."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute), name

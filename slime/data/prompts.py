@@ -1,5 +1,5 @@
-"""One row of a data set → prompt, label, metadata and tools. No tokenizer, no model: this is also what
-the checks before a start run."""
+"""Parses a row of a data set into prompt, label, metadata and tools. It needs no tokenizer and no model, so the checks
+before the start of a run use it as well."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPTIONAL_DEFAULTS = {"label": "label", "metadata": "metadata", "tools": "tools"
 
 @dataclass(frozen=True)
 class RowKeys:
-    """Which column holds what. A key may be dotted (``reward_model.ground_truth``) to reach into an object."""
+    """The columns of prompt, label and so on. A dotted key (``reward_model.ground_truth``) reaches into an object."""
 
     prompt: str = "prompt"
     label: str | None = "label"
@@ -33,13 +33,13 @@ class RowKeys:
 
     @classmethod
     def from_args(cls, args: Args) -> RowKeys:
-        """As ``--input-key, --label-key, --metadata-key, --tool-key, --multimodal-keys`` say."""
+        """The keys from ``--input-key, --label-key, --metadata-key, --tool-key, --multimodal-keys``."""
         return cls(args.input_key, args.label_key, args.metadata_key, args.tool_key, args.multimodal_keys or {})
 
 
 @dataclass
 class PromptRow:
-    """A row that was understood. Messages hold their media as parts ``{"type": "image", "image": ...}``."""
+    """A parsed row. Messages hold their media as parts ``{"type": "image", "image": ...}``."""
 
     where: str
     prompt: str | list[Message]
@@ -49,23 +49,23 @@ class PromptRow:
 
 
 class RowError(ValueError):
-    """What is wrong with one row, without its place."""
+    """A problem of one row; the message does not contain the row's position."""
 
 
 class MissingColumn(RowError):
-    """A row lacks a column that was asked for."""
+    """A row lacks a required column."""
 
 
 class Report:
-    """What is wrong with the rows of a file, gathered part by part (also by several processes) in their order."""
+    """The problems of a file's rows, collected part by part in the order of the rows, also by several processes."""
 
     def __init__(self, keys: RowKeys) -> None:
         self.keys = keys
         self.rows = 0
         self.names = ""  # columns of the first row
-        self.absent = _asked(keys)  # columns that no row has so far
-        self.wrong: list[tuple[bool, str]] = []  # whether only a column is missing; place and problem
-        self.counts = {False: 0, True: 0}
+        self.absent = _asked(keys)  # the expected columns that no row has had so far
+        self.wrong: list[tuple[bool, str]] = []  # whether only a column is missing; position and problem
+        self.counts = {False: 0, True: 0}  # number of problems, by whether only a column is missing
 
     def add(self, where: str, error: ValueError) -> None:
         missing = isinstance(error, MissingColumn)
@@ -79,7 +79,7 @@ class Report:
             self.absent = {column for column in self.absent if _lookup(row.data, column[1]) is _MISSING}
 
     def merge(self, later: Report) -> None:
-        """Take in the report on the rows that follow."""
+        """Add the report on the following rows to this one."""
         self.rows += later.rows
         self.names = self.names or later.names
         self.absent &= later.absent
@@ -89,8 +89,11 @@ class Report:
         self.counts = {missing: count + later.counts[missing] for missing, count in self.counts.items()}
 
     def tell(self, spec: str, problems: Problems) -> None:
-        """Add to ``problems``. A column that no row has is said once: a problem for prompt and label, a warning for
-        others, since an evaluation set need not have what the training rows have."""
+        """Add the collected problems to ``problems``.
+
+        A column that no row has is reported once. It is a problem for prompt and label, but only a warning for others,
+        since an evaluation set need not have all columns of the training data.
+        """
         if not self.rows:
             problems.add(f"{spec}: no rows")
         absent = sorted(self.absent) if self.names else []
@@ -108,10 +111,10 @@ class Report:
 
 
 def parse_rows(raws: Sequence[RawRow], keys: RowKeys, as_messages: bool = False) -> tuple[list[PromptRow], Report]:
-    """Understand some rows: those that are fine, and what is wrong with the others.
+    """Parse rows; returns those that are valid, and a report on the others.
 
     Args:
-        as_messages: wrap a prompt that is a string into one user message (chat template, media).
+        as_messages: convert a prompt that is a string to one user message (for the chat template, or for media).
     """
     report, prompts = Report(keys), []
     for raw in raws:
@@ -126,10 +129,10 @@ def parse_rows(raws: Sequence[RawRow], keys: RowKeys, as_messages: bool = False)
 
 
 def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
-    """Understand one row.
+    """Parse one row.
 
     Raises:
-        RowError: says what is wrong with it.
+        RowError: the row is not valid.
     """
     prompt = _prompt(row.data, keys, as_messages)
     metadata = _metadata(_optional(row.data, keys.metadata))
@@ -140,7 +143,7 @@ def parse_row(row: Row, keys: RowKeys, as_messages: bool = False) -> PromptRow:
 
 
 def _asked(keys: RowKeys) -> set[tuple[str, str]]:
-    """Columns that some row should have, by name. Default names of optional columns may be absent."""
+    """The columns that some row should have, by name. Optional columns with their default names may be absent."""
     optional = {name: getattr(keys, name) for name in _OPTIONAL_DEFAULTS}
     named = {(name, key) for name, key in optional.items() if key not in (None, _OPTIONAL_DEFAULTS[name])}
     return {("prompt", keys.prompt), *keys.multimodal.items(), *named}
@@ -188,7 +191,7 @@ def _messages(value: object, key: str) -> list[Message]:
         content = message.get("content")
         if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
             raise RowError(f"message {i} of {key!r} has a content that is {_describe(content)}, not a text or parts")
-        # Parquet gives every message every field; those that a message does not have are None.
+        # In Parquet, every message has every field; those that a message does not use are None.
         messages.append({k: v for k, v in message.items() if v is not None or k == "content"})
     return messages
 
@@ -199,7 +202,7 @@ def _describe(value: object) -> str:
 
 
 def _insert_media(messages: list[Message], data: Mapping[str, object], columns: Mapping[str, str]) -> list[Message]:
-    """Replace each placeholder (``<image>``) in text contents by the next item of its column."""
+    """Replace each placeholder (such as ``<image>``) in text contents by the next item of its column."""
     kinds = {name: MultimodalTypes.get(name) for name in columns}
     items = {name: _media_items(data, column) for name, column in columns.items()}
     used = dict.fromkeys(columns, 0)
@@ -217,7 +220,7 @@ def _insert_media(messages: list[Message], data: Mapping[str, object], columns: 
                 parts.append({"type": "text", "text": text[:at]})
             if used[name] < len(items[name]):
                 item = items[name][used[name]]
-                # A dict that says its type is a part as it stands.
+                # A dict with a type is already a part of a message.
                 parts.append(item if isinstance(item, dict) and "type" in item else {"type": name, name: item})
             used[name] += 1
             text = text[at + len(kinds[name].placeholder) :]
@@ -250,7 +253,7 @@ def _label_value(data: Mapping[str, object], key: str | None) -> Any:
 
 
 def _label(value: object) -> JsonValue:
-    """Scalars become text; lists and objects stay, for custom reward functions."""
+    """Convert scalars to text; lists and objects are kept, for custom reward functions."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, bytes):
@@ -259,7 +262,7 @@ def _label(value: object) -> JsonValue:
 
 
 def _decoded(value: object, column: str) -> Any:
-    """A JSON value, or the value that a JSON text stands for; None for an empty text."""
+    """Parse a value that is a JSON text, None for an empty one; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

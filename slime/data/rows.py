@@ -1,7 +1,7 @@
-"""Rows of a JSONL, Parquet or JSON file by number, each with the place where it stands.
+"""Reads rows of a JSONL, Parquet or JSON file by number; each row knows its position in the file, for messages.
 
-A JSONL or Parquet file is never held: :class:`RowFile` knows how many rows there are and reads those that are asked
-for, in memory that does not grow with the file.
+A JSONL or Parquet file is never held in memory as a whole. :class:`RowFile` knows the number of rows and reads those
+that are requested, with an amount of memory that does not grow with the file.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from slime.data.json_text import MOST_NESTED, clean, too_deep
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")
 _BOM = b"\xef\xbb\xbf"
-_MARKS = 1 << 16  # places remembered of a JSONL file, however long it is
+_MARKS = 1 << 16  # maximum number of line offsets that are kept for a JSONL file, however long it is
 SHOWN = 20
 
 
 class DataError(ValueError):
-    """A data set cannot be used. ``problems``: one line each, with file and row."""
+    """A data set cannot be used; ``problems`` has one line for each problem, with file and row."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)
@@ -35,11 +35,11 @@ class DataError(ValueError):
 
 
 class Problems:
-    """Collects what is wrong; keeps the first :data:`SHOWN` and counts the rest."""
+    """Collects problems; keeps the first :data:`SHOWN` and counts the rest."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
-        self.warnings: list[str] = []  # what may be as it should
+        self.warnings: list[str] = []  # findings that may be intended
         self.count = 0
 
     def add(self, problem: str) -> None:
@@ -67,13 +67,17 @@ class Row(NamedTuple):
 
 
 class RawRow(NamedTuple):
-    """A row as it stands in the file: a line of JSON, or columns that the format decoded."""
+    """A row as it is in the file: a line of JSON, or columns that the reader of the format has decoded."""
 
     where: str
     content: bytes | dict[str, Any]
 
     def decode(self) -> Row:
-        """Raises :class:`ValueError`, without the place, for a line that is no JSON object."""
+        """Decode the row.
+
+        Raises:
+            ValueError: the line is not a JSON object; the message does not contain the position.
+        """
         if isinstance(self.content, dict):
             return Row(self.where, self.content)
         try:
@@ -87,22 +91,22 @@ class RawRow(NamedTuple):
 
 
 def _check_values(data: dict[str, object]) -> None:
-    """Refuse what JSON can hold and a run cannot: whatever copies, renders or writes a row recurses, and UTF-8 has no
-    half characters."""
+    """Refuse values that JSON can hold but a run cannot: deep nesting, since code that copies, renders or writes a row
+    is recursive, and unpaired surrogates, which UTF-8 cannot encode."""
     if too_deep(data):
         raise ValueError(f"it nests more than {MOST_NESTED} objects and lists")
     if clean(data) != data:
         raise ValueError(
-            r"its text has half of a surrogate pair (such as \ud83d without \ude00), which is no character: "
-            "write the row anew with whole characters"
+            r"its text has half of a surrogate pair (such as \ud83d without \ude00), which is not a character: "
+            "write the row again with whole characters"
         )
 
 
 class RowFile:
-    """The rows that ``path`` or ``path@[a:b]`` selects. Blank lines of JSONL are no rows.
+    """The rows that ``path`` or ``path@[a:b]`` selects. Blank lines of JSONL do not count as rows.
 
     Raises:
-        DataError: no such file, an unknown type, or a file that cannot be read at all.
+        DataError: the file does not exist, has an unknown type, or cannot be read.
     """
 
     def __init__(self, spec: str) -> None:
@@ -123,13 +127,13 @@ class RowFile:
         return len(self._numbers)
 
     def read(self, rows: Sequence[int]) -> list[RawRow]:
-        """The rows with these numbers, in this order; each part of the file is read once.
+        """Read the rows with these numbers, in this order; each part of the file is read once.
 
         Raises:
-            DataError: the file was changed since it was opened.
+            DataError: the file was changed after it was opened.
         """
         if self._identity() != self._stat:
-            raise DataError([f"{self.path} was changed while the run read it: start again, or put the file back"])
+            raise DataError([f"{self.path} was changed while the run read it: start again, or restore the file"])
         order = sorted(range(len(rows)), key=rows.__getitem__)
         found: list[Any] = [None] * len(rows)
         ascending = [self._numbers[rows[i]] for i in order]
@@ -143,10 +147,10 @@ class RowFile:
 
 
 def split_spec(spec: str) -> tuple[Path, slice]:
-    """``path`` or ``path@[a:b]`` as the file and the slice of its rows.
+    """Split ``path`` or ``path@[a:b]`` into the file and the slice of its rows.
 
     Raises:
-        DataError: what follows the @ is no slice.
+        DataError: the part after the @ is not a slice.
     """
     match = _SLICE.match(spec)
     if match:
@@ -164,12 +168,15 @@ class _Reader(Protocol):
     def __len__(self) -> int: ...
 
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
-        """These rows, whose numbers do not fall."""
+        """Read the rows with these numbers, which must be in ascending order (repetitions are allowed)."""
 
 
 class _JsonLines:
-    """Finds a line by reading on from a place remembered before it: every row of a short file, every n-th of a long
-    one, where n doubles whenever there are more than :data:`_MARKS` places."""
+    """Finds a line by reading on from the nearest known offset before it.
+
+    It keeps the offset of every row of a short file, and of every n-th row of a long one; n doubles whenever there are
+    more than :data:`_MARKS` offsets.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.every, self.count = path, 1, 0
@@ -194,9 +201,10 @@ class _JsonLines:
         return self.count
 
     def ascending(self, rows: Sequence[int]) -> Iterator[RawRow]:
-        row, number, line = -1, 0, b""  # of the line read last
+        row, number, line = -1, 0, b""  # row, line number and content of the line that was read last
         with self.path.open("rb") as file:
             for wanted in rows:
+                # Seek only if a known offset is nearer than the line read last; between ascending rows, read on.
                 mark = wanted // self.every
                 if row < 0 or row < mark * self.every:
                     file.seek(self.offsets[mark])
@@ -211,7 +219,7 @@ class _JsonLines:
 
 
 class _Parquet:
-    """Reads on in the row group it is in, a batch at a time, or begins another."""
+    """Reads ascending rows batch by batch, and holds only the current batch of the current row group."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow
@@ -223,10 +231,10 @@ class _Parquet:
             raise DataError([f"{path}: not a Parquet file: {error}"]) from error
         self.path, meta = path, self.file.metadata
         sizes = (meta.row_group(i).num_rows for i in range(meta.num_row_groups))
-        self.starts = list(accumulate(sizes, initial=0))  # of the row groups, and the end
-        self.batches: Iterator[Any] = iter(())  # of the row group that ends before `stop`
+        self.starts = list(accumulate(sizes, initial=0))  # first row of each row group, and the total
+        self.batches: Iterator[Any] = iter(())  # the remaining batches of the row group that ends before `stop`
         self.batch: Any = ()
-        self.first = self.stop = 0  # row of self.batch[0]
+        self.first = self.stop = 0  # `first` is the row of self.batch[0]
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -240,7 +248,7 @@ class _Parquet:
             done = end
 
     def _take(self, rows: Sequence[int], begin: int) -> tuple[int, list[dict[str, Any]]]:
-        """Those of ``rows[begin:end]`` that lie in one batch, and ``end``.
+        """Read the rows from ``rows[begin]`` on that are in the same batch; returns the position after them first.
 
         Raises:
             DataError: the file is damaged there.
@@ -252,7 +260,7 @@ class _Parquet:
             end = bisect_left(rows, self.first + len(self.batch), begin)
             return end, self.batch.take([row - self.first for row in rows[begin:end]]).to_pylist()
         except (ArrowException, OSError, ValueError, StopIteration) as error:
-            words = str(error) or "it has fewer rows than it says"
+            words = str(error) or "it has fewer rows than its metadata says"
             raise DataError([f"{self.path}: damaged near row {rows[begin] + 1}: {words}"]) from error
 
     def _go_to(self, row: int) -> None:
@@ -266,7 +274,7 @@ class _Parquet:
 
 
 class _JsonList:
-    """A file that is one list of objects; it cannot be read in parts."""
+    """A file that is one list of objects. It cannot be read in parts, so it is held in memory."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -284,7 +292,7 @@ class _JsonList:
         for row in rows:
             content = self.rows[row]
             if not isinstance(content, dict) or too_deep(content) or clean(content) != content:
-                content = json.dumps(content).encode()  # to be refused with its place
+                content = json.dumps(content).encode()  # RawRow.decode refuses it, with its position
             yield RawRow(f"{self.path}, row {row + 1}", content)
 
 

@@ -13,22 +13,22 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_
 
 
 def load_tokenizer(name_or_path: str | Path, **kwargs: object) -> Tokenizer:
-    """The tokenizer of a folder or hub id; the same object for the same arguments.
+    """Load the tokenizer of a folder or hub id; returns the same object for the same arguments.
 
     Args:
-        kwargs: of ``AutoTokenizer.from_pretrained``, e.g. ``trust_remote_code=True``.
+        kwargs: arguments of ``AutoTokenizer.from_pretrained``, e.g. ``trust_remote_code=True``.
 
     Raises:
-        FileNotFoundError: no such folder, or one without a tokenizer.
+        FileNotFoundError: the folder does not exist, or has no tokenizer.
     """
     return _load_tokenizer(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
 
 def load_processor(name_or_path: str | Path, **kwargs: object) -> Any | None:
-    """The processor of a model that takes images, video or audio; None for a text model.
+    """Load the processor of a model that takes images, videos or audio; None for a text model.
 
     Raises:
-        FileNotFoundError: no such folder.
+        FileNotFoundError: the folder does not exist.
     """
     return _load_processor(*_resolve(name_or_path), tuple(sorted(kwargs.items())))
 
@@ -50,7 +50,7 @@ def _load_processor(name: str, is_folder: bool, kwargs: tuple[tuple[str, object]
     from transformers import AutoProcessor, ProcessorMixin
 
     processor = AutoProcessor.from_pretrained(name, **dict(kwargs))
-    return processor if isinstance(processor, ProcessorMixin) else None  # of a text model it is the tokenizer
+    return processor if isinstance(processor, ProcessorMixin) else None  # For a text model, it is the tokenizer.
 
 
 def _resolve(name_or_path: str | Path) -> tuple[str, bool]:
@@ -61,6 +61,6 @@ def _resolve(name_or_path: str | Path) -> tuple[str, bool]:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder), True
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a hub id is "name" or "owner/name"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # A hub id is "name" or "owner/name".
         raise FileNotFoundError(f"checkpoint folder {name} does not exist (looked for {folder.absolute()})")
     return name, False

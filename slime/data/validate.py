@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong with the data before a process starts; without torch or a tokenizer."""
+"""Checks of the data before any process starts; they need neither torch nor a tokenizer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 LabelCheck = Callable[[str, object, Mapping[str, object]], str | None]
 _BUILT_IN_SOURCES = (DEFAULT_DATA_SOURCE.rpartition(".")[0], RolloutDataSource.__module__)
 _ROWS_AT_ONCE = 1024
-STREAMING_ROWS = 10_000  # of a file that is not read whole at the start
+STREAMING_ROWS = 10_000  # rows that are checked at the start with --streaming-data
 
 
 def check_data(args: Args, check_label: LabelCheck) -> list[str]:
-    """Read all prompts (with ``--streaming-data`` the first of them) and evaluation sets, and check rows and labels.
+    """Read all prompts (with ``--streaming-data`` only the first ones) and evaluation sets, and check rows and labels.
 
     Args:
-        check_label: ``(rm_type, label, metadata) -> problem or None``, as :func:`slime.rollout.rm_hub.check_label`.
+        check_label: ``(rm_type, label, metadata) -> problem or None``, like :func:`slime.rollout.rm_hub.check_label`.
 
     Returns:
-        One line per problem, with file and line; at most about twenty per file.
+        One line for each problem, with file and line number; at most about twenty per file.
     """
     found: list[str] = []
     if _reads_prompts(args):
@@ -53,19 +53,19 @@ def _reads_prompts(args: Args) -> bool:
     if args.load_debug_rollout_data:
         return False
     built_in = args.data_source_path.rpartition(".")[0] in _BUILT_IN_SOURCES and args.rollout_global_dataset
-    needs_file = built_in and not args.debug_train_only  # rollouts without engines, as SFT's, may do without
+    needs_file = built_in and not args.debug_train_only  # Rollouts without engines, such as SFT, may need no file.
     return needs_file or bool(args.prompt_data)
 
 
 def _reward_type(args: Args, settings: EvalDatasetConfig) -> str | None:
-    """The reward type that labels must suit; "" where none is configured but one is needed; None where none is."""
+    """The reward type for which labels are checked; "" if one is needed but not configured; None if none is needed."""
     if args.loss_type == "sft_loss" or settings.custom_rm_path:
         return None
     if settings.rm_type:
         return settings.rm_type
     own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     users = settings.custom_generate_function_path or own_rollout
-    return None if users else ""  # the user's own generation may set rewards itself
+    return None if users else ""  # The user's own generate function may set rewards itself.
 
 
 def _check_file(
@@ -76,11 +76,11 @@ def _check_file(
     strict: bool = False,
     limit: int | None = None,
 ) -> list[str]:
-    """What is wrong with a file, read part by part.
+    """The problems of a file, which is read part by part.
 
     Args:
-        strict: a column that was asked for and that no row has is a problem, optional or not.
-        limit: look at so many rows at most.
+        strict: whether a column that was named but that no row has is always a problem, even if it is optional.
+        limit: maximum number of rows to check.
     """
     problems, labels, report = Problems(), Problems(), Report(keys)
     labelled, first = False, None
@@ -93,7 +93,9 @@ def _check_file(
             for row in prompts if rm_type is not None else ():
                 first, labelled = first or row, labelled or row.label is not None
                 problem = check_label(rm_type or "math", row.label, row.metadata)
-                if problem:  # one that any label leaves as it is lies in the row's metadata: it is told by row, too
+                # Without any label, the rows' problems are reported as one. But if the problem would be the same with a
+                # label, the cause is in the row's metadata, so it is reported for the row.
+                if problem:
                     labelled = labelled or check_label(rm_type or "math", "0", row.metadata) == problem
                     labels.add(f"{row.where}: {problem}")
     except DataError as error:

@@ -60,7 +60,7 @@ def test_datasets_by_name(tmp_path: Path) -> None:
         ("eval: {defaults: {temprature: 1}, datasets: [{name: a, path: p}]}", ValueError, "eval.defaults: temprature"),
         ("eval: {datasets: [{name: a, path: p, colour: 1}]}", TypeError, "'a' has unknown keys colour"),
         ("eval: {datasets: [{name: a}]}", ValueError, "needs name and path"),
-        ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", ValueError, "more than once: a"),
+        ("eval: {datasets: [{name: a, path: p}, {name: a, path: q}]}", ValueError, "used more than once: a"),
         ("datasets: []", ValueError, "needs eval:"),
     ],
 )
