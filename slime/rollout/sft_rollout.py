@@ -59,7 +59,7 @@ def _fill(sample: Sample, state: GenerateState, masks: MultiTurnLossMaskGenerato
         raise ValueError(f"sample {sample.index}: {error}") from error
     length = masks.get_response_lengths([mask])[0]
     if not length:
-        raise ValueError(f"sample {sample.index}: its conversation has no assistant turn to train on")
+        raise ValueError(f"sample {sample.index}: no assistant turn of its conversation is to be trained on")
     sample.tokens, sample.response_length, sample.loss_mask = list(tokens), length, list(mask[-length:])
     sample.response = state.tokenizer.decode(sample.tokens[-length:])
     sample.reward = 0.0
