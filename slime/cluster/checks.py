@@ -84,6 +84,7 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
         named["--opd-teacher-load"] = args.opd_teacher_load
     in_use: dict[str, str] = {}
     for option, path in named.items():
+        # A hub id is only checked if it is in the local cache. A checkpoint that several flags name is checked once.
         here = bool(path) and (is_hf_folder(path) or read_config(path) is not None)
         if here and path not in in_use.values() and not megatron_folder(path):
             in_use[option] = path

@@ -164,6 +164,7 @@ def launcher(
         warms = needs_sampler_warmup(args, spec)
         # The port may be in use on that node. Then this start fails with SGLang's error, and a restart picks another.
         rendezvous = f"{nodes[0][1]}:{random.randint(20000, 29999)}" if len(nodes) > 1 else None
+        # With several threads, an actor can report on its server, or kill it, while wait_ready() blocks.
         actors = [
             engine_actor.options(
                 **placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3

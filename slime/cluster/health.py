@@ -75,6 +75,8 @@ class HealthMonitor:
 
     def wake(self) -> None:
         """Poll now and ask every engine for a token, because a request has just failed. Returns at once."""
+        # When an engine dies, many requests fail at the same time: the first one is enough. The check respects the
+        # grace period after a pause.
         now = time.monotonic()
         if now >= self._wakes_from:
             self._wakes_from = now + WAKE_SECONDS
@@ -133,6 +135,7 @@ class HealthMonitor:
     def _check_all(self, pauses: int) -> None:
         try:
             self.check(self.fleet.urls(), pauses)
+            # This run cannot restart external engines, but somebody else may have done so.
             away = [engine.url for engine in self.fleet.engines if engine.external and engine.state == "lost"]
             silent = unhealthy(away, self.timeout)
             for url in away:
@@ -162,6 +165,7 @@ class HealthMonitor:
             self.missed = {url: self.missed.get(url, 0) + 1 for url in bad}
             for url, reason in bad.items():
                 logger.warning("engine %s missed check %d of %d: %s", url, self.missed[url], enough, reason)
+            # One missed check may be an accident. Check again soon, so that a dead engine is not noticed much later.
             if bad and self.fleet.tolerant:
                 self._next = min(self._next, time.monotonic() + RECHECK_SECONDS)
             lost = {url: reason for url, reason in bad.items() if self.missed[url] >= enough}

@@ -76,10 +76,12 @@ def _remove_manager(folder: Path) -> bool:
         entries = {entry.name for entry in folder.iterdir()}
     except OSError:  # Another run has removed it meanwhile.
         return False
+    # The folder of a manager holds nothing but its socket. If there is anything else, leave it alone.
     if entries - {_SOCKET}:
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(CONNECT_SECONDS)
+        # The socket's file outlives a killed manager; only a refused connection shows that the manager is gone.
         try:
             probe.connect(str(folder / _SOCKET))
         except (ConnectionRefusedError, FileNotFoundError):

@@ -132,6 +132,7 @@ def _sorted_places(group: PlacementGroup, count: int) -> list[Place]:
     def where() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(ray.get_gpu_ids()[0])
 
+    # Ray does not tell which GPU a bundle has, so a small task in each bundle looks it up.
     refs = [
         where.options(
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=i)

@@ -159,6 +159,7 @@ class RolloutState:
         self.attempt, self._position = attempt, state["schedule"]
         for number, kept in state["ahead"].items():
             self.ahead[number] = Rollout(**{**kept, "groups": groups_from_dicts(kept["groups"])})
+        # The restored data source is in the state after the newest of these rollouts, not after ``rollout_id``.
         self.restored = dict(self.ahead)
         self.newest = max(self.ahead, default=rollout_id)
         self.sources = {self.newest: state["data_source"]}

@@ -43,6 +43,7 @@ def connect(args: Args) -> None:
         return
     # Nobody restarts the head of a private cluster, so waiting a minute for it, which is Ray's default, is useless.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "10")
+    # Ray only counts CPUs. At least 4, so that a machine with fewer cores never leaves a placement group pending.
     ray.init(
         address="local",
         include_dashboard=False,

@@ -48,6 +48,7 @@ class StepLog:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show a phase while it runs; its duration in seconds becomes ``perf/<name>_time``."""
+        # Phases may be nested; a status is shown beside the innermost one.
         outer = self._phase
         with self.display.phase(name) as self._phase:
             try:

@@ -115,6 +115,7 @@ class TrainActor:
             save_train_batches(self.args, rollout_id, batch.under_hook_names(), self.backend)
         if self.args.offload_train or self.args.offload_rollout:  # Engines on the same accelerator take memory next.
             self.backend.clear_memory()
+        # As a reference, so that the values go from the critic's rank to the actor's without the driver in between.
         values: Values | None = [ray.put(batch["old_values"])] if self.role == "critic" else None
         return {"metrics": metrics, "timings": timings, "values": values}
 
@@ -142,6 +143,7 @@ class TrainActor:
         from slime.weights.transports import ranks_of_engines
 
         progress.report("update weights")
+        # An engine may read from several ranks. The first of them sends, the others only offer their memory.
         ranks = ranks_of_engines(self.weight_sync, engine_urls, slots, self.world_size, same_host)
         urls = [url for url in engine_urls if ranks[url][0] == self.rank]
         if any(self.rank in places for places in ranks.values()):

@@ -52,6 +52,7 @@ class TrainGroup:
         self.resident: Literal["everything", "weights", "nothing"] = "everything"
         """What is on the accelerator; changes only if trainers and engines take turns (``--offload-train``)."""
         self._named = {f"{role} rank {rank}": actor for rank, actor in enumerate(self.ranks)}
+        # Rank 0 chooses a free port on its own node, before any rank joins the process group there.
         self.host, port = self._call([self.ranks[0].address.remote()], "to start", self.args.start_timeout)[0]
         # Each rank reads its own shards, and those of other ranks if their number has changed since the snapshot.
         path = str(load_path) if load_path else None

@@ -41,6 +41,7 @@ class Chunks:
         for earlier in [known for known in self._open if known < chunk]:
             del self._open[earlier]
         last = -(-len(self._rows) // CHUNK) - 1
+        # Two chunks per worker are in progress ahead of the current one, so that workers need not wait for requests.
         for ahead in range(chunk, min(chunk + 2 * self._workers, last) + 1):
             if ahead not in self._open:
                 self._open[ahead] = self._start(ahead)
@@ -83,6 +84,7 @@ def _begin(make: Make) -> None:
 
 
 def _end_with_parent() -> None:
+    # Without this, a worker whose parent was killed would wait for work for ever.
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

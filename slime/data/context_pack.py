@@ -33,6 +33,7 @@ def build_context_pack(
         pad_to_multiple: the number of tokens of each rank is padded to a multiple of this.
     """
     arrays = [np.asarray(t, dtype=np.int64) for t in tokens]
+    # Every rank holds two chunks of each sample, so the layout of the rows is the same on all ranks.
     halves = [-(-len(array) // (2 * size)) for array in arrays]
     count = 2 * sum(halves)
     num_padding = -count % pad_to_multiple
@@ -51,7 +52,8 @@ def build_context_pack(
         own = np.concatenate(mine)
         ids.append(padded[own])
         positions.append(own)
-        first = len(array) - response - 1  # the row that scores the first response token
+        # Positions from the last prompt token to the last but one token score the response. The padding scores nothing.
+        first = len(array) - response - 1
         scored = np.flatnonzero((own >= first) & (own < len(array) - 1))
         logit_index.append(scored + start)
         targets.append(array[own[scored] + 1])

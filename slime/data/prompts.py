@@ -222,7 +222,7 @@ def _insert_media(messages: list[Message], data: Mapping[str, object], columns: 
                 item = items[name][used[name]]
                 # A dict with a type is already a part of a message.
                 parts.append(item if isinstance(item, dict) and "type" in item else {"type": name, name: item})
-            used[name] += 1
+            used[name] += 1  # even without an item, so that the error below tells the number of placeholders
             text = text[at + len(kinds[name].placeholder) :]
         if parts:
             content = [*parts, {"type": "text", "text": text}] if text else parts

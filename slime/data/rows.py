@@ -132,8 +132,10 @@ class RowFile:
         Raises:
             DataError: the file was changed after it was opened.
         """
+        # Row numbers refer to the file as it was opened: in a changed file, they would be other rows.
         if self._identity() != self._stat:
             raise DataError([f"{self.path} was changed while the run read it: start again, or restore the file"])
+        # Readers only go forward, so the rows are read in ascending order and then put into the requested order.
         order = sorted(range(len(rows)), key=rows.__getitem__)
         found: list[Any] = [None] * len(rows)
         ascending = [self._numbers[rows[i]] for i in order]
