@@ -1,4 +1,4 @@
-"""Files that survive a crash: written aside, synced to disk, then renamed into place."""
+"""Files that survive a crash: written under a temporary name, synced to the disk, then renamed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ _THREADS = 4
 
 
 class FileEntry(TypedDict):
-    """A file as the manifest lists it."""
+    """The entry of a file in a manifest."""
 
     path: str
-    """Relative to the snapshot; as a rank returns it, to the folder that the rank was told to write below."""
+    """Relative to the snapshot. In the entries that a rank returns: relative to the folder that it was told to use."""
     size: int
     digest: str
     """XXH3-128 (hex) of its bytes."""
     rank: NotRequired[int]
-    """The training rank that wrote it. The ranks that read the snapshot compare its digest, not the driver."""
+    """The training rank that wrote the file. The ranks that read the snapshot compare its digest, not the driver."""
 
 
 class DigestedFile:
-    """A new file, written from start to end, whose digest is computed from the bytes as they are written.
+    """A new file that is written sequentially, and whose digest is computed while it is written.
 
-    Closing it makes it durable. It is what ``torch.save`` needs of a file.
+    So the file need not be read again for its digest. It has the methods that ``torch.save`` uses. Closing it syncs it
+    to the disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,12 +65,12 @@ class DigestedFile:
             os.fsync(self._file.fileno())
 
     def entry(self, root: Path) -> FileEntry:
-        """Of the closed file, with its path relative to ``root``."""
+        """Return the entry of the closed file, with its path relative to ``root``."""
         return {"path": self.path.relative_to(root).as_posix(), "size": self._size, "digest": self._digest.hexdigest()}
 
 
 def describe_files(paths: list[Path], root: Path) -> list[FileEntry]:
-    """Make files durable, and read them for their digests; paths relative to ``root``."""
+    """Sync files to the disk, and return their entries with paths relative to ``root``."""
     for path in paths:
         sync_path(path)
     return [
@@ -88,7 +89,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Let ``write`` fill a file aside, then put it at ``path``: a reader sees the old or the new one, whole."""
+    """Let ``write`` fill a temporary file, then rename it to ``path``. A reader sees either the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -99,11 +100,11 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
-    sync_path(path.parent)
+    sync_path(path.parent)  # without it, the rename could be lost when the power fails
 
 
 def file_digest(path: Path) -> str:
-    """XXH3-128 (hex) of a file's bytes."""
+    """Return the XXH3-128 (hex) of the bytes of a file."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -112,26 +113,26 @@ def file_digest(path: Path) -> str:
 
 
 def digest_files(paths: list[Path]) -> list[str]:
-    """:func:`file_digest` of many files, some at a time."""
+    """Return the :func:`file_digest` of many files, computed by several threads."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(file_digest, paths))
 
 
 def write_state(path: Path, state: object) -> None:
-    """Write ``state`` so that ``torch.load(path)`` reads it; never visible half-written."""
+    """Write ``state`` atomically, in the format that ``torch.load`` reads."""
     import torch
 
     write_atomically(path, lambda file: torch.save(plain(state), file))
 
 
 def read_state(path: Path) -> Any:
-    """Read what :func:`write_state` wrote; nothing in the file is run (:mod:`slime.data.plain_files`).
+    """Read a file of :func:`write_state`. No code in the file is executed (:mod:`slime.data.plain_files`).
 
     Raises:
-        FileNotFoundError: there is no such file.
-        UnsafeFileError: it holds something else than plain values.
+        FileNotFoundError: The file does not exist.
+        UnsafeFileError: The file contains something else than plain values.
     """
     if not path.is_file():
         present = ", ".join(sorted(p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "no such folder"
-        raise FileNotFoundError(f"state file {path} is missing (there: {present or 'nothing'})")
+        raise FileNotFoundError(f"state file {path} is missing (the folder contains: {present or 'nothing'})")
     return load_plain(path)

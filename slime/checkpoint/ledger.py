@@ -1,16 +1,16 @@
-"""The account of a run: what became of each group of prompts that was asked for. It closes at every checkpoint.
+"""The ledger of a run: what became of each group of prompts. It must close at every snapshot.
 
-A group is *open* (under way, or back in the data source), *ahead* (in a rollout that no step has trained yet) or
-*closed*: trained, filtered, replaced, left out, discarded or lost. Rows of closed groups go to
-``outputs/<run>/ledger.jsonl`` when their rollout was trained; in memory are the others, and which numbers were ever
-given, as intervals. At a checkpoint the account must close: what was asked is what is closed, ahead or open, each
-once, and the open groups are those that pool and data source hold. The snapshot says how far the file is committed:
-a resume cuts off what came after, and marks it as rolled back.
+A group is *open* (in flight, or back in the data source), *ahead* (in a rollout that no step has trained yet) or
+*closed*: trained, filtered, replaced, left out, discarded or lost. When a rollout is trained, the rows of its groups
+are written to ``outputs/<run>/ledger.jsonl``. The other rows are kept in memory, together with the numbers of all
+groups that were ever supplied, as intervals. At a snapshot the ledger must *close*, that is, balance: every supplied
+group is closed, ahead or open, exactly once, and the open groups are exactly those that the pool and the data source
+hold. The snapshot records the length of the file. A resume removes what was written later and marks it as rolled back.
 
-A full disk does not end a run: rows that cannot be written wait in memory until there is room again.
+A full disk does not end a run: rows that cannot be written wait in memory until there is space again.
 
-The file holds one JSON object per line: rows, ``{"cut": ...}`` per checkpoint and at the end,
-``{"rolled_back": ...}`` per resume, and ``{"base": ...}`` where a run goes on in another folder.
+The file has one JSON object per line: rows, ``{"cut": ...}`` for each snapshot and at the end, ``{"rolled_back": ...}``
+for each resume, and ``{"base": ...}`` if a run continues in another folder.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ from slime.observability.best_effort import AppendedFile, warn
 
 CLOSED = ("trained", "filtered", "replaced", "left out", "discarded", "lost")
 _FILE = "the ledger of the run"
-_SHOWN = 8  # numbers named in an error
+_SHOWN = 8  # maximum number of groups that an error names
 
 
 class LedgerError(AssertionError):
-    """The account does not close: a group was lost, or used twice; the message names the groups."""
+    """The ledger does not close: a group was lost or used twice. The message names the groups."""
 
 
 Line = dict[str, Any]
-"""One JSON object of the file, or a row inside one: see the module. A snapshot holds that of the checkpoint, and which
-rollout is ``complete``, the ``position`` in the file, and which numbers were given ``again``."""
+"""One JSON object of the file, or a row inside one (see the module). A snapshot contains its ``cut`` line, the last
+``complete`` rollout, the ``position`` in the file, and the groups that were supplied ``again``."""
 
 
 @dataclass
 class Row:
-    """One group. ``versions`` are the weights that made its tokens, the oldest first."""
+    """One group. ``versions`` are the weight versions that generated its tokens, the oldest first."""
 
     group: int
     state: str
-    asked: int  # rollout in which it was first given
-    rollout: int | None = None  # that judged it; a trained group was trained in this step
+    asked: int  # rollout in which the data source first supplied it
+    rollout: int | None = None  # rollout that judged it; a trained group was trained in this step
     versions: list[str] = field(default_factory=list)
     samples: int = 0
     rewarded: int = 0  # samples with a reward
     tokens: int = 0  # response tokens
-    returns: int = 0  # times it went back to the data source
-    reason: str | None = None  # of a filter, or of whoever left it out
-    again: int = 0  # a hook put a closed group back: its n-th time around
+    returns: int = 0  # how often it was returned to the data source
+    reason: str | None = None  # why it was filtered, left out or discarded
+    again: int = 0  # how often user code put it back after it was closed
 
     def line(self) -> Line:
-        """The row as the file holds it: values that are their field's default are left out."""
+        """Return the row for the file, without the values that are defaults."""
         defaults = {"rollout": None, "tokens": 0, "returns": 0, "reason": None, "again": 0}
         return {name: value for name, value in vars(self).items() if value != defaults.get(name, ...)}
 
     def take_in(self, group: Group) -> None:
-        """What the samples say now."""
+        """Update the row from the samples of the group."""
         leaves = flatten(group)
         made = {v for sample in leaves for v in [*sample.weight_versions, *(span[0] for span in sample.version_spans)]}
         self.versions = sorted(made, key=lambda version: (step_of(version) or 0, version))
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass
 class Cut:
-    """The account at the end of a rollout's generation."""
+    """The state of the ledger when the generation of a rollout ended."""
 
     open: list[Line]
     given: list[list[int]]
@@ -82,30 +82,30 @@ class Cut:
 
 
 def number_of(group: Group) -> int | None:
-    """The group's number; None where the data source gives none."""
+    """Return the number of a group, or None if the data source assigns none."""
     return next((sample.group_index for sample in flatten(group) if sample.group_index is not None), None)
 
 
 class Ledger:
-    """Kept by the rollout manager; safe for its threads.
+    """Records every group of a run. The rollout manager owns it; it is thread-safe.
 
     Args:
-        path: of the file.
-        strict: every group comes from the built-in data source, through the built-in loops. Otherwise user code may
-            take groups and put them back, and the account follows what it finds.
-        keeps: the data source keeps the groups that are given back.
+        path: The file.
+        strict: Every group comes from the built-in data source through the built-in loops, so any difference is an
+            error. Otherwise user code may take groups and put them back, and the ledger adopts what it finds.
+        keeps: Whether the data source keeps the groups that are returned to it.
     """
 
     def __init__(self, path: Path, strict: bool = True, keeps: bool = True) -> None:
         self.path, self.strict, self.keeps = path, strict, keeps
         self.open: dict[int, Row] = {}
         self.given = Numbers()
-        self.current: list[Row] = []  # judged since the last rollout was complete
-        self.rollouts: dict[int, list[Row]] = {}  # complete, not yet trained
-        self.next_rollout = 0  # the one that is being collected
-        self.again: dict[int, int] = {}  # groups that user code put back after they were closed: how often
+        self.current: list[Row] = []  # groups judged since the last complete rollout
+        self.rollouts: dict[int, list[Row]] = {}  # complete rollouts that are not trained yet
+        self.next_rollout = 0  # the rollout that is being collected
+        self.again: dict[int, int] = {}  # how often user code put back a closed group
         self.cuts: dict[int, Cut] = {}
-        self.counts: Counter[str] = Counter()  # of the rows in the file
+        self.counts: Counter[str] = Counter()  # states of the rows in the file
         self.attempt = 0
         self.unnumbered = 0
         self.trained_to = -1
@@ -116,10 +116,10 @@ class Ledger:
     # --- what the loops say ------------------------------------------------------------------
 
     def __call__(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
-        """The observer of the rollout loops, see :data:`slime.rollout.state.Observer`.
+        """Record an event of a group; an :data:`~slime.rollout.state.Observer` of the rollout loops.
 
         Raises:
-            LedgerError: a group that is closed, or under way already, is given; or one is judged that is not open.
+            LedgerError: The group was supplied although it is closed or in flight, or judged although it is not open.
         """
         number = number_of(group)
         with self._lock:
@@ -138,7 +138,7 @@ class Ledger:
         if row is None:
             row = self._enter(number)
         elif row.state != "returned" and self.strict:
-            raise LedgerError(f"group {number} was given while it was under way: it would be used twice")
+            raise LedgerError(f"group {number} was supplied while it was in flight: it would be used twice")
         row.state = "under way"
         row.take_in(group)
 
@@ -146,7 +146,7 @@ class Ledger:
         again = 0
         if number in self.given:
             if self.strict:
-                raise LedgerError(f"group {number} was given a second time: it is closed (see {self.path})")
+                raise LedgerError(f"group {number} was supplied again although it is closed (see {self.path})")
             self.again[number] = again = self.again.get(number, 0) + 1
         self.given.add(number)
         row = self.open[number] = Row(number, "under way", self.next_rollout, again=again)
@@ -154,7 +154,7 @@ class Ledger:
 
     def _judged(self, number: int, group: Group, verdict: str, reason: str | None = None) -> None:
         if number not in self.open and self.strict:
-            raise LedgerError(f"group {number} was {verdict} in rollout {self.next_rollout} without being under way")
+            raise LedgerError(f"group {number} was {verdict} in rollout {self.next_rollout} but was not in flight")
         row = self.open.get(number) or self._enter(number)
         row.take_in(group)
         self._close(row, verdict, reason)
@@ -168,7 +168,7 @@ class Ledger:
             self._close(row, "lost", "the data source has no buffer")
 
     def discarded(self, groups: Sequence[Group]) -> None:
-        """The buffer filter dropped these."""
+        """Record groups that the buffer filter dropped."""
         with self._lock:
             for group in groups:
                 row = self.open.get(number) if (number := number_of(group)) is not None else None
@@ -185,15 +185,15 @@ class Ledger:
     def complete(
         self, rollout_id: int, groups: Sequence[Group], held: Sequence[Group] | None, counter: int | None
     ) -> None:
-        """A rollout is generated. The account is cut here: its state may be saved.
+        """Record that a rollout was generated, and keep the state of the ledger for a snapshot at this point.
 
         Args:
-            groups: its result.
-            held: the open groups as pool and data source have them; None where they cannot say.
-            counter: groups that the data source has numbered; None where it does not.
+            groups: The result of the rollout.
+            held: The open groups that the pool and the data source hold; None if they cannot tell.
+            counter: How many groups the data source has numbered; None if it assigns no numbers.
 
         Raises:
-            LedgerError: strict, and something differs from what the loops said.
+            LedgerError: The ledger is strict, and something differs from the recorded events.
         """
         with self._lock:
             self._match_result(rollout_id, groups)
@@ -221,7 +221,7 @@ class Ledger:
             _demand(not extra, f"rollout {rollout_id} hands over groups that were not accepted in it", extra)
             _demand(not short, f"rollout {rollout_id} accepted groups and does not hand them over", short)
             _demand(not twice, f"rollout {rollout_id} holds a group twice", sorted(result))
-        for number in extra:  # from a rollout function that reports nothing
+        for number in extra:  # the rollout function reports no events
             self._judged(number, result[number], "accepted")
         for number in short:
             accepted[number].state, accepted[number].reason = "discarded", "not in the rollout's result"
@@ -250,7 +250,7 @@ class Ledger:
             self._close(self._enter(number), "discarded", "taken by user code")
 
     def left_out(self, rollout_id: int, trained: Iterable[int]) -> None:
-        """Of a complete rollout, only ``trained`` groups fill whole steps."""
+        """Record that of a complete rollout only the groups ``trained`` fill whole steps; the others are left out."""
         kept = set(trained)
         with self._lock:
             for row in self.rollouts.get(rollout_id, []):
@@ -258,7 +258,7 @@ class Ledger:
                     row.state, row.reason = "left out", "the rollout fills no whole step with it"
 
     def trained(self, rollout_id: int) -> None:
-        """All rollouts up to this one have trained: their rows go to the file."""
+        """Record that all rollouts up to this one are trained, and write their rows to the file."""
         with self._lock:
             for done in sorted(r for r in self.rollouts if r <= rollout_id):
                 rows = self.rollouts.pop(done)
@@ -273,17 +273,19 @@ class Ledger:
     # --- checkpoints -------------------------------------------------------------------------
 
     def cut(self, trained: int, complete: int) -> Line:
-        """The committed account: rollouts up to ``trained`` have trained, those up to ``complete`` are generated.
+        """Write the state of the ledger for a snapshot to the file, and return it for the snapshot.
 
-        Written to the file, and returned for the snapshot.
+        Args:
+            trained: The last rollout that is trained.
+            complete: The last rollout that is generated.
 
         Raises:
-            LedgerError: it does not close.
+            LedgerError: The ledger does not close.
         """
         with self._lock:
             self.trained(trained)
             if complete not in self.cuts and complete >= 0:
-                raise LedgerError(f"the ledger has no account of rollout {complete}, only of {sorted(self.cuts)}")
+                raise LedgerError(f"the ledger has no state of rollout {complete}, only of {sorted(self.cuts)}")
             at = self.cuts.get(complete, Cut([], []))
             ahead = [r.line() for n in sorted(self.rollouts) if n <= complete for r in self.rollouts[n]]
             line = {"cut": trained, "attempt": self.attempt, "counts": dict(self.counts), "ahead": ahead, **vars(at)}
@@ -297,7 +299,7 @@ class Ledger:
             return {**line, "complete": complete, "position": self._file.end, "again": dict(self.again)}
 
     def restore(self, state: Line, attempt: int) -> None:
-        """Go on from a snapshot's account; what the file says beyond it is rolled back."""
+        """Continue from the state in a snapshot. What was written to the file after it is rolled back."""
         with self._lock:
             self.attempt = attempt
             self.counts = Counter(state["counts"])
@@ -306,7 +308,7 @@ class Ledger:
             self.unnumbered = state.get("unnumbered", 0)
             self.open = {row["group"]: Row(**row) for row in state["open"]}
             for row in self.open.values():
-                row.state = "returned"  # the data source gives them again
+                row.state = "returned"  # the restored data source supplies them again
             self.trained_to = state["cut"]
             for line in state["ahead"]:
                 self.rollouts.setdefault(line["rollout"], []).append(Row(**line))
@@ -315,7 +317,7 @@ class Ledger:
             if self._file.end >= state["position"]:
                 self._roll_back(state)
                 return
-            if self._file.end:  # rows waited for room on the disk when the run was killed, or the machine lost power
+            if self._file.end:  # rows waited for disk space when the run was killed, or the power failed
                 lost = self.path.with_name(f"{self.path.stem}.lost{self.path.suffix}")
                 self.path.replace(lost)
                 self._file = AppendedFile(self.path, _FILE)
@@ -346,12 +348,12 @@ class Ledger:
             self._file.write(text)
 
     def close(self) -> None:
-        """Write rows that wait, if there is room by now."""
+        """Write the waiting rows if there is disk space now, and close the file."""
         self._file.close()
 
 
 def balance(line: Line) -> list[str]:
-    """What is wrong with a cut's sums: each number that was given is closed, ahead or open, once."""
+    """Describe what is wrong in a ``cut`` line: each group that was supplied must be closed, ahead or open, once."""
     given = Numbers(line["given"])
     places = [("open", row["group"]) for row in line["open"]] + [("ahead", row["group"]) for row in line["ahead"]]
     problems = [f"group {number} is {where} but was never given" for where, number in places if number not in given]
@@ -367,7 +369,7 @@ def balance(line: Line) -> list[str]:
 
 
 def parse_line(line: bytes) -> Line:
-    """One line of the file; empty for what is not a whole JSON object (the tail of a killed run)."""
+    """Parse one line of the file. A line that is not a complete JSON object (the end of a killed run) gives {}."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Read a ledger file, and check that it closes: from the rows alone, not by what the run said."""
+"""Read a ledger file, and check that it closes, using only its rows and not the sums of the run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from slime.checkpoint.numbers import Numbers
 
 @dataclass
 class Report:
-    """What a ledger file says as of its last checkpoint.
+    """The contents of a ledger file up to its last snapshot.
 
     Attributes:
-        counts: closed groups by state.
-        cut: the last checkpoint's line; None where none was reached.
-        beyond: rows after it, of steps that no checkpoint has yet.
-        rolled_back: one entry per resume, ``{"attempt", "after", "groups", "rows"}``.
-        versions: trained groups by the weight versions that made them.
-        problems: why it does not close; empty where it does.
+        counts: Number of closed groups by state.
+        cut: The line of the last snapshot, or None if the run reached none.
+        beyond: Number of rows after that line, which no snapshot contains yet.
+        rolled_back: One entry per resume, ``{"attempt", "after", "groups", "rows"}``.
+        versions: Number of trained groups by the weight versions that generated them.
+        problems: Why the ledger does not close; empty if it does.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -40,10 +40,10 @@ class Report:
 
 
 def read_ledger(path: Path) -> Report:
-    """Every row once, every sum compared with each checkpoint's.
+    """Count all rows, and compare the counts with the sums at each snapshot.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: The file does not exist.
     """
     report, closed = Report(), Numbers()
     again: set[tuple[int, int]] = set()
@@ -61,9 +61,9 @@ def read_ledger(path: Path) -> Report:
                 report.counts.update(line["base"]["counts"])
                 closed = Numbers(line["base"]["closed"])
             else:
-                report.problems.append(f"line {number} is no whole JSON object")
+                report.problems.append(f"line {number} is not a complete JSON object")
     if report.cut is None:
-        report.problems.append("the run has reached no checkpoint, nor its end")
+        report.problems.append("the run reached neither a snapshot nor its end")
     return report
 
 
@@ -72,7 +72,7 @@ def _row(report: Report, row: Line, closed: Numbers, again: set[tuple[int, int]]
     if (turn and (group, turn) in again) or (not turn and group in closed):
         report.problems.append(f"line {number}: group {group} is closed a second time")
     if row["state"] not in CLOSED:
-        report.problems.append(f"line {number}: group {group} is {row['state']!r}, which is no end")
+        report.problems.append(f"line {number}: group {group} is {row['state']!r}, which is not a final state")
     if row["state"] == "trained" and report.cut is not None and row["rollout"] <= report.cut["cut"]:
         report.problems.append(f"line {number}: group {group} trained in step {row['rollout']}, before the checkpoint")
     again.add((group, turn)) if turn else closed.add(group)

@@ -9,7 +9,7 @@ _INFINITE = 2**62
 
 
 class Numbers:
-    """A set of integers as sorted, disjoint intervals ``[first, end)``: small where numbers are dense."""
+    """A set of integers, stored as sorted, disjoint intervals ``[first, end)``. It is small if numbers are dense."""
 
     def __init__(self, intervals: Iterable[Sequence[int]] = ()) -> None:
         self.intervals = [[int(first), int(end)] for first, end in intervals]
@@ -45,7 +45,7 @@ class Numbers:
         self.intervals[place:place] = [part for part in parts if part[0] < part[1]]
 
     def missing_in(self, other: Numbers) -> list[int]:
-        """Numbers of this set that are not in ``other``."""
+        """Return the numbers of this set that are not in ``other``."""
         missing: list[int] = []
         for first, end in self.intervals:
             at = first

@@ -1,8 +1,9 @@
-"""Whether a folder can be written, has room, and is the same folder for all processes of a run.
+"""Check that a folder is writable, has enough space, and is the same folder for all processes of a run.
 
-A snapshot is written by many processes, on any number of machines, into one folder. A folder that is not shared shows
-only when the first snapshot is committed, hours later, so it is tried out at the start: the driver writes a file, every
-process reads it and writes one of its own beside it, and the driver looks for all of them.
+Many processes, possibly on several machines, write a snapshot into one folder. Without a check, a folder that is not
+shared would be noticed only when the first snapshot is committed, hours later. So it is checked at the start: the
+driver writes a file, every process reads it and writes a file of its own next to it, and the driver looks for all of
+these files.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ _GIB = 2**30
 
 
 class FolderError(RuntimeError):
-    """A folder cannot hold snapshots; the message says for whom, why, and what to do."""
+    """A folder cannot be used for snapshots. The message says for which process, why, and what to do."""
 
 
 class Answer(NamedTuple):
-    """What one process found."""
+    """The result of the check in one process."""
 
     host: str
     error: str | None
 
 
 def try_to_write(folder: Path, needed: int = 0) -> str | None:
-    """What is wrong with a folder that this machine is to write to; what has to be made for the trial is removed.
+    """Check that this machine can write to a folder. Everything that is created for the check is removed again.
 
     Args:
-        needed: bytes that must be free.
+        needed: Number of bytes that must be free.
+
+    Returns:
+        What is wrong, or None.
     """
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     trial = folder / f".trial-{secrets.token_hex(4)}"
@@ -52,15 +56,15 @@ def try_to_write(folder: Path, needed: int = 0) -> str | None:
         with contextlib.suppress(OSError):
             trial.unlink()
         for path in absent:
-            with contextlib.suppress(OSError):  # it was not made, or someone else uses it by now
+            with contextlib.suppress(OSError):  # it was not created, or another process uses it now
                 path.rmdir()
     if free < needed:
-        return f"has {free / _GIB:.1f} GiB free, and one snapshot takes about {needed / _GIB:.1f} GiB"
+        return f"has {free / _GIB:.1f} GiB free, but one snapshot takes about {needed / _GIB:.1f} GiB"
     return None
 
 
 class FolderTrial:
-    """The driver's side; a context manager that removes the files again."""
+    """The driver's part of the check. It is a context manager, which removes the files at its end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.token = folder, secrets.token_hex(8)
@@ -81,21 +85,22 @@ class FolderTrial:
         shutil.rmtree(self.place, ignore_errors=True)
 
     def check(self, answers: Mapping[str, Answer]) -> None:
-        """
+        """Check the results of all processes.
+
         Args:
-            answers: of all processes by their names, from :func:`answer`.
+            answers: The results of :func:`answer` by the name of the process.
 
         Raises:
-            FolderError: one of them could not read or write there, or wrote to another folder.
+            FolderError: A process could not read or write in the folder, or wrote to another folder.
         """
         refused = {f"{who} on {a.host}": a.error for who, a in answers.items() if a.error is not None}
-        os.listdir(self.place)  # makes a network file system look again
+        os.listdir(self.place)  # lets a network file system refresh its cache of names
         written = {who: a for who, a in answers.items() if a.error is None}
         unseen = [f"{who} on {a.host}" for who, a in written.items() if not (self.place / _file_name(who)).is_file()]
         if not refused and not unseen:
             return
         problems = [f"{who}: {error}" for who, error in refused.items()]
-        problems += [f"what {who} wrote is not there on {socket.gethostname()}, the driver's host" for who in unseen]
+        problems += [f"the file of {who} is not on {socket.gethostname()}, the driver's host" for who in unseen]
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise FolderError(
             f"--save {self.folder} is not one folder for all processes of the run: {shown}. All ranks write one "
@@ -104,12 +109,12 @@ class FolderTrial:
 
 
 def answer(folder: str, token: str, who: str) -> Answer:
-    """The other side: read the driver's file and write one beside it."""
+    """The part of every other process: read the driver's file, and write a file next to it."""
     place, host = Path(folder) / f".trial-{token}", socket.gethostname()
     try:
         os.listdir(place.parent)
         if (place / "driver").read_text() != token:
-            return Answer(host, "the driver's file has other content there")
+            return Answer(host, "the driver's file has other contents there")
         (place / _file_name(who)).write_text(token)
     except FileNotFoundError:
         return Answer(host, "the driver's file is not there")

@@ -1,19 +1,19 @@
-"""One atomic snapshot of a whole run.
+"""Atomic snapshots of a whole run.
 
-A snapshot is a folder ``<save>/iter_0000012`` (the number is the rollout id) whose last written file
-is ``manifest.json``. While ranks fill it, it is a hidden folder ``<save>/.iter_0000012.tmp-…``; one
-committer syncs every file, writes the manifest and renames the folder. Whatever dies when, a folder
-named ``iter_*`` is complete. There is one writer per ``<save>``.
+A snapshot is a folder ``<save>/iter_0000012`` (the number is the rollout id) with a file ``manifest.json``, which is
+written last. While the ranks write it, it is a hidden folder ``<save>/.iter_0000012.tmp-…``. Then one process syncs
+every file to the disk, writes the manifest and renames the folder. A folder named ``iter_*`` is therefore always
+complete, whichever process dies at whatever time. Only one run may write to a folder ``<save>``.
 
     temp = begin(save, rollout_id)
     ... all ranks write below temp ...
     commit(temp, {"rollout_id": rollout_id, "attempt": 0, ...})
 
-``latest`` takes the snapshot that was committed last (manifest entry ``sequence``), not the one with
-the highest number: after going back with ``--ckpt-step`` the old, higher numbers belong to a lineage
-that was left. ``latest_checkpointed_iteration.txt`` (Megatron's name) is written for other tools.
-The state of the data source is in ``iter_*/rollout/global_dataset_state_dict_<id>.pt``; the same file
-is published as ``<save>/rollout/global_dataset_state_dict_<id>.pt``, where existing tools look for it.
+:func:`latest` selects the snapshot that was committed last (``sequence`` in the manifest), not the one with the highest
+number: after a resume from an older one with ``--ckpt-step``, the higher numbers belong to a history that was
+abandoned. ``latest_checkpointed_iteration.txt`` (Megatron's name) is written for other tools. The state of the data
+source is in ``iter_*/rollout/global_dataset_state_dict_<id>.pt`` and, for existing tools that look there, also in
+``<save>/rollout/global_dataset_state_dict_<id>.pt``.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ FORMAT = 1
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-.*")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced")
-_RESTORE = "Restore the file, or load an older one with --ckpt-step"
+_RESTORE = "Restore the file, or load an older snapshot with --ckpt-step"
 _DATA_STATE = "rollout/global_dataset_state_dict_*.pt"
 _OF_OTHERS = ("common.pt", ".metadata", "metadata.json", "*.distcp", "mp_rank_*")
-"""What Megatron-LM and programs built on it write inside a checkpoint."""
+"""Files that Megatron-LM and programs built on it write inside a checkpoint."""
 
 
 class SnapshotError(RuntimeError):
-    """A snapshot cannot be written or read; the message names folder and file and says what to do."""
+    """A snapshot cannot be written or read. The message names the folder and the file, and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ def folder_name(rollout_id: int) -> str:
 
 
 def begin(save_dir: Path, rollout_id: int) -> Path:
-    """A hidden, empty folder for all ranks to write into. Removes what an interrupted save left behind.
+    """Create a hidden, empty folder into which all ranks write. Remains of interrupted saves are removed.
 
     Raises:
-        SnapshotError: ``save_dir`` holds checkpoints of another program (:func:`foreign`).
+        SnapshotError: ``save_dir`` contains checkpoints of another program (:func:`foreign`).
     """
     save_dir.mkdir(parents=True, exist_ok=True)
     refuse_foreign(save_dir)
@@ -84,15 +84,16 @@ def begin(save_dir: Path, rollout_id: int) -> Path:
 def commit(temp: Path, facts: Facts, written: Sequence[FileEntry] = ()) -> Path:
     """Make ``temp`` the snapshot ``iter_<rollout_id>`` and return its path.
 
-    The manifest gets ``facts``, the list of files with sizes and digests, the sequence number, library versions and
-    the time.
+    The manifest contains ``facts``, the files with sizes and digests, the sequence number, library versions and the
+    time.
 
     Args:
-        written: files that their writers have made durable and digested, with paths relative to ``temp``. They are
-            not read again; all others are.
+        temp: The folder that :func:`begin` returned.
+        written: Files that their writers have already synced and digested, with paths relative to ``temp``. They are
+            not read again; all other files are.
 
     Raises:
-        SnapshotError: ``temp`` is not from :func:`begin`, belongs to another rollout, or is empty, or a file in
+        SnapshotError: ``temp`` is not a folder of :func:`begin` for this rollout, or it is empty, or a file in
             ``written`` is missing or has another size.
     """
     rollout_id = facts["rollout_id"]
@@ -122,7 +123,7 @@ def commit(temp: Path, facts: Facts, written: Sequence[FileEntry] = ()) -> Path:
 
 
 def _describe_files(folder: Path, written: Sequence[FileEntry]) -> list[FileEntry]:
-    """Path, size and digest of every file below ``folder``; all of it is on disk afterwards."""
+    """Return path, size and digest of every file below ``folder``. Everything is synced to the disk."""
     known = {entry["path"]: entry for entry in written}
     if problems := _wrong_sizes(folder, written):
         raise SnapshotError(f"the snapshot in {folder} is not what its ranks wrote: {'; '.join(problems.values())}")
@@ -134,12 +135,15 @@ def _describe_files(folder: Path, written: Sequence[FileEntry]) -> list[FileEntr
 
 
 def _rename_over(temp: Path, final: Path) -> None:
-    """Rename ``temp`` to ``final``. A folder that stands there steps aside first, where :func:`snapshots`
-    still finds it, so that at each moment one of the two is complete and visible."""
+    """Rename ``temp`` to ``final``.
+
+    A folder that exists there is renamed first, to a name under which :func:`snapshots` still finds it. So at any
+    moment one of the two is complete and visible, although a non-empty folder cannot be replaced atomically.
+    """
     aside = final.with_name(f".{final.name}.replaced")
     if final.is_dir() and not (final / MANIFEST).is_file():
         raise SnapshotError(
-            f"{final} was not written by slime (it has no {MANIFEST}) and is not replaced: give another --save. "
+            f"{final} was not written by slime (it has no {MANIFEST}) and is not replaced: set another --save. "
             f"The new snapshot is complete in {temp}"
         )
     if final.exists() or final.is_symlink():
@@ -151,7 +155,7 @@ def _rename_over(temp: Path, final: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder. Where it is a symbolic link, delete the link and leave its target alone."""
+    """Delete a folder. If it is a symbolic link, delete only the link."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -159,7 +163,7 @@ def _remove(folder: Path) -> None:
 
 
 def clean_up(save_dir: Path) -> None:
-    """Remove half-written snapshots; put back one whose replacement was never finished."""
+    """Remove incomplete snapshots, and restore a snapshot whose replacement was interrupted."""
     for path in list(save_dir.iterdir()):
         if _TEMPORARY.fullmatch(path.name):
             _remove(path)
@@ -173,17 +177,21 @@ def clean_up(save_dir: Path) -> None:
 
 
 def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
-    """Delete all but the ``keep`` snapshots that were committed last; returns what was deleted.
+    """Delete all but the ``keep`` snapshots that were committed last.
 
     Args:
-        every: the snapshot after each so many rollouts stays too.
+        every: Also keep the snapshot after every ``every`` rollouts.
+
+    Returns:
+        The folders that were deleted.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: at least one snapshot must stay")
     older = sorted(snapshots(save_dir), key=lambda each: each.manifest["sequence"])[:-keep]
     doomed = [snapshot for snapshot in older if not every or (snapshot.iteration + 1) % every]
     for snapshot in doomed:
-        # The manifest goes first: from then on the folder counts as half-written.
+        # The rename marks the folder as incomplete. If the deletion is interrupted, the rest cannot be taken for a
+        # snapshot, and the next save removes it.
         hidden = save_dir / f".{snapshot.path.name}.tmp-pruned-{secrets.token_hex(4)}"
         os.replace(snapshot.path, hidden)
         _remove(hidden)
@@ -195,7 +203,7 @@ def prune(save_dir: Path, keep: int, every: int | None = None) -> list[Path]:
 
 
 def foreign(path: Path) -> list[str]:
-    """Names in ``path`` that show checkpoints of another program; empty for a folder that slime can use.
+    """Return names in ``path`` that belong to checkpoints of another program; empty if slime can use the folder.
 
     These are ``iter_*`` folders without a manifest, a ``release`` folder, a tracker file without any snapshot,
     and the files of one Megatron checkpoint.
@@ -213,14 +221,14 @@ def foreign(path: Path) -> list[str]:
 
 
 def refuse_foreign(path: Path, option: str = "--save") -> None:
-    """Raise :class:`SnapshotError` where ``path`` holds checkpoints of another program (:func:`foreign`)."""
+    """Raise :class:`SnapshotError` if ``path`` contains checkpoints of another program (:func:`foreign`)."""
     found = foreign(path)
     if found == [TRACKER] and option == "--save":
-        return  # nothing can be lost: the checkpoints that it counted are gone
+        return  # nothing can be lost: the checkpoints that the tracker counted no longer exist
     if found:
         shown = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
         use = (
-            "slime would write among them and replace their tracker file: give another folder"
+            "slime would write its snapshots next to them and replace their tracker file: set another folder"
             if option == "--save"
             else "convert them to a Hugging Face folder with the converter of the program that wrote them, for "
             "example its convert_torch_dist_to_hf.py, and pass that folder as --load or --hf-checkpoint "
@@ -230,7 +238,7 @@ def refuse_foreign(path: Path, option: str = "--save") -> None:
 
 
 def kind(path: Path) -> Literal["snapshots", "iteration", "hf", "empty"]:
-    """What ``--load`` names: a folder of snapshots, one of them, a Hugging Face model, or nothing of ours."""
+    """Return what ``--load`` names: a folder of snapshots, one snapshot, a Hugging Face model, or nothing known."""
     if (path / MANIFEST).is_file() and _number(path) is not None:
         return "iteration"
     if path.is_dir() and snapshots(path):
@@ -239,7 +247,7 @@ def kind(path: Path) -> Literal["snapshots", "iteration", "hf", "empty"]:
 
 
 def snapshots(save_dir: Path) -> list[Snapshot]:
-    """All complete snapshots in a folder, by iteration."""
+    """Return all complete snapshots in a folder, ordered by iteration."""
     found: dict[int, Snapshot] = {}
     for path in sorted(save_dir.iterdir()) if save_dir.is_dir() else []:
         number = _number(path)
@@ -252,20 +260,19 @@ def snapshots(save_dir: Path) -> list[Snapshot]:
 
 
 def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Snapshot | None:
-    """The snapshot to go on from, checked (:func:`verify`).
+    """Return the snapshot to resume from, after a check (:func:`verify`).
 
     Args:
-        load_dir: a folder of snapshots, or one ``iter_*`` folder.
-        step: a certain iteration (``--ckpt-step``) instead of the one committed last.
-        digests: also compare the digests of the files that no training rank wrote (:func:`verify`).
+        load_dir: A folder of snapshots, or one ``iter_*`` folder.
+        step: The iteration to select (``--ckpt-step``). Default: the one that was committed last.
+        digests: Also compare the digests of the files that no training rank wrote (:func:`verify`).
 
     Returns:
-        None where there is no snapshot: a folder that does not exist yet, an empty one, or a Hugging
-        Face model (:func:`kind`).
+        None if there is no snapshot: the folder does not exist, is empty, or is a Hugging Face model (:func:`kind`).
 
     Raises:
-        SnapshotError: ``step`` is not there, a file of the snapshot is missing or damaged, or the folder holds only
-            checkpoints of another program.
+        SnapshotError: There is no snapshot of ``step``, a file of the snapshot is missing or damaged, or the folder
+            contains only checkpoints of another program.
     """
     what = kind(load_dir)
     if what == "empty":
@@ -286,15 +293,15 @@ def latest(load_dir: Path, step: int | None = None, digests: bool = True) -> Sna
 
 
 def verify(snapshot: Snapshot, digests: bool = True, of_ranks: bool = False) -> None:
-    """Compare the snapshot with its manifest: the size of every file, and digests.
+    """Compare the files of a snapshot with its manifest.
 
     Args:
-        digests: compare digests; otherwise sizes only.
-        of_ranks: also those of the files that training ranks wrote. They are most of the bytes; the ranks that read
-            the snapshot compare them (:func:`damaged_part`).
+        digests: Compare sizes and digests. Otherwise, compare only sizes.
+        of_ranks: Also compare the digests of the files that training ranks wrote. These are most of the bytes, so
+            normally the ranks that read the snapshot compare them, in parallel (:func:`damaged_part`).
 
     Raises:
-        SnapshotError: names all files that differ.
+        SnapshotError: Files differ. The message names all of them.
     """
     entries = snapshot.manifest["files"]
     wrong = _wrong_sizes(snapshot.path, entries)
@@ -306,10 +313,13 @@ def verify(snapshot: Snapshot, digests: bool = True, of_ranks: bool = False) -> 
 
 
 def damaged_part(folder: Path, rank: int, ranks: int) -> str | None:
-    """What is wrong with a rank's share of the files in a role's ``folder`` of a snapshot; None if nothing is.
+    """Check a rank's share of the files in a role's ``folder`` of a snapshot.
 
-    The share is what the ranks with this number modulo ``ranks`` wrote: with as many ranks as then, its own files.
-    Without a manifest beside ``folder`` there is nothing to compare.
+    The share is what the ranks with this number modulo ``ranks`` wrote. If the number of ranks has not changed, these
+    are the rank's own files. Without a manifest next to ``folder`` nothing can be compared.
+
+    Returns:
+        What is wrong, or None.
     """
     if not (folder.parent / MANIFEST).is_file():
         return None
@@ -320,7 +330,7 @@ def damaged_part(folder: Path, rank: int, ranks: int) -> str | None:
 
 
 def _wrong_sizes(folder: Path, entries: Sequence[FileEntry]) -> dict[str, str]:
-    """Files that are missing or have another size, with that in words."""
+    """Return a description for each file that is missing or has another size."""
     problems = {}
     for entry in entries:
         path = folder / entry["path"]
@@ -333,7 +343,7 @@ def _wrong_sizes(folder: Path, entries: Sequence[FileEntry]) -> dict[str, str]:
 
 
 def _changed(folder: Path, entries: Sequence[FileEntry]) -> list[str]:
-    """Files whose digest is not that of their entry, in words."""
+    """Return a description for each file whose digest differs from its entry."""
     digests = digest_files([folder / entry["path"] for entry in entries])
     return [
         f"{entry['path']} has changed (digest {actual}, not {entry['digest']})"
@@ -349,14 +359,14 @@ def _read(path: Path) -> Snapshot:
         raise SnapshotError(f"{path / MANIFEST} is not JSON ({error}): it was changed after it was written") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise SnapshotError(f"{path / MANIFEST} has format {found}, this version reads {FORMAT}")
+        raise SnapshotError(f"{path / MANIFEST} has format {found}, but this version reads format {FORMAT}")
     if problem := _manifest_problem(manifest):
         raise SnapshotError(f"{path / MANIFEST} was changed after it was written: {problem}")
     return Snapshot(path, cast(Manifest, manifest))
 
 
 def _manifest_problem(manifest: Mapping[str, object]) -> str | None:
-    """What a hand-edited manifest lacks of what every reader relies on."""
+    """Describe what is wrong in a manifest that was edited by hand; None if what readers need is valid."""
     for name, kind in (("rollout_id", int), ("sequence", int), ("files", list)):
         if type(manifest.get(name)) is not kind:
             return f"{name} is {str(manifest.get(name))[:40]!r}, not {'a list' if kind is list else 'a number'}"

@@ -221,12 +221,12 @@ def test_what_is_lost_or_used_twice_is_an_error_at_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl")
     for number in range(3):
         ledger("asked", group(number), {})
-    with pytest.raises(LedgerError, match="group 1 was given while it was under way"):
+    with pytest.raises(LedgerError, match="group 1 was supplied while it was in flight"):
         ledger("asked", group(1), {})
     ledger("accepted", group(0), {})
-    with pytest.raises(LedgerError, match="group 0 was given a second time"):
+    with pytest.raises(LedgerError, match="group 0 was supplied again although it is closed"):
         ledger("asked", group(0), {})
-    with pytest.raises(LedgerError, match="group 0 was accepted in rollout 0 without being under way"):
+    with pytest.raises(LedgerError, match="group 0 was accepted in rollout 0 but was not in flight"):
         ledger("accepted", group(0), {})
     with pytest.raises(LedgerError, match="open and nobody has them: 2"):
         ledger.complete(0, [group(0)], [group(1)], 3)

@@ -26,7 +26,7 @@ def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_room_is_said(tmp_path: Path) -> None:
-    assert "GiB free, and one snapshot takes about 1048576.0 GiB" in str(try_to_write(tmp_path / "a", 2**50))
+    assert "GiB free, but one snapshot takes about 1048576.0 GiB" in str(try_to_write(tmp_path / "a", 2**50))
     assert not (tmp_path / "a").exists()
 
 
@@ -50,6 +50,6 @@ def test_folders_that_are_not_shared_are_named_with_their_hosts(tmp_path: Path) 
         with pytest.raises(FolderError, match=r"actor rank 1 on node-b: the driver's file is not there") as caught:
             trial.check({"actor rank 0": near, "actor rank 1": empty._replace(host="node-b")})
         assert "actor rank 0" not in str(caught.value) and "every node mounts" in str(caught.value)
-        with pytest.raises(FolderError, match=r"what actor rank 2 on node-c wrote is not there"):
+        with pytest.raises(FolderError, match=r"the file of actor rank 2 on node-c is not on"):
             trial.check({"actor rank 2": Answer("node-c", None)})
     assert list((tmp_path / "save").iterdir()) == []

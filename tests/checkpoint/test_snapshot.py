@@ -127,7 +127,9 @@ def test_the_data_state_is_readable_at_the_documented_path(tmp_path: Path) -> No
     final = snapshot.commit(temp, {"rollout_id": 6})
     assert torch.load(tmp_path / "rollout/global_dataset_state_dict_6.pt", weights_only=True) == state
     assert read_state(final / "rollout/global_dataset_state_dict_6.pt") == state
-    with pytest.raises(FileNotFoundError, match=r"global_dataset_state_dict_7.pt is missing \(there: global_dataset"):
+    with pytest.raises(
+        FileNotFoundError, match=r"global_dataset_state_dict_7.pt is missing \(the folder contains: global_dataset"
+    ):
         read_state(final / "rollout/global_dataset_state_dict_7.pt")
 
 
@@ -223,7 +225,7 @@ def test_a_checkpoint_of_another_program_is_refused(
     with pytest.raises(SnapshotError, match=r"slime did not write .*convert_torch_dist_to_hf"):
         snapshot.latest(tmp_path / load)
     if load == "." and names:
-        with pytest.raises(SnapshotError, match=r"--save .*give another folder"):
+        with pytest.raises(SnapshotError, match=r"--save .*set another folder"):
             snapshot.begin(tmp_path, 1)
     assert all((tmp_path / name / "common.pt").read_bytes() == b"theirs" for name in names)
     assert tracker is None or (tmp_path / snapshot.TRACKER).read_text() == tracker
