@@ -154,10 +154,7 @@ def rollout(bench: Bench, fn: Hook, evaluation: bool = False) -> str:
 def check_groups(fn: Hook, groups: object, size: int) -> None:
     first = type(groups[0]).__name__ if isinstance(groups, list) and groups else "nothing"
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) and group for group in groups):
-        raise wrong(
-            fn,
-            f"it returned a {type(groups).__name__} of {first}: return a list of samples for each prompt",
-        )
+        raise wrong(fn, f"it returned a {type(groups).__name__} of {first}: return a list of samples for each prompt")
     for sample in flatten(groups):
         if not isinstance(sample, Sample):
             raise wrong(fn, f"a group contains a {type(sample).__name__}, which is not a Sample")

@@ -50,9 +50,9 @@ def show_ledger(path: Path, as_json: bool = False) -> int:
     if report.beyond:
         console.print(f"{report.beyond} groups were closed after the last checkpoint: a resume generates them again")
     for problem in report.problems:
-        console.print(f"does not close: {problem}", style="red")
+        console.print(f"inconsistent: {problem}", style="red")
     if report.closes and report.cut is not None:
-        console.print(f"closes: {report.asked} groups were asked for, each is in one place")
+        console.print(f"consistent: {report.asked} groups were requested, and each is in exactly one place")
     return int(not report.closes)
 
 
@@ -60,7 +60,7 @@ def _tables(report: Report) -> list[Table]:
     from rich.table import Table
 
     cut = report.cut
-    table = Table(title=f"groups as of step {cut['cut']}" if cut else "groups, before any checkpoint")
+    table = Table(title=f"groups as of step {cut['cut']}" if cut else "groups before the first checkpoint")
     table.add_column("state")
     table.add_column("groups", justify="right")
     places = [*report.counts.items()]
@@ -68,7 +68,7 @@ def _tables(report: Report) -> list[Table]:
         places += [("ahead of training", len(cut["ahead"])), ("open", len(cut["open"]))]
     for state, count in places:
         table.add_row(state, str(count))
-    versions = Table(title="trained groups by the weights that made them")
+    versions = Table(title="trained groups by the weight versions of their tokens")
     versions.add_column("versions")
     versions.add_column("groups", justify="right")
     for names, count in list(report.versions.items())[-_MOST_ROWS:]:

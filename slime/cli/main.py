@@ -41,9 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     fetch.add_argument(
         "model", help="smollm2-135m-instruct, all-minilm-l6-v2 (encoder for rewards), or a local Hugging Face folder"
     )
-    fetch.add_argument(
-        "--output-dir", type=Path, help="output folder (default: models/<name> in the working directory)"
-    )
+    fetch.add_argument("--output-dir", type=Path, help="output folder (default: models/<name> in the current folder)")
     fetch.add_argument("--no-check", action="store_true", help="skip the check of the converted weights")
     fetch.set_defaults(run=_fetch_model)
 

@@ -163,9 +163,9 @@ _MISSING = json.loads((Path(__file__).parent / "tables" / "missing.json").read_t
 GONE: dict[str, str] = _MISSING["gone"]
 """Flags of older releases, and what to use instead."""
 OTHER_FRAMEWORKS: dict[str, str] = _MISSING["other_frameworks"]
-"""What the flags of other frameworks begin with, and why slime has no such flag."""
+"""Prefixes of flags of other frameworks, and why slime has no such flag."""
 UNREAD_VARIABLES: dict[str, str] = _MISSING["variables"]
-"""Environment variables of older releases that change nothing here."""
+"""Environment variables of older releases that have no effect, and why."""
 
 
 def why_missing(option: str) -> str | None:

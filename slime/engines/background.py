@@ -35,7 +35,7 @@ def run(coroutine: Coroutine[object, None, T]) -> T:
     loop = background_loop()
     if _running_loop() is loop:
         coroutine.close()
-        raise RuntimeError("async_utils.run() was called from a coroutine on the same loop: use 'await' there")
+        raise RuntimeError("async_utils.run() was called from a coroutine of the same event loop: use await instead")
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return future.result()

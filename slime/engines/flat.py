@@ -47,7 +47,7 @@ class Entry:
 
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{self.name}: torch has no dtype {self.dtype!r}")
+            raise ValueError(f"tensor {self.name}: torch has no dtype {self.dtype!r}")
         return dtype
 
     def size_of_values(self) -> int:

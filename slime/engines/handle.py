@@ -117,7 +117,7 @@ class EngineHandle:
 
     async def pause(self, mode: PauseMode) -> None:
         if mode == "retract" and not (await self.connect()).capabilities.retract:
-            raise EngineError(f"{self.url} does not survive an update in pause mode retract; use abort or in_place")
+            raise EngineError(f"{self.url} cannot update weights in pause mode retract; use abort or in_place")
         await self._post("/pause_generation", {"mode": mode})
 
     async def continue_generation(self) -> None:
@@ -142,7 +142,7 @@ class EngineHandle:
         except EngineError as error:
             if "already" not in str(error):
                 raise
-            logger.warning("%s: a weight update was left open, by a trainer that died; it is closed", self.url)
+            logger.warning("%s: a trainer that died left a weight update open, which is closed now", self.url)
             await self._post("/end_weight_update", seconds=self.update_seconds)
             await self._post("/begin_weight_update")
 
@@ -218,7 +218,7 @@ class EngineHandle:
         """POST /weights_checker: keep a copy of all tensors, overwrite them, or compare them with the copy.
         A difference is an :class:`EngineError` that carries the engine's message."""
         if action != "reset_tensors" and not (await self.connect()).capabilities.weight_comparison:
-            raise EngineError(f"{self.url} cannot compare its weights: SGLang does that on CUDA only")
+            raise EngineError(f"{self.url} cannot compare its weights, because SGLang supports this only on CUDA")
         await self._post("/weights_checker", {"action": action}, self.update_seconds)
 
     # --- memory --------------------------------------------------------------------------------

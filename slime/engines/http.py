@@ -166,7 +166,7 @@ async def _within_limit(
             return await retrying(lambda: request(method, url, payload, request_seconds(), headers), max_retries)
     except TimeoutError as error:
         limit = f"{request_seconds():g} s (--sglang-router-request-timeout-secs)"
-        raise HttpError(f"{method} {url}: no answer in {limit}") from error
+        raise HttpError(f"{method} {url}: no response within {limit}") from error
 
 
 async def retrying(
@@ -190,7 +190,7 @@ async def retrying(
             delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS)
             delay = max(delay, error.retry_after or 0.0) * random.uniform(0.75, 1.25)
             log = logger.warning if attempt >= 3 and attempt & (attempt + 1) == 0 else logger.debug  # tries 4, 8, 16, …
-            log("try %d of %d again in %.1f s: %s", attempt + 1, limit, delay, error)
+            log("retry %d of %d in %.1f s after: %s", attempt + 1, limit, delay, error)
             _retried += 1
             await asyncio.sleep(delay)
     raise AssertionError("unreachable")

@@ -86,7 +86,7 @@ class ServerProcess:
             waited = time.monotonic() - start
             if not self.alive():
                 raise ServerFailed(
-                    f"{self.what} (pid {self.pid}) ended with {self.child.returncode}:\n{self.log_tail()}"
+                    f"{self.what} (pid {self.pid}) ended with status {self.child.returncode}:\n{self.log_tail()}"
                 )
             if waited > deadline:
                 self.stop()

@@ -149,4 +149,4 @@ def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersio
             compares = server_info.get("device") != "cpu"  # it calls torch.cuda
             return replace(api, capabilities=replace(api.capabilities, weight_comparison=compares))
     known = ".".join(map(str, _API_VERSIONS[-1][0]))
-    raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime speaks with {known} and later")
+    raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime supports {known} and later")

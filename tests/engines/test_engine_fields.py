@@ -213,7 +213,7 @@ def test_images_by_path_where_allowed(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     file.write_bytes(base64.b64decode(png(3, 2)))
     assert load_image(str(file), allow_urls=True).size == load_image(f"file://{file}", allow_urls=True).size == (3, 2)
-    with pytest.raises(BadRequest, match="no file"):
+    with pytest.raises(BadRequest, match="is not a file"):
         load_image("file:///dev/zero", allow_urls=True)
 
 

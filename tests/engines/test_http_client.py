@@ -167,7 +167,7 @@ def test_run_returns_results_and_exceptions() -> None:
         return async_utils.run(fine())
 
     assert async_utils.run(fine()) == 7
-    with pytest.raises(RuntimeError, match="use 'await'"):
+    with pytest.raises(RuntimeError, match="use await instead"):
         async_utils.run(nested())
     with pytest.raises(ZeroDivisionError):
         async_utils.run(fails())
@@ -194,7 +194,7 @@ def test_the_api_version_is_chosen_by_what_the_server_says() -> None:
 async def test_all_tries_of_a_users_request_have_one_limit(flaky: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "_request_seconds", 0.3)
     flaky.script = [500] * 10_000
-    with pytest.raises(http.HttpError, match=r"no answer in 0.3 s \(--sglang-router-request-timeout-secs\)"):
+    with pytest.raises(http.HttpError, match=r"no response within 0.3 s \(--sglang-router-request-timeout-secs\)"):
         await http_utils.post(flaky.url, 1, max_retries=10_000)
     assert 1 < flaky.calls < 10_000
 

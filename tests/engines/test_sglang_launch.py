@@ -149,4 +149,4 @@ def test_stand_ins_for_absent_kernels(tmp_path: Path) -> None:
     )
     absent, value, said, part, believed = json.loads(done.stdout)
     assert absent == list(PACKAGES) and value == 7 and part == "absent" and believed is False
-    assert said == "sgl_kernel.spam_cpu: this machine has no CPU build of sgl_kernel"
+    assert said == "sgl_kernel.spam_cpu: it needs sgl_kernel for the CPU, which is not installed"

@@ -127,7 +127,7 @@ def slots_attention(
     _progressed_at = time.monotonic()
     step = _step
     if step is None:
-        raise RuntimeError("attention called outside of an engine step")
+        raise RuntimeError("the attention function was called outside of an engine step")
     unsupported = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if unsupported or not getattr(module, "is_causal", True):
         what = ", ".join(unsupported) or "attention that is not causal"

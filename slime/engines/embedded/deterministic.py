@@ -57,7 +57,7 @@ def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
                 aligned.pop()
     finally:
         runner.cache.clear()
-    logger.warning("no row count larger than 1 is bitwise reproducible here: deterministic mode computes row by row")
+    logger.warning("no row count above 1 is bitwise reproducible here, so deterministic mode computes row by row")
     runner.row_counts = (1,)
 
 

@@ -100,7 +100,7 @@ class Engine:
         def run() -> None:
             try:
                 if self.failure is not None:
-                    raise RuntimeError(f"the model's thread has ended: {self.failure!r}")
+                    raise RuntimeError(f"the engine thread has ended: {self.failure!r}")
                 result = function(*arguments)
             except BaseException as error:  # nothing that a command raises may end the model's thread
                 self._post(_fail, future, error)
@@ -122,7 +122,7 @@ class Engine:
             TooManyRequests: the queue is full.
         """
         if len(self.scheduler.waiting) >= MAX_WAITING:
-            raise TooManyRequests(f"{MAX_WAITING} requests are waiting already")
+            raise TooManyRequests(f"the queue is full: {MAX_WAITING} requests are waiting")
         sequence = Sequence(request, 0, self._seed(request))
 
         def add() -> None:
@@ -174,7 +174,7 @@ class Engine:
             WeightError: an update broke off, so they are of no version.
         """
         if self.weights.stale:
-            raise WeightError(f"{len(self.weights.stale)} tensors were not written by the last update: repeat it first")
+            raise WeightError(f"the last update did not write {len(self.weights.stale)} tensors: repeat it first")
         if version != self.scheduler.weight_version:
             self.scheduler.name_version(version)
 
@@ -218,7 +218,7 @@ class Engine:
             while self._take_commands(block=not self._step()):
                 pass
         except BaseException as error:
-            logger.exception("the model's thread failed")
+            logger.exception("the engine thread failed")
             self.failure = error
             self._take_commands(block=False)  # they fail, too, or whoever sent them would wait for ever
             for sequence in list(self._listeners):

@@ -51,7 +51,7 @@ class ImageReader:
             BadRequest: an image cannot be read, or placeholders and images do not match.
         """
         if len(images) > MAX_IMAGES:
-            raise BadRequest(f"image_data holds {len(images)} images; at most {MAX_IMAGES} are read")
+            raise BadRequest(f"image_data contains {len(images)} images, but at most {MAX_IMAGES} are allowed")
         pictures = [load_image(item, self.allow_urls) for item in images]
         if text is not None:
             made = self.processor(text=[text], images=pictures, return_tensors="pt")
@@ -72,8 +72,8 @@ class ImageReader:
             return ids
         if present != len(pictures):
             raise BadRequest(
-                f"input_ids hold {present} image tokens ({self.token}); {len(pictures)} images need one each, "
-                f"or {expected} in all"
+                f"input_ids contain {present} image tokens ({self.token}), but {len(pictures)} images need one each, "
+                f"or {expected} in total"
             )
         expanded: list[int] = []
         left = iter(pictures)
@@ -106,12 +106,12 @@ def load_image(item: object, allow_urls: bool = False) -> Image:
     if isinstance(item, dict):
         item = item.get("url") or item.get("image")
     if not isinstance(item, str) or not item:
-        raise BadRequest("image_data takes base64 or data: URLs")
+        raise BadRequest("image_data must be base64 or data: URLs")
     shown = repr(item[:60])
     try:
         image = Image.open(io.BytesIO(_image_bytes(item, allow_urls)), formats=FORMATS)
         if image.width * image.height > MAX_PIXELS:
-            raise BadRequest(f"image {shown} has {image.width} x {image.height} pixels; at most {MAX_PIXELS} are read")
+            raise BadRequest(f"image {shown} has {image.width} x {image.height} pixels, more than {MAX_PIXELS}")
         return image.convert("RGB")
     except BadRequest:
         raise
@@ -126,13 +126,13 @@ def _image_bytes(item: str, allow_urls: bool) -> bytes:
     if allow_urls and (item.startswith(("http://", "https://", "file:")) or is_file):
         return _fetched(item)
     if ":" in item[:8] or "." in item[:4096] or "~" in item[:4096]:  # in no base64; files are not even looked for
-        raise BadRequest("image_data takes base64 or data: URLs; URLs and paths need the server's --allow-image-urls")
+        raise BadRequest("image_data must be base64 or data: URLs; other URLs and paths need --allow-image-urls")
     return _decoded(item)
 
 
 def _decoded(text: str) -> bytes:
     if len(text) > MAX_BYTES * 4 // 3 + 4:
-        raise BadRequest(f"an image has {len(text)} characters of base64; at most {MAX_BYTES} bytes are read")
+        raise BadRequest(f"an image has {len(text)} characters of base64, but at most {MAX_BYTES} bytes are allowed")
     return base64.b64decode(text, validate=True)
 
 
@@ -150,7 +150,7 @@ def _fetched(item: str) -> bytes:
     else:
         path = Path(item.removeprefix("file://")).expanduser()
         if not path.is_file():  # a device or a pipe may never end
-            raise BadRequest(f"image {str(path)!r} is no file")
+            raise BadRequest(f"image {str(path)!r} is not a file")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:

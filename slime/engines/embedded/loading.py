@@ -86,14 +86,14 @@ def load_engine(options: EngineOptions) -> Loaded:
     except RuntimeError as error:
         if runner.packed is None or isinstance(error, UnsupportedModel | NotImplementedError):
             raise
-        logger.info("this model does not take fused linear layers (%s)", error)
+        logger.info("fused linear layers are not used for this model (%s)", error)
         runner.packed.drop()
         runner.packed = PackedLinears(model, fuse=False)
         _check_against(reference, runner, dtype)
     if options.deterministic:
         make_reproducible(runner, vocab_size, options.random_seed)
         alone = ", rows attend one by one" if runner.attend_alone else ""
-        logger.info("deterministic: forwards of %s rows%s", ", ".join(map(str, runner.row_counts)), alone)
+        logger.info("deterministic mode: forward passes of %s rows%s", ", ".join(map(str, runner.row_counts)), alone)
     detokenizer = Detokenizer(tokenizer)
     context_len = int(getattr(text_config, "max_position_embeddings", None) or 2048)
     scheduler = Scheduler(

@@ -149,7 +149,7 @@ def _logit_bias(given: Mapping[str, object], vocab_size: int, where: str) -> tup
     for key, value in given.items():
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 20 else -1
         if not 0 <= token < vocab_size:
-            raise refuse(f"{where}logit_bias", f"keys lie in [0, {vocab_size})", key)
+            raise refuse(f"{where}logit_bias", f"keys must be token ids in [0, {vocab_size})", key)
         bias.append((token, finite(value, f"{where}logit_bias[{key}]")))
     return tuple(sorted(bias))
 
@@ -164,7 +164,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     body = fields.json_object(body, "the body")
     text, input_ids = body.get("text"), body.get("input_ids")
     if (text is None) == (input_ids is None):
-        raise BadRequest("give either text or input_ids")
+        raise BadRequest("pass either text or input_ids")
     if body.get("input_embeds") is not None:
         raise BadRequest("input_embeds is not supported by the embedded engine")
     if text is not None and not isinstance(text, str | list):
@@ -173,7 +173,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
     is_single = isinstance(given, str) or (text is None and _is_flat(given))
     prompts: list[object] = [given] if is_single or not isinstance(given, list) else given
     if not prompts:
-        raise BadRequest("an empty batch of prompts")
+        raise BadRequest("the batch of prompts is empty")
     stream = fields.take(body, "stream", fields.truth, False)
     requests: list[GenerateRequest] = []
     texts: list[str | None] = []
@@ -182,7 +182,7 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
         one["rid_is_shared"] = not is_single and isinstance(body.get("rid"), str)
         params = parse_sampling_params(one["sampling_params"], vocab_size)
         if len(requests) + params.n > MAX_REQUESTS:
-            raise BadRequest(f"one body may ask for at most {MAX_REQUESTS} sequences (prompts times sampling_params.n)")
+            raise BadRequest(f"one request can have at most {MAX_REQUESTS} sequences (prompts times sampling_params.n)")
         ids = _checked_ids(prompt, vocab_size) if text is None else []
         prompt_text = None if text is None else _checked_text(prompt)
         for sample in range(params.n):
@@ -274,14 +274,14 @@ def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_singl
 
 def _is_flat(input_ids: object) -> bool:
     if not isinstance(input_ids, list) or not input_ids:
-        raise BadRequest("input_ids cannot be empty; give a list of token ids, or a list of such lists")
+        raise BadRequest("input_ids must not be empty; pass a list of token ids, or a list of such lists")
     return not isinstance(input_ids[0], list)
 
 
 def _checked_ids(ids: object, vocab_size: int) -> list[int]:
     if not isinstance(ids, list) or not ids:
-        raise BadRequest("input_ids cannot be empty")
+        raise BadRequest("input_ids must not be empty")
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise BadRequest(f"input_ids[{position}] is {token!r}; token ids are integers in [0, {vocab_size})")
+            raise BadRequest(f"input_ids[{position}] is {token!r}, but token ids are integers in [0, {vocab_size})")
     return ids

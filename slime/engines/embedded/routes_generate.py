@@ -53,7 +53,7 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
             check_length(loaded, text)
         if single.images:
             if loaded.images is None:
-                raise BadRequest("image_data: this model takes no images")
+                raise BadRequest("image_data: this model does not support images")
             read = loaded.images.prepare
             single.input_ids, single.image_inputs = await in_thread(read, single.input_ids, text, single.images)
             single.images = []
@@ -68,7 +68,7 @@ def check_length(loaded: Loaded, text: str) -> None:
     most = CHARACTERS_PER_TOKEN * loaded.context_len
     if len(text) > most:
         raise BadRequest(
-            f"text has {len(text)} characters; at most {most} are tokenised "
+            f"text has {len(text)} characters, but at most {most} are tokenized "
             f"({CHARACTERS_PER_TOKEN} for each of the context's {loaded.context_len} tokens)"
         )
 
@@ -203,7 +203,7 @@ async def abort_request(request: web.Request) -> web.Response:
     rid = fields.take(body, "rid", fields.text(1024), "")
     everything = fields.take(body, "abort_all", fields.truth, False)
     if not rid and not everything:
-        raise BadRequest("give rid, or abort_all: true")
+        raise BadRequest("pass rid or abort_all: true")
     engine = request.app[LOADED].engine
     await engine.call(engine.abort, None if everything else rid)
     return web.Response(status=200)

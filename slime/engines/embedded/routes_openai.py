@@ -81,7 +81,7 @@ def _template_variables(value: object, name: str) -> dict[str, object]:
     variables = fields.json_object(value, name)
     for key in variables:
         if key in _NOT_FOR_TEMPLATES:
-            raise BadRequest(f"{name}.{key} is not accepted from a request; only variables of the model's template are")
+            raise BadRequest(f"{name}.{key} is not allowed in a request, only variables of the model's chat template")
     return variables
 
 
@@ -101,7 +101,7 @@ def _render(
     try:
         return str(render(messages, tools=tools, tokenize=False, **options))
     except Exception as error:  # whatever a template does with what a client sent
-        raise BadRequest(f"the model's chat template does not take these messages: {error}") from error
+        raise BadRequest(f"the model's chat template rejected these messages: {error}") from error
 
 
 @routes.post("/v1/completions")
@@ -110,7 +110,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     loaded, body = request.app[LOADED], await body_of(request)
     prompt = body.get("prompt")
     if not prompt or not isinstance(prompt, str | list):
-        raise BadRequest("prompt must be text or token ids")
+        raise BadRequest("prompt must be a text or a list of token ids")
     first = prompt[0] if isinstance(prompt, list) else prompt
     key = "text" if isinstance(first, str) else "input_ids"
     return await _complete(request, loaded, body, {**_native(body, loaded.vocab_size), key: prompt}, "text_completion")

@@ -54,7 +54,7 @@ async def end_weight_update(request: web.Request) -> web.Response:
 
 def _require_open(request: web.Request) -> None:
     if "update" not in request.app[LOADED].engine.halted:
-        raise WeightError(f"{request.path} must stand between /begin_weight_update and /end_weight_update")
+        raise WeightError(f"{request.path} must be called between /begin_weight_update and /end_weight_update")
 
 
 async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> None:
@@ -91,9 +91,9 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     name = _group_name(body)
     groups = request.app[GROUPS]
     if name in groups:
-        raise BadRequest(f"the group {name!r} exists already; destroy it first")
+        raise BadRequest(f"the process group {name!r} exists already; destroy it first")
     if len(groups) >= MAX_GROUPS:
-        raise BadRequest(f"there are {len(groups)} groups already; destroy one first")
+        raise BadRequest(f"there are {len(groups)} process groups already; destroy one first")
     world_size = need(body, "world_size", whole(1, 2**20))
     arguments = (
         need(body, "master_address", text(253)),
@@ -153,14 +153,14 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
     shapes = need(body, "shapes", list_of(list_of(whole(0, 2**40), 16), MAX_TENSORS))
     if not len(names) == len(dtypes) == len(shapes):
-        raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
+        raise BadRequest(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes must have the same number")
     receive = _receive_flat if take(body, "load_format", one_of(FLAT), None) else _receive
     if receive is _receive_flat:
         _require_aligned(names, dtypes, shapes)
     version = take(body, "weight_version", _NAME, None)
     group = request.app[GROUPS].get(_group_name(body))
     if group is None:
-        raise BadRequest(f"no group {_group_name(body)!r}; call /init_weights_update_group first")
+        raise BadRequest(f"there is no process group {_group_name(body)!r}; call /init_weights_update_group first")
     _require_open(request)
     await _abort_if_asked(request, body)
     engine = request.app[LOADED].engine
@@ -194,7 +194,7 @@ def _require_aligned(names: list[str], dtypes: list[str], shapes: list[list[int]
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         size = DTYPES[dtype].itemsize
         if offset % size:
-            raise BadRequest(f"tensor {name!r} would start at byte {offset}, which is no multiple of {size}")
+            raise BadRequest(f"tensor {name!r} would start at byte {offset}, which is not a multiple of {size}")
         offset += size * math.prod(shape)
 
 

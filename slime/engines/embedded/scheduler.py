@@ -107,7 +107,7 @@ class Scheduler:
         limit = min(self.context_len, self.max_total_tokens)
         if sequence.prompt_len >= limit:
             raise BadRequest(
-                f"the prompt has {sequence.prompt_len} tokens; at most {limit - 1} fit "
+                f"the prompt has {sequence.prompt_len} tokens, but at most {limit - 1} fit "
                 f"(context length {self.context_len}, --max-total-tokens {self.max_total_tokens})"
             )
         sequence.order = self.arrivals

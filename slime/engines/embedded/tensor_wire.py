@@ -52,8 +52,8 @@ def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
     """
     if body.get("load_format") != HANDLES:
         raise BadRequest(
-            f"load_format must be {HANDLES!r} with the fields buffer and tensors; the embedded engine takes no "
-            "pickles (serialized_named_tensors), because unpickling a request runs code"
+            f"load_format must be {HANDLES!r} with the fields buffer and tensors; the embedded engine accepts no "
+            "pickles (serialized_named_tensors), because unpickling a request can execute code"
         )
     buffer = need(body, "buffer", json_object)
     entries = need(body, "tensors", list_of(json_object, MAX_TENSORS))
@@ -79,9 +79,9 @@ def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
     offset, size = need(described, "offset", _SIZE, f"{where}."), need(described, "nbytes", _SIZE, f"{where}.")
     entry = Entry(name, dtype, tuple(shape), offset, size)
     if size != entry.size_of_values():
-        raise BadRequest(f"{where}: {dtype} of shape {shape} has {entry.size_of_values()} bytes, nbytes says {size}")
+        raise BadRequest(f"{where}: {dtype} of shape {shape} has {entry.size_of_values()} bytes, but nbytes is {size}")
     if offset + size > nbytes:
-        raise BadRequest(f"{where} ends at byte {offset + size} of a buffer of {nbytes}")
+        raise BadRequest(f"{where} ends at byte {offset + size}, but the buffer has {nbytes}")
     return entry
 
 
@@ -90,7 +90,7 @@ def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tens
     manager, name = need(buffer, "manager", _ascii, "buffer."), need(buffer, "name", _ascii, "buffer.")
     size, offset = need(buffer, "storage_nbytes", _SIZE, "buffer."), need(buffer, "offset", _SIZE, "buffer.")
     if not _FILE_NAME.match(name):
-        raise BadRequest(f"buffer.name {name!r} is no name of a shared memory file of torch")
+        raise BadRequest(f"buffer.name {name!r} is not the name of a shared memory file of torch")
     if offset + nbytes > size:
         raise BadRequest(f"buffer: {nbytes} bytes at {offset} do not fit into storage_nbytes {size}")
     try:
@@ -98,9 +98,9 @@ def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tens
     except (OSError, ValueError) as error:
         raise BadRequest(f"buffer {name!r} cannot be opened: {error}") from error
     if not stat.S_ISREG(file.st_mode) or file.st_uid != os.geteuid() or file.st_size < size + _HEADER_BYTES:
-        raise BadRequest(f"buffer.name {name!r} is no file of this user with {size} bytes")
+        raise BadRequest(f"buffer.name {name!r} is not a file of this user with {size} bytes")
     if not stat.S_ISSOCK(service.st_mode) or service.st_uid != os.geteuid():
-        raise BadRequest("buffer.manager is no socket of this user")
+        raise BadRequest("buffer.manager is not a socket of this user")
     storage = torch.UntypedStorage._new_shared_filename_cpu(manager.encode(), name.encode(), size)
     return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,))
 
@@ -112,10 +112,10 @@ def _open_cuda(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
     device = need(buffer, "device", _ascii, "buffer.")
     seen = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if device not in seen:
-        raise BadRequest(f"the tensors are on GPU {device}, this engine sees {', '.join(seen) or 'none'}")
+        raise BadRequest(f"the tensors are on GPU {device}, but this engine sees {', '.join(seen) or 'none'}")
     counter = need(buffer, "ref_counter_handle", _base64, "buffer.")
     if not _FILE_NAME.match(counter.rstrip(b"\0").decode("ascii", "replace")):
-        raise BadRequest("buffer.ref_counter_handle is no name of a shared memory file of torch")
+        raise BadRequest("buffer.ref_counter_handle is not the name of a shared memory file of torch")
     tensor: torch.Tensor = rebuild_cuda_tensor(
         torch.Tensor,
         (nbytes,),

@@ -40,7 +40,7 @@ async def body_of(request: web.Request) -> dict[str, object]:
     try:
         body = orjson.loads(raw)
     except (orjson.JSONDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from error
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
     return body

@@ -71,7 +71,7 @@ class Weights:
         # All shapes are checked before the first copy, so a wrong request leaves the weights of one version.
         for name, view, tensor in pairs:
             if view.shape != tensor.shape:
-                raise WeightError(f"{name!r} has shape {tuple(tensor.shape)}, the model has {tuple(view.shape)}")
+                raise WeightError(f"{name!r} has shape {tuple(tensor.shape)}, but the model has {tuple(view.shape)}")
         for name, view, tensor in pairs:
             view.copy_(tensor)
             self.stale.discard(self.aliases.get(name, name))
@@ -99,8 +99,8 @@ class Weights:
                 self.load([(name, stored.get(name))])
         except Exception as error:
             raise WeightError(
-                f"the update from {str(folder)!r} broke off ({error}): {len(self.stale)} of {len(self.views)} tensors "
-                "still have older values, so nothing is generated until an update has written them"
+                f"the update from {str(folder)!r} failed ({error}): {len(self.stale)} of {len(self.views)} tensors "
+                "still have old values, and the engine generates nothing until an update has written them"
             ) from error
         return len(names)
 
@@ -115,9 +115,9 @@ class Weights:
             raise WeightError(f"{where!r} lacks {len(missing)} tensors of the model, e.g. {missing[0]!r}")
         for name, view in names.items():
             if shapes[name] != tuple(self.views[view].shape):
-                raise WeightError(f"{name!r} has shape {shapes[name]}, the model has {tuple(self.views[view].shape)}")
+                raise WeightError(f"{name!r} has shape {shapes[name]}, but the model {tuple(self.views[view].shape)}")
             if self.views[view].is_floating_point() and not stored.is_float(name):
-                raise WeightError(f"{name!r} in {where!r} is {stored.plain[name].dtype}, the model has floats")
+                raise WeightError(f"{name!r} in {where!r} is {stored.plain[name].dtype}, but the model has floats")
         return names
 
     def get(self, name: str, truncate: int) -> list[object]:
@@ -147,7 +147,7 @@ class Weights:
             WeightError: there is no snapshot.
         """
         if self.snapshot is None:
-            raise WeightError("there is no snapshot to compare with; ask for action 'snapshot' first")
+            raise WeightError("there is no snapshot to compare with; use the action 'snapshot' first")
         snapshot, self.snapshot = self.snapshot, None
         return [
             name
@@ -213,5 +213,5 @@ def _strided_view(name: str, parameter: torch.Tensor, numbers: torch.Tensor) -> 
         strides.append(int(step.reshape(-1)[0]))
     expected = torch.arange(flat.numel()).as_strided(numbers.shape, strides, offset)
     if not torch.equal(expected, numbers):
-        raise WeightError(f"checkpoint tensor {name!r} is not a regular part of a parameter; cannot update it in place")
+        raise WeightError(f"tensor {name!r} is not a regular part of a parameter, so it cannot be updated in place")
     return flat.as_strided(numbers.shape, strides, flat.storage_offset() + offset)

@@ -67,7 +67,7 @@ class _KernelModule(ModuleType):
             raise AttributeError(name)
 
         def missing(*_: object, **__: object) -> NoReturn:
-            raise NotImplementedError(f"sgl_kernel.{name}: this machine has no CPU build of sgl_kernel")
+            raise NotImplementedError(f"sgl_kernel.{name}: it needs sgl_kernel for the CPU, which is not installed")
 
         return missing
 
@@ -109,7 +109,7 @@ def _sglang_stubs() -> Any:
         assert package is not None and package.submodule_search_locations
         file = Path(package.submodule_search_locations[0]) / "_platform_stubs.py"
         if not file.is_file():
-            raise ImportError("without Triton this SGLang needs a GPU: use the one of requirements/cpu-sglang.txt")
+            raise ImportError("without Triton, SGLang needs a GPU: install the one in requirements/cpu-sglang.txt")
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
