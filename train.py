@@ -3,8 +3,8 @@
     python train.py --hf-checkpoint MODEL --prompt-data DATA.jsonl --rollout-batch-size 32 --n-samples-per-prompt 8 ...
 
 This process is the driver. It finishes each step of the loop below before it starts the next one, so engines and
-trainer take turns. Every wait has a deadline, ends as soon as one of the processes fails, and can be interrupted with
-Ctrl-C::
+trainer take turns. Every wait has a deadline and ends as soon as one of the processes fails. Ctrl-C interrupts it as
+well, except that training on a rollout and saving are completed first::
 
     driver      generate          offload    train           save    update_weights           evaluate
     engines     make samples      release    (idle)          (idle)  load the new weights     make samples
