@@ -1,4 +1,4 @@
-"""Sums and gathers over the ranks that hold other tokens of the same samples, with gradients."""
+"""Sums and gathers with gradients over the ranks of context parallelism, which divide the tokens of samples."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class _SumOver(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``[T, ...]`` of every rank, one behind the other: ``[ranks · T, ...]``. Gradients go back summed."""
+    """Concatenate ``[T, ...]`` of all ranks to ``[ranks · T, ...]``. In backward, gradients are summed over ranks."""
     return _GatherRows.apply(x, group)
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks. The loss is the sum of all ranks' shares, so gradients are summed too."""
+    """Return the sum over ranks. The loss is the sum over all ranks, so gradients are summed over ranks as well."""
     return _SumOver.apply(x, group)

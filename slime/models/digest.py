@@ -1,4 +1,4 @@
-"""One digest for one tensor, the same on trainer and engine."""
+"""The digest of a tensor, which is the same on trainer and engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """XXH3-128 (hex) of the raw little-endian bytes, in row-major order.
+    """Return the XXH3-128 (hex) of the raw little-endian bytes of a tensor, in row-major order.
 
-    Any dtype, shape and device; a contiguous CPU tensor is read in place. Shape and dtype are not
-    part of the digest: compare tensors by name, after the same cast.
+    The tensor may have any dtype, shape and device. A contiguous CPU tensor is not copied. Shape and dtype are not part
+    of the digest, so compare tensors with the same name after a cast to the same dtype.
     """
     import torch
 

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 class LoadingInfo(TypedDict):
-    """What ``from_pretrained`` returns beside the model, if asked."""
+    """What ``from_pretrained`` returns in addition to the model with ``output_loading_info``."""
 
     missing_keys: set[str]
     mismatched_keys: set[tuple[str, Shape, Shape]]
@@ -35,7 +35,7 @@ _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.")
 
 @dataclass
 class Differences:
-    """Names of tensors as the files have them."""
+    """Differences between a checkpoint and a model, by the names of the tensors in the files."""
 
     missing: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
@@ -53,13 +53,13 @@ class Differences:
 
 
 def compare(model: PreTrainedModel, stored: StoredWeights) -> Differences:
-    """Compare names and shapes with the model's own.
+    """Compare the names and shapes of a checkpoint with those of a model.
+
+    The names are compared with those that ``save_pretrained`` would write. If they differ, transformers loads tensors
+    without memory, which shows whether it knows the names (of older releases, or with another prefix).
 
     Args:
-        model: made of the checkpoint's config, on the ``meta`` device.
-
-    Names are compared as ``save_pretrained`` writes them. Where they differ, transformers itself decides, in a load
-    without memory, whether it knows the names (older releases, another prefix).
+        model: The model of the checkpoint's config, on the ``meta`` device.
     """
     expected = expected_on_disk(model)
     differences = _compare(model, stored, *expected) if expected is not None else Differences(missing=["?"])
@@ -123,7 +123,10 @@ def _compare(
 
 
 def _surplus_layers(model: PreTrainedModel, expected: Mapping[str, Shape], beyond: list[str]) -> list[str]:
-    """Of ``beyond``, tensors of decoder layers after the last. Layers for multi-token prediction stand there too."""
+    """Return the names in ``beyond`` of decoder layers after the last one.
+
+    Layers for multi-token prediction have such numbers as well, and are not returned.
+    """
     counts: dict[str, int] = {}
     for found in filter(None, map(_LAYER.match, expected)):
         counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
@@ -137,7 +140,7 @@ def _surplus_layers(model: PreTrainedModel, expected: Mapping[str, Shape], beyon
 
 
 def _dry_load(model: PreTrainedModel, stored: StoredWeights) -> Differences | None:
-    """What transformers finds of names and shapes when it loads tensors without memory; None where it gives up."""
+    """Let transformers load tensors without memory, and return the differences it finds; None if it fails."""
     architecture: Any = type(model)  # with output_loading_info it returns a pair, which its annotation leaves out
     with _quiet():
         try:
@@ -150,13 +153,13 @@ def _dry_load(model: PreTrainedModel, stored: StoredWeights) -> Differences | No
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-        except RuntimeError:  # tensors that do not fit each other, already told by name
+        except RuntimeError:  # tensors do not fit each other; the caller reports them by name
             return None
     return from_loading_info(model, info)
 
 
 def from_loading_info(model: PreTrainedModel, info: LoadingInfo) -> Differences:
-    """The ``output_loading_info`` of transformers. Names are the model's own, not the files'."""
+    """Convert the ``output_loading_info`` of transformers. The names are those of the model, not of the files."""
     buffers = {name for name, _ in model.named_buffers()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return Differences(
@@ -172,7 +175,7 @@ def from_loading_info(model: PreTrainedModel, info: LoadingInfo) -> Differences:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' own table of differences off the terminal: they are told in one message."""
+    """Suppress the table of differences that transformers prints, because slime reports them in one message."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "core_model_loading")]
     levels = [logger.level for logger in loggers]
     from transformers.utils import logging as theirs
@@ -219,7 +222,7 @@ def require_fit(where: str, model: PreTrainedModel, differences: Differences) ->
 
 
 def notices(where: str, differences: Differences) -> list[str]:
-    """What is worth saying of a checkpoint that fits."""
+    """Return notices about a checkpoint that fits the model."""
     said = []
     if differences.unexpected:
         count = len(differences.unexpected)

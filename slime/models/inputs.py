@@ -1,4 +1,4 @@
-"""Samples of a rank batch as what a Hugging Face model takes: one pack, or a padded batch."""
+"""Convert samples of a rank batch to the inputs of a Hugging Face model: one pack, or a padded batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slime.models.segments import PackSegments, to_device
 from slime.models.token_log_probs import Nuclei
 
 Multimodal = Mapping[str, object] | None
-"""The processor's tensors of one sample, by the names of the model's forward."""
+"""The tensors that the processor made for one sample, by the parameter names of the model's forward."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class ModelInputs:
     """One micro-batch.
 
     Attributes:
-        kwargs: of the backbone's forward; ``input_ids`` is ``[1, T]`` (packed) or ``[n, L]`` (padded).
-        logit_index: int64 ``[R]``, the row of the flattened ``[B * L]`` that scores each response token.
-        targets: int64 ``[R]``, the response tokens, samples in order.
-        response_lengths: per sample; their sum is R.
-        nuclei: what each response token was sampled from, where the engine said so.
-        response_index: with context parallelism, which of each sample's response tokens are this rank's; else None.
+        kwargs: Arguments of the backbone's forward; ``input_ids`` is ``[1, T]`` (packed) or ``[n, L]`` (padded).
+        logit_index: int64 ``[R]``, the row of the flattened ``[B * L]`` outputs that scores each response token.
+        targets: int64 ``[R]``, the response tokens of all samples, in the order of the samples.
+        response_lengths: The response length of each sample; their sum is R.
+        nuclei: The tokens from which each response token was sampled, if the engine reported them.
+        response_index: With context parallelism, the response tokens of each sample that this rank has; else None.
     """
 
     kwargs: dict[str, object]
@@ -46,15 +46,17 @@ class ModelInputs:
 
 @dataclass(frozen=True)
 class InputBuilder:
-    """How micro-batches are laid out; one per model.
+    """Builds the micro-batches of one model.
 
     Attributes:
-        backbone: asked for multimodal rotary positions (``get_rope_index``) where it has them.
-        packed: one row without padding between samples (needs packed attention), else a padded batch.
-        share_prompts: samples of a group with the same prompt store it once; only when packed.
-        pad_to_multiple: pack length, so that kernels see fewer shapes.
-        float_dtype: of floating-point multimodal inputs.
-        context_group: ranks that share the tokens of each sample; None for one. Only when packed.
+        backbone: The model. It computes multimodal rotary positions if it has ``get_rope_index``.
+        packed: Whether to put all samples into one row without padding between them (this needs packed attention).
+            Otherwise the batch is padded.
+        share_prompts: Whether samples of a group with the same prompt store it once. Only if packed.
+        pad_to_multiple: Pad the length of a pack to a multiple of this, so that kernels see fewer shapes.
+        float_dtype: The dtype of floating-point multimodal inputs.
+        context_group: The ranks that divide the tokens of each sample; None without context parallelism. Only if
+            packed.
     """
 
     backbone: nn.Module
@@ -66,7 +68,7 @@ class InputBuilder:
     context_group: ProcessGroup | None = None
 
     def from_batch(self, batch: RankBatch, indices: Sequence[int]) -> ModelInputs:
-        """The samples of a rank batch at ``indices``, in that order."""
+        """Build the micro-batch of the samples of a rank batch at ``indices``, in that order."""
         multimodal = batch.get("multimodal_train_inputs")
         inputs = self.build(
             [torch.as_tensor(batch["tokens"][i]) for i in indices],
@@ -97,7 +99,7 @@ class InputBuilder:
         groups: Sequence[int],
         multimodal: Sequence[Multimodal],
     ) -> ModelInputs:
-        """One micro-batch of n samples; ``tokens`` are int64 ``[total_length]`` on the CPU."""
+        """Build one micro-batch of n samples. ``tokens`` are int64 ``[total_length]`` on the CPU."""
         if self.packed:
             inputs = self._packed(tokens, response_lengths, groups, multimodal)
         else:
@@ -112,7 +114,7 @@ class InputBuilder:
         groups: Sequence[int],
         multimodal: Sequence[Multimodal],
     ) -> ModelInputs:
-        # Media belong to one sample's placeholder tokens, so such samples share nothing.
+        # Media belong to the placeholder tokens of one sample, so a sample with media shares its prompt with none.
         keys = [
             ("own", i) if media else ("group", g) for i, (g, media) in enumerate(zip(groups, multimodal, strict=True))
         ]
@@ -181,7 +183,7 @@ class InputBuilder:
         return ModelInputs(kwargs, self._move(np.concatenate(index)), self._move(np.concatenate(targets)), responses)
 
     def _media(self, multimodal: Sequence[Multimodal]) -> dict[str, Tensor]:
-        """Pixel values, grids and the like, those of all samples one after another."""
+        """Concatenate the media tensors (pixel values, grids and so on) of all samples."""
         merged: dict[str, list[Tensor]] = {}
         for media in multimodal:
             for key, value in (media or {}).items():
@@ -193,7 +195,7 @@ class InputBuilder:
         return x.to(self.device, self.float_dtype if x.is_floating_point() else x.dtype, non_blocking=True)
 
     def _token_types(self, ids: Tensor) -> Tensor:
-        """0 text, 1 image, 2 video, as transformers' processors mark them; shape of ``ids``."""
+        """Return the type of each token, as the processors of transformers do: 0 text, 1 image, 2 video."""
         config: Any = self.backbone.config
         types = torch.zeros_like(ids)
         for kind, name in ((1, "image_token_id"), (2, "video_token_id")):
@@ -206,7 +208,10 @@ class InputBuilder:
         return hasattr(self.backbone, "get_rope_index")
 
     def _rotary_positions(self, tokens: Tensor, media: Multimodal) -> Tensor | None:
-        """Rotary positions (time, height, width) of one sample, ``[3, total_length]``, where the model has such."""
+        """Return the rotary positions (time, height, width) of one sample, ``[3, total_length]``.
+
+        None if the model has no such positions or the sample no media.
+        """
         if not media or not self._has_rotary_index():
             return None
         function: Any = self.backbone.get_rope_index

@@ -1,4 +1,4 @@
-"""Hugging Face models as the trainer and the embedded engine load them."""
+"""Load Hugging Face models, for the trainer and the embedded engine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ModelError", "check_checkpoint", "is_multimodal", "load_hf_config", 
 
 
 def load_hf_config(path: str | Path, trust_remote_code: bool = False) -> Any:
-    """The model's config, from a local folder or a hub id.
+    """Load the config of a model from a local folder or a hub id.
 
     Raises:
-        ModelError: a path that looks local has no ``config.json``.
+        ModelError: The path looks like a local folder, but has no ``config.json``.
     """
     folder = Path(path).expanduser()
     local = folder.exists() or str(path).startswith((".", "/", "~"))
@@ -39,7 +39,7 @@ def is_multimodal(config: PretrainedConfig) -> bool:
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The same config without ``quantization_config``, since the weights are dequantized as they are read."""
+    """Remove ``quantization_config`` from a config, because the weights are dequantized when they are read."""
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if hasattr(part, name):
@@ -48,7 +48,7 @@ def plain_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def empty_model(config: PretrainedConfig, **more: object) -> PreTrainedModel:
-    """A causal language model, or an image-text-to-text model when the config has ``vision_config``, on ``meta``."""
+    """Build a causal language model (image-text-to-text if the config has ``vision_config``) on ``meta``."""
     auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
     with torch.device("meta"):
         model: PreTrainedModel = auto.from_config(config, **more)
@@ -56,17 +56,19 @@ def empty_model(config: PretrainedConfig, **more: object) -> PreTrainedModel:
 
 
 def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_transformers: bool = False) -> list[str]:
-    """Compare a checkpoint's files with the model that its config.json describes; reads headers alone.
+    """Compare a checkpoint's files with the model that its config.json describes. Only headers are read.
+
+    A hub id that is not downloaded yet, and PyTorch's older file format, are not checked here but when they are loaded.
 
     Args:
-        by_transformers: the run computes with transformers' model, so one that it cannot build is an error, not a
-            notice.
+        by_transformers: The run uses the model of transformers, so it is an error if transformers cannot build it.
+            Otherwise that is only a notice.
 
     Returns:
-        Notices. A hub id that was not downloaded yet, and PyTorch's older format, are left to the loaders.
+        Notices.
 
     Raises:
-        ModelError: as :func:`load_hf_model`, but for values that are not finite.
+        ModelError: As :func:`load_hf_model`, except for values that are not finite.
     """
     folder = local_folder(path)
     if folder is None or (not read_headers(folder) and any(folder.glob("*.bin*"))):
@@ -74,7 +76,7 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
     stored = StoredWeights(folder)
     try:
         config = plain_config(load_hf_config(folder, trust_remote_code))
-    except Exception as error:  # whatever transformers, or the model's own code, makes of a wrong file
+    except Exception as error:  # a wrong file can raise anything in transformers or in the model's own code
         what = f"transformers cannot read {folder / 'config.json'}"
         raise ModelError(f"{what}: {type(error).__name__}: {error}") from error
     try:
@@ -96,23 +98,23 @@ def load_hf_model(
     attn_implementation: str | dict[str, str] = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model, or an image-text-to-text model when the config has ``vision_config``.
+    """Load a causal language model, or an image-text-to-text model if the config has ``vision_config``.
 
-    Quantized checkpoints (:mod:`slime.models.quantized`) become plain weights, and the model's config has no
-    ``quantization_config``. Nothing is initialized at random.
+    The weights of quantized checkpoints (:mod:`slime.models.quantized`) are dequantized, and the config of the model
+    then has no ``quantization_config``. No parameter is initialized at random.
 
     Args:
-        path: a Hugging Face folder, or a hub id.
-        dtype: of all parameters, whatever the checkpoint's is. In float32 on the CPU linear layers go
-            through oneDNN where that is faster (``cpu_linear.py``).
-        device: where the parameters end up; ``meta`` reads the config alone.
-        attn_implementation: a name that transformers' AttentionInterface knows, or one per sub-config.
+        path: A Hugging Face folder, or a hub id.
+        dtype: The dtype of all parameters, whatever that of the checkpoint is. In float32 on the CPU, linear layers
+            use oneDNN if that is faster (``cpu_linear.py``).
+        device: The device of the parameters. With ``meta``, only the config is read.
+        attn_implementation: A name that transformers' AttentionInterface knows, or one for each sub-config.
 
     Returns:
-        The model in eval mode, with KV cache use left to the caller.
+        The model in eval mode. The caller decides whether to use a KV cache.
 
     Raises:
-        ModelError: there is no such folder, a file is damaged, a tensor of the model is missing or has another shape,
+        ModelError: The folder does not exist, a file is damaged, a tensor of the model is missing or has another shape,
             or values are not finite. The message names files and tensors.
     """
     config = plain_config(load_hf_config(path, trust_remote_code))
@@ -135,7 +137,7 @@ def _with_weights(
     common: dict[str, object],
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """The model with the checkpoint's weights, on the CPU."""
+    """Return the model with the weights of the checkpoint, on the CPU."""
     from transformers import GenerationConfig
 
     folder = resolve_folder(path)

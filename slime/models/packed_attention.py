@@ -1,13 +1,12 @@
 """Attention over a pack, as an implementation of transformers' AttentionInterface.
 
-A model loaded with ``attn_implementation="slime_packed"`` takes its batch as one row ``[1, T]`` with
-``position_ids`` and ``slime_pack=PackSegments`` among the keyword arguments of its forward, which
-transformers hands down to the attention of each layer. Since the name is not among transformers' mask
-functions, no mask of any kind is made.
+A model loaded with ``attn_implementation="slime_packed"`` gets its batch as one row ``[1, T]``. The keyword arguments
+of its forward include ``position_ids`` and ``slime_pack=PackSegments``, which transformers passes on to the attention
+of each layer. transformers makes no attention mask, because this name is not one of its mask functions.
 
-CUDA in bf16/fp16 uses torch's varlen attention, the CPU ``cpu_attention.py``. What neither can do
-(sliding windows, float32 on CUDA, value heads of another size on the CPU) goes through padded SDPA with one mask
-per bucket of segments. Attention that would be silently wrong here is refused.
+On CUDA in bf16/fp16, torch's varlen attention is used; on the CPU, ``cpu_attention.py``. What neither supports (sliding
+windows on the CPU, float32 on CUDA, value heads of another size on the CPU) uses SDPA with one mask for all segments of
+equal size. Kinds of attention that would be silently wrong here are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from slime.models.loading import ModelError
 from slime.models.segments import PackSegments
 
 NAME = "slime_packed"
-_NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 needs no word for it
+_NAMES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 has no such parameter
 UNSUPPORTED = {
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
@@ -52,7 +51,7 @@ def packed_attention(
     """The AttentionInterface function: query ``[1, H, T, d]``, key/value ``[1, H_kv, T, d]`` -> ``[1, T, H, d]``.
 
     Raises:
-        ModelError: a kind of attention that this does not compute.
+        ModelError: The model needs a kind of attention that is not supported.
     """
     _check(module, query, attention_mask, dropout, slime_pack, kwargs)
     assert slime_pack is not None
@@ -65,15 +64,21 @@ def packed_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int = -1) -> Tensor:
-    """Attention over a pack by the fastest exact way: q ``[T, H, d]``, k ``[T, H_kv, d]``, v ``[T, H_kv, d_v]`` ->
-    ``[T, H, d_v]``. With context parallelism all are this rank's rows."""
+    """Compute exact attention over a pack with the fastest kernel that supports it.
+
+    Args:
+        q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``. With context parallelism, the rows of this rank.
+
+    Returns:
+        ``[T, H, d_v]``.
+    """
     if pack.group is not None:
         # Queries stay where they are: with grouped-query attention keys and values are several times smaller.
         k, v = gather_rows(k, pack.group), gather_rows(v, pack.group)
     size = v.shape[-1]
     if _has_varlen_kernel(q) and size <= k.shape[-1]:
         if size < k.shape[-1]:
-            v = F.pad(v, (0, k.shape[-1] - size))  # one head size for all three (MLA has 192 and 128)
+            v = F.pad(v, (0, k.shape[-1] - size))  # the kernel needs one head size for all three (MLA has 192 and 128)
         return _varlen(q, k, v, pack, scale, window)[..., :size]
     if q.device.type == "cpu" and window < 0 and k.shape[-1] == size and pack.group is None:
         return packed_attention_cpu(q, k, v, pack, scale)
@@ -130,11 +135,11 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, w
 
 
 def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float, window: int = -1) -> Tensor:
-    """The general way: segments of similar size as one padded batch for SDPA, with a boolean mask.
+    """Compute attention with SDPA and boolean masks, for everything that the faster kernels do not support.
 
     Args:
         q: ``[T, H, d]``; k: ``[T, H_kv, d]``; v: ``[T, H_kv, d_v]``.
-        window: keys before the query that it sees at most; -1: all.
+        window: Maximum number of keys before a query that it attends to; -1: all.
     """
     q_starts, k_starts = pack.cu_seqlens_q.tolist(), pack.cu_seqlens_k.tolist()
     if pack.kv_index is not None:
@@ -161,7 +166,7 @@ def padded_attention(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale:
 
 
 def _causal_mask(q_len: int, k_len: int, window: int, device: torch.device) -> Tensor:
-    """bool ``[q_len, k_len]``, aligned at the bottom right."""
+    """Return a bool mask ``[q_len, k_len]``. It is aligned at the bottom right: the queries are the last tokens."""
     query = torch.arange(k_len - q_len, k_len, device=device)[:, None]
     key = torch.arange(k_len, device=device)[None, :]
     mask = key <= query

@@ -1,6 +1,7 @@
-"""Quantized checkpoints as plain weights: which stored tensors make one weight, and how.
+"""Dequantize checkpoints: which stored tensors form one weight, and how its values are computed.
 
-Supported, with the names on disk for a weight ``W`` (``...proj.weight``, or a fused ``...experts.down_proj``):
+These formats are supported, with the names on disk for a weight ``W`` (``...proj.weight``, or a fused
+``...experts.down_proj``):
 
 =============================== ===================== ==============================================================
 ``quant_method``                stored                value
@@ -20,7 +21,7 @@ Supported, with the names on disk for a weight ``W`` (``...proj.weight``, or a f
 =============================== ===================== ==============================================================
 
 Sources: DeepSeek-V3's ``weights_dequant``; compressed-tensors 0.18 ``pack_quantized``; OCP Microscaling Formats 1.0.
-Scales of activations and of the KV cache are left out: the weights that come out are plain.
+Scales of activations and of the KV cache are ignored, because the dequantized weights do not need them.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ Read = Callable[[str], Tensor]
 
 
 class Weight(NamedTuple):
-    """One weight that several stored tensors make."""
+    """One weight that is computed from several stored tensors."""
 
     parts: tuple[str, ...]
     shape: tuple[int, ...]
     compute: Callable[[Read], Tensor]
-    """From the reader of stored tensors to the weight, in float32 or bfloat16."""
+    """Computes the weight, in float32 or bfloat16, with a function that reads stored tensors."""
 
 
 class Plan(NamedTuple):
@@ -60,7 +61,7 @@ class Plan(NamedTuple):
 
 
 def quantization_of(config: Mapping[str, object]) -> dict[str, object] | None:
-    """``quantization_config`` of a config.json, of the model or of its text part; None where there is none."""
+    """Return the ``quantization_config`` of a config.json (of the model or of its text part), or None."""
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         if found := part.get("quantization_config") or part.get("compression_config"):
@@ -69,7 +70,7 @@ def quantization_of(config: Mapping[str, object]) -> dict[str, object] | None:
 
 
 def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
-    """A config.json for weights that are plain again."""
+    """Return a config.json for the dequantized weights."""
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     return {
         key: without_quantization(v) if key == "text_config" and isinstance(v, dict) else v for key, v in plain.items()
@@ -77,14 +78,14 @@ def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def plan(where: str, quantization: Mapping[str, object], headers: Mapping[str, TensorHeader], read: Read) -> Plan:
-    """How to make plain weights of the stored tensors.
+    """Plan how the weights are computed from the stored tensors.
 
     Args:
-        where: the checkpoint, for messages.
-        read: for the few bytes of a packed tensor's shape where the header does not tell it.
+        where: The checkpoint, for messages.
+        read: Reads a stored tensor. It is used only for the shapes of packed tensors, which headers do not contain.
 
     Raises:
-        ModelError: the method is not supported, or tensors do not fit each other; names them.
+        ModelError: The quantization method is not supported, or tensors do not fit each other. The message names them.
     """
     method = str(quantization.get("quant_method", "none"))
     if method == "modelopt" and str(quantization.get("quant_algo", "")).upper() != "FP8":
@@ -118,7 +119,7 @@ def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHead
         scale = next((f"{name}{end}" for end in ("_scale_inv", "_scale") if f"{name}{end}" in headers), None)
         if scale is None:
             if header.dtype == "I8":
-                continue  # judged against the model, as any tensor of integers
+                continue  # not quantized: compared with the model later, as all tensors of integers
             raise ValueError(f"{name} ({header.dtype} in {header.file}) has no {name}_scale_inv or {name}_scale")
         if f"{name}_zero_point" in headers:
             raise ValueError(f"{name} is asymmetric ({name}_zero_point), which slime does not read: {_EXPLAINS}")
@@ -128,7 +129,7 @@ def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHead
 
 
 def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], block: object) -> tuple[int, ...] | None:
-    """Elements per scale along each axis of the scale; None where one number scales the whole tensor."""
+    """Return the number of elements per scale along each axis; None if one scale applies to the whole tensor."""
     if all(n == 1 for n in scales) or not shape:
         return None
     if len(scales) == 1 and scales[0] == shape[0]:
@@ -139,7 +140,7 @@ def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], blo
     sizes = []
     for axis, (length, count) in enumerate(zip(shape, scales, strict=True)):
         if given and -(-length // given[axis]) == count:
-            sizes.append(given[axis])  # the last block of an axis may be cut off
+            sizes.append(given[axis])  # the last block of an axis may be shorter
         elif count and length % count == 0:
             sizes.append(length // count)
         else:
@@ -158,12 +159,12 @@ def _scaling(name: str, scale: str, sizes: tuple[int, ...] | None) -> Callable[[
 
 
 def scaled(values: Tensor, scales: Tensor, sizes: tuple[int, ...] | None) -> Tensor:
-    """``values * scales`` in float32, each scale repeated over its block.
+    """Return ``values * scales`` in float32, with each scale repeated over its block.
 
     Args:
         values: 8-bit floats or integers ``[..., R, C]``.
-        scales: floats, or exponents of 2 (``float8_e8m0fnu``, or uint8 with a bias of 127).
-        sizes: block length along each axis; None for a single scale.
+        scales: Floats, or exponents of 2 (``float8_e8m0fnu``, or uint8 with a bias of 127).
+        sizes: Block length along each axis; None for a single scale.
     """
     factors = torch.exp2(scales.float() - 127.0) if scales.dtype == torch.uint8 else scales.float()
     if sizes is None:
@@ -229,7 +230,7 @@ def _packed_weight(
 
 
 def unpacked(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """Signed integers of ``bits`` bits, int8 ``[R, columns]``, from int32 ``[R, ceil(columns * bits / 32)]``."""
+    """Unpack signed integers of ``bits`` bits: int32 ``[R, ceil(columns * bits / 32)]`` -> int8 ``[R, columns]``."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return (values.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8)
@@ -266,7 +267,7 @@ def _fp4_scaling(blocks: str, scales: str) -> Callable[[Read], Tensor]:
 
 
 def _fp4_matrix(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 ``[G * 32, R]`` (exact) of one expert: blocks uint8 ``[R, G, 16]``, exponents uint8 ``[R, G]``."""
+    """Dequantize one expert exactly: uint8 ``[R, G, 16]``, exponents uint8 ``[R, G]`` -> bfloat16 ``[G * 32, R]``."""
     table = torch.tensor(E2M1, dtype=torch.bfloat16)
     values = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1).flatten(2)
     return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(1).t().contiguous()

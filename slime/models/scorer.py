@@ -1,7 +1,7 @@
-"""A Hugging Face model as RL needs it: from a micro-batch to per-token log-probs (actor) or values (critic).
+"""Wrap a Hugging Face model for RL: from a micro-batch to log-probs (actor) or values (critic) of its tokens.
 
-The head runs inside ``forward``, on the rows that score a response token only. Being the root module,
-the scorer is also what FSDP gathers parameters for.
+The head runs inside ``forward``, and only on the rows that score a response token. The scorer is the root module, so
+FSDP gathers the parameters of the head for its ``forward`` as well.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PACKABLE_LAYERS = ("full_attention", "sliding_attention", "attention")
 
 
 class PolicyScorer(nn.Module):
-    """Log-probs, and on demand entropy or logits, of the response tokens of a micro-batch."""
+    """Computes log-probs, and optionally entropy or logits, of the response tokens of a micro-batch."""
 
     def __init__(self, model: PreTrainedModel, chunk_size: int = -1) -> None:
         super().__init__()
         self.hf = model
         self.chunk_size = chunk_size
-        self.fused = False  # set once the layers are compiled too
+        self.fused = False  # set to True when the layers are compiled, too
         self.logit_scale = _logit_scale(model.config)
         self.anchored: list[nn.Parameter] = []
 
@@ -43,7 +43,7 @@ class PolicyScorer(nn.Module):
         entropy_grad: bool = False,
         with_logits: bool = False,
     ) -> tuple[TokenScores, Tensor | None]:
-        """Scores ``[R]``, and with ``with_logits`` the ``[R, vocab]`` logits over the temperature, in float32."""
+        """Return scores ``[R]`` and, with ``with_logits``, float32 logits ``[R, vocab]`` divided by the temperature."""
         hidden = _response_rows(self.backbone, inputs)
         head = self.hf.get_output_embeddings()
         effective = temperature / self.logit_scale
@@ -66,7 +66,7 @@ class PolicyScorer(nn.Module):
 
 
 class ValueScorer(nn.Module):
-    """A critic: the backbone with a linear head ``hidden -> 1`` in place of the language model's."""
+    """A critic: the backbone with a linear head ``hidden -> 1`` instead of the language model head."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         super().__init__()
@@ -80,30 +80,32 @@ class ValueScorer(nn.Module):
             self.value_head.bias.zero_()
 
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Values before each response token is sampled, float32 ``[R]``."""
+        """Return the value before each response token is sampled, float32 ``[R]``."""
         values = self.value_head(_response_rows(self.backbone, inputs)).squeeze(-1).float()
         return values + _anchor(self.anchored) if self.anchored and torch.is_grad_enabled() else values
 
 
 def value_head_weight(hidden_size: int, seed: int) -> Tensor:
-    """Initial weight of a critic's head, float32 ``[1, hidden]``; the same on every backend and rank."""
+    """Return the initial weight of a critic's head, float32 ``[1, hidden]``, equal on every backend and rank."""
     return torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(seed)) / (hidden_size + 1)
 
 
 def _response_rows(backbone: nn.Module, inputs: ModelInputs) -> Tensor:
-    """``[R, hidden]``: last hidden states, of only the rows that score a response token."""
+    """Return the last hidden states ``[R, hidden]`` of the rows that score a response token."""
     hidden = backbone(**inputs.kwargs).last_hidden_state
     return hidden.flatten(0, 1).index_select(0, inputs.logit_index)
 
 
 def _anchor(parameters: list[nn.Parameter]) -> Tensor:
-    """0, with a gradient of 0 for parameters that not every rank uses in every micro-batch (vision towers):
-    FSDP reduces the gradients of a group together, so all ranks must have the same ones."""
+    """Return 0, with a gradient of 0 for parameters that not every rank uses in every micro-batch (vision towers).
+
+    FSDP reduces the gradients of a group of parameters together, so all ranks must have gradients of the same ones.
+    """
     return torch.stack([p.reshape(-1)[0].float() for p in parameters]).sum() * 0.0
 
 
 def _logit_scale(config: PretrainedConfig) -> float:
-    """What some families multiply their logits with."""
+    """Return the factor by which some model families multiply their logits."""
     text = config.get_text_config()
     if getattr(text, "logits_scaling", None):  # Granite divides
         return 1.0 / float(text.logits_scaling)
@@ -111,10 +113,10 @@ def _logit_scale(config: PretrainedConfig) -> float:
 
 
 def check_packable(model: PreTrainedModel) -> None:
-    """Refuse architectures whose layers mix tokens in a way that packed attention does not control.
+    """Refuse architectures whose layers mix tokens other than through packed attention.
 
     Raises:
-        ModelError: says which layers, and which flag to use.
+        ModelError: The model has such layers. The message names them and the flag to set.
     """
     config = model.config.get_text_config()
     other = sorted(set(getattr(config, "layer_types", None) or []) - set(PACKABLE_LAYERS))
@@ -130,13 +132,16 @@ def check_packable(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
-    """Compare the scorer on a pack of three short samples with the model's own forward, one by one.
+    """Compare the scorer on a pack of three short samples with the model's own forward on each sample.
 
-    It catches what no list of architectures can: a model that does not hand the pack to its attention,
-    or does something of its own to its logits. Returns the largest difference of the log-probs.
+    The check finds what no list of architectures can: a model that does not pass the pack to its attention, or that
+    changes its logits in an unknown way.
+
+    Returns:
+        The largest difference of the log-probs.
 
     Raises:
-        ModelError: they differ by more than rounding.
+        ModelError: They differ by more than rounding errors.
     """
     model = scorer.hf
     vocab = model.get_output_embeddings().weight.shape[0]

@@ -1,4 +1,4 @@
-"""A pack's segments as an attention kernel wants them: on the device, bucketed by length."""
+"""The segments of a pack in the form that attention kernels need: on the device, grouped by length."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 BOUND_MULTIPLE = 128
 MAX_PADDING_SHARE = 0.25
-"""A bucket may spend at most this share of its rows on padding."""
+"""Maximum fraction of padding rows in a bucket of segments."""
 
 
 def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
-    """A copy there that no kernel under way is waited for."""
+    """Copy an array to a device, without waiting for kernels that run there."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -29,10 +29,13 @@ def to_device(array: np.ndarray, device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True)
 class OwnBlock:
-    """Segments of similar length, each attending causally to itself.
+    """Segments of similar length that each attend causally to themselves.
 
-    ``rows`` int64 [N] are their rows in the pack, one segment after the other; ``slots`` int64 [N] is
-    where each row goes in the padded ``[n * length]``, None where nothing is padded.
+    Attributes:
+        rows: int64 ``[N]``, the rows of the segments in the pack, one segment after the other.
+        slots: int64 ``[N]``, the position of each row in the padded ``[n * length]``; None without padding.
+        n: Number of segments.
+        length: Length of the longest segment.
     """
 
     rows: Tensor
@@ -53,11 +56,11 @@ class PrefixBlock:
 
 @dataclass(frozen=True)
 class PackSegments:
-    """What the attention of every layer needs to know about a pack; built once per pack.
+    """What the attention of every layer needs to know about a pack. It is built once per pack.
 
-    The ``cu_seqlens_*``, ``kv_index``, ``max_*`` are PackLayout's. ``own`` and ``prefixes`` say the same
-    for the CPU: queries of siblings are taken together against the prompt they share. With a ``group``
-    (context parallelism) ``kv_index`` points into the rows of all its ranks.
+    ``cu_seqlens_*``, ``kv_index`` and ``max_*`` are those of PackLayout. ``own`` and ``prefixes`` contain the same for
+    the CPU, where the queries of all samples that share a prompt are multiplied with that prompt at once. With a
+    ``group`` (context parallelism), ``kv_index`` refers to the rows of all its ranks.
     """
 
     cu_seqlens_q: Tensor
@@ -75,7 +78,7 @@ class PackSegments:
         cls, layout: PackLayout, device: torch.device | str, group: ProcessGroup | None = None
     ) -> PackSegments:
         on_cpu = torch.device(device).type == "cpu" and group is None
-        # Kernels take these as bounds; round ones spare compiled code a variant per length.
+        # Kernels need only upper bounds. Rounded ones avoid a recompilation for each length.
         largest = [x if on_cpu else -(-x // BOUND_MULTIPLE) * BOUND_MULTIPLE for x in (layout.max_q, layout.max_k)]
 
         def move(array: np.ndarray) -> Tensor:
@@ -95,7 +98,7 @@ class PackSegments:
 
 
 def _own_blocks(starts: np.ndarray, lens: np.ndarray) -> list[OwnBlock]:
-    """Longest first, a bucket grows until padding would exceed its share."""
+    """Group segments of similar length, such that the padding of each group stays below its limit."""
     blocks: list[OwnBlock] = []
     bucket: list[int] = []
     tokens = 0

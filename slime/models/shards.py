@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face checkpoint: which tensors they hold, read from their headers alone.
+"""The safetensors files of a Hugging Face checkpoint, and the tensors in them, read only from the headers.
 
 A safetensors file begins with the length of its header (unsigned 64-bit, little endian) and the header, a JSON object
 ``{name: {"dtype", "shape", "data_offsets"}}`` (https://github.com/huggingface/safetensors#format). Reading the headers
@@ -24,30 +24,30 @@ DTYPE_BITS = {
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 PLAIN_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types whose values are the weights themselves, without a scale."""
+"""Dtypes of weights that need no scale."""
 
 
 class ModelError(ValueError):
-    """The folder, the architecture or the chosen attention does not fit; the message says what to change."""
+    """The folder, the architecture or the chosen attention cannot be used. The message says what to change."""
 
 
 class TensorHeader(NamedTuple):
-    """What a file says of a tensor before it is read."""
+    """The description of a tensor in the header of its file."""
 
     file: str
     dtype: str
-    """As safetensors names it: ``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ..."""
+    """The name of the dtype in safetensors: ``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ..."""
     shape: tuple[int, ...]
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The tensors of a checkpoint by name.
+    """Read the headers of all tensors of a checkpoint.
 
     Returns:
-        An empty dict for a folder without safetensors files.
+        The headers by tensor name; empty for a folder without safetensors files.
 
     Raises:
-        ModelError: the index or a file is damaged or missing. The message names all of them.
+        ModelError: The index or files are damaged or missing. The message names all of them.
     """
     problems: list[str] = []
     files, indexed = _weight_files(folder, problems)
@@ -68,7 +68,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def _weight_files(folder: Path, problems: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Names of the files that hold the weights, and the index's ``{tensor: file}`` where there is one."""
+    """Return the names of the weight files, and ``{tensor: file}`` of the index if there is one."""
     index = folder / INDEX
     if not index.is_file():
         if (folder / _SINGLE).is_file():
@@ -89,7 +89,7 @@ def _weight_files(folder: Path, problems: list[str]) -> tuple[list[str], dict[st
 
 
 def _file_headers(path: Path) -> dict[str, TensorHeader]:
-    """Raises ValueError that completes "<file> ..."."""
+    """Read the headers of one file. The message of a ValueError continues a sentence that begins with the file name."""
     if not path.is_file():
         raise ValueError("is missing")
     size = path.stat().st_size
@@ -134,17 +134,17 @@ def _header(file: str, name: str, entry: object) -> TensorHeader:
 
 
 def shorten(names: Iterable[str], shown: int = _SHOWN) -> str:
-    """``a, b, c and 7 more``"""
+    """Join names like ``a, b, c and 7 more``."""
     every = list(names)
     rest = f" and {len(every) - shown} more" if len(every) > shown else ""
     return ", ".join(every[:shown]) + rest
 
 
 def require_plain(folder: Path, headers: Mapping[str, TensorHeader]) -> None:
-    """Refuse tensors that are only part of a value: 8-bit floats and smaller without a scale.
+    """Refuse floats of 8 bits or less without a scale, because their values are not the weights.
 
     Raises:
-        ModelError: names them.
+        ModelError: There are such tensors. The message names them.
     """
     small = [f"{name} ({h.dtype} in {h.file})" for name, h in headers.items() if h.dtype[:2] in ("F8", "F4", "F6")]
     if small:

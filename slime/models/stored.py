@@ -1,4 +1,4 @@
-"""The weights of a checkpoint folder by name: plain tensors, read one by one, whatever they are stored as."""
+"""The weights of a checkpoint folder by name. They are read one by one, and dequantized if needed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COPIED_FILES = (
 
 
 def resolve_folder(path: str | Path) -> Path:
-    """The local folder of a checkpoint: itself, or where the hub's client keeps (or puts) it."""
+    """Return the local folder of a checkpoint. A hub id is downloaded if it is not in the local cache."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -38,7 +38,7 @@ def resolve_folder(path: str | Path) -> Path:
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The same, without a download: None for a hub id that is not on this machine."""
+    """Return the local folder of a checkpoint without a download: None for a hub id that is not cached."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -52,14 +52,17 @@ def local_folder(path: str | Path) -> Path | None:
 
 
 class StoredWeights:
-    """The weights in a folder of safetensors files. Quantized ones (:mod:`slime.models.quantized`) are dequantized
-    as they are read, tensor by tensor, to the ``dtype`` of config.json (bfloat16 where it names none)."""
+    """The weights in a folder of safetensors files.
+
+    Quantized weights (:mod:`slime.models.quantized`) are dequantized when they are read, one tensor at a time, to the
+    ``dtype`` of config.json (default: bfloat16).
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers alone.
+        """Read only the headers.
 
         Raises:
-            ModelError: there are no safetensors files, one of them is damaged, or the quantization is not supported.
+            ModelError: There are no safetensors files, a file is damaged, or the quantization is not supported.
         """
         self.folder = folder
         self.headers = read_headers(folder)
@@ -69,7 +72,7 @@ class StoredWeights:
         quantization = quantization_of(config)
         self._opened: dict[str, Any] = {}
         self.fault: ModelError | None = None
-        """What a read on another thread found wrong."""
+        """The error of a read, which may have happened on another thread."""
         self.dtype = _nominal_dtype(config)
         self.plan = Plan({}, frozenset())
         if quantization is not None:
@@ -88,10 +91,10 @@ class StoredWeights:
         return {name: self.shape(name) for name in (*self.plain, *self.plan.weights)}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one weight.
+        """Return the shape of one weight.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: There is no weight with this name.
         """
         if name in self.plan.weights:
             return self.plan.weights[name].shape
@@ -107,17 +110,18 @@ class StoredWeights:
         return name in self.plain or name in self.plan.weights
 
     def where(self, name: str) -> str:
-        """The file (of the first part) of a weight, for messages."""
+        """Return the name of the file that contains a weight (its first part), for messages."""
         return self.headers[self.plan.weights[name].parts[0] if name in self.plan.weights else name].file
 
     def get(self, name: str, index: EllipsisType | tuple[slice, ...] = ...) -> Tensor:
-        """One weight, or a part of it: in the dtype of the file, or of config.json where it is dequantized.
+        """Read one weight, or a part of it.
 
-        Of a part only its bytes are read, unless the weight is dequantized: then the whole weight is.
+        Its dtype is that of the file, or that of config.json if it is dequantized. For a part, only the bytes of the
+        part are read, except that a quantized weight is always read as a whole.
 
         Raises:
-            KeyError: there is none of this name.
-            ModelError: it has values that are not finite.
+            KeyError: There is no weight with this name.
+            ModelError: The weight has values that are not finite.
         """
         self.shape(name)  # raises KeyError
         if name in self.plan.weights:
@@ -142,24 +146,24 @@ class StoredWeights:
         return tensor
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """A weight that is not read yet.
+        """Return a weight that is read only when it is indexed.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: There is no weight with this name.
         """
         return StoredTensor(self, name, self.shape(name))
 
     def lazy(self) -> dict[str, Any]:
-        """All weights as what transformers reads a tensor of when it needs it: ``[...]`` gives the tensor."""
+        """Return all weights as objects that transformers reads with ``[...]`` when it needs them."""
         return {name: self[name] for name in self.shapes()}
 
     def empty(self) -> dict[str, Any]:
-        """The same, of tensors without memory (``meta``)."""
+        """Return such objects of tensors without memory (``meta``)."""
         return {name: _Empty(shape) for name, shape in self.shapes().items()}
 
 
 class StoredTensor:
-    """A weight in a folder; an index reads it, or a part of it, as :meth:`StoredWeights.get` does."""
+    """A weight in a folder. Indexing reads it, or a part of it, as :meth:`StoredWeights.get` does."""
 
     def __init__(self, stored: StoredWeights, name: str, shape: tuple[int, ...]) -> None:
         self.stored, self.name, self.shape = stored, name, shape
@@ -177,11 +181,11 @@ class _Empty:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values of a float tensor are finite; True for others."""
+    """Whether all values of a float tensor are finite. True for other dtypes."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     total = tensor.sum(dtype=torch.float32 if tensor.element_size() < 8 else None)
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())  # a sum may overflow
+    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())  # a sum of finite values can overflow
 
 
 def _read_config(folder: Path) -> dict[str, object]:

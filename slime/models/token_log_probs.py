@@ -5,16 +5,15 @@ With z = logits / temperature, p = softmax(z) and target t:
     log_prob = z_t − logsumexp(z)              d log_prob / dz_j = 1[j = t] − p_j
     entropy  = logsumexp(z) − Σ_j p_j z_j      d entropy / dz_j  = −p_j (z_j − Σ_k p_k z_k)
 
-Softmax and sums are float32 whatever the model's dtype. Forward keeps nothing of a chunk's logits but the
-last's; backward recomputes the others. So at most one chunk of logits is alive at any time.
+Softmax and sums are computed in float32, whatever the model's dtype is. Forward keeps the logits of the last chunk
+only, and backward recomputes the others, so at most one chunk of logits is in memory at any time.
 
 Without an entropy gradient, backward never forms dz: with c = grad / temperature
 
     d hidden = c · (W[t] − p W)        d W[t] += c · hidden,   d W −= pᵀ (c · hidden)
 
-On the CPU a chunk is gone over in blocks of rows that stay in the cache. On an accelerator the passes over a
-chunk are fused by torch.compile (``fused``): its logits stay in the model's dtype, are read once or twice and
-written never.
+On the CPU, a chunk is processed in blocks of rows that fit the cache. On an accelerator, torch.compile fuses the passes
+over a chunk (``fused``): its logits stay in the model's dtype, are read once or twice, and are never written again.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ TILE_ROWS = 128
 
 
 class TokenScores(NamedTuple):
-    """Per token, float32 ``[R]``; the entropy is None when it was not asked for."""
+    """Scores of tokens, float32 ``[R]``. The entropy is None if it was not requested."""
 
     log_probs: Tensor
     entropy: Tensor | None
 
 
 class Nuclei(NamedTuple):
-    """The tokens that each row was sampled from (top-p, top-k): its log-prob is taken over these alone."""
+    """The tokens from which each row was sampled (top-p, top-k). Its log-prob is normalized over these tokens only."""
 
     ids: Tensor
     """int64 ``[offsets[-1]]``, row after row."""
     offsets: list[int]
-    """``[R + 1]``; a row with none is not restricted."""
+    """``[R + 1]``. A row without tokens is not restricted."""
 
 
 class _Options(NamedTuple):
@@ -91,10 +90,10 @@ def token_log_probs(
         hidden: ``[R, H]``, only the rows that score a token.
         weight: ``[V, H]``, the output embedding; bias: ``[V]`` or None.
         targets: int64 ``[R]``.
-        chunk_size: rows of logits at a time; -1 for about 256 MiB of them (fused: 1 GiB).
-        with_entropy: also the entropy; with ``entropy_grad`` it carries a gradient.
-        fused: compile what is done to a chunk of logits; for accelerators.
-        nuclei: restrict the softmax of the log-probs, but not the entropy's, to what was sampled from.
+        chunk_size: Number of rows whose logits are computed at a time; -1 for about 256 MiB of logits (fused: 1 GiB).
+        with_entropy: Also return the entropy. With ``entropy_grad`` it has a gradient.
+        fused: Compile the operations on a chunk of logits; for accelerators.
+        nuclei: Restrict the softmax of the log-probs, but not that of the entropy, to these tokens.
     """
     scale, vocab = 1.0 / temperature, weight.shape[0]
     compiles = fused and nuclei is None

@@ -1,10 +1,11 @@
-"""Log-probability and entropy of given tokens where each rank has part of the vocabulary.
+"""Log-probability and entropy of given tokens if each rank has a part of the vocabulary.
 
 With z the logits over the temperature, and per rank m = max z, s = Σ exp(z − m), w = Σ exp(z − m)·z:
 
     M = max m,   S = Σ s·exp(m − M),   logsumexp = M + log S,   entropy = logsumexp − Σ w·exp(m − M) / S
 
-two small sums over ranks per chunk of rows, and none backward. Formulas of the gradient: ``token_log_probs.py``.
+Forward needs two small collectives per chunk of rows, and backward none. ``token_log_probs.py`` has the formulas of the
+gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from slime.models.token_log_probs import TokenScores
 
 
 class VocabShard(NamedTuple):
-    """Rows ``start ... start + len(weight)`` of the output embedding are this rank's."""
+    """This rank has the rows of the output embedding from ``start`` to ``start + len(weight)``."""
 
     start: int
     group: ProcessGroup
@@ -39,15 +40,16 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     entropy_grad: bool = False,
 ) -> TokenScores:
-    """Scores ``[R]``, equal on all ranks of the group.
+    """Return scores ``[R]``, which are equal on all ranks of the group.
 
-    The gradient of ``hidden`` is this rank's share only: sum it over the group.
+    The gradient of ``hidden`` is only this rank's part: the caller must sum it over the group.
 
     Args:
         hidden: ``[R, H]``, equal on all ranks.
-        weight: ``[V_rank, H]``: at least one row, none of padding.
-        targets: int64 ``[R]``, ids of the whole vocabulary.
-        chunk_size: rows of logits at a time, the same on all ranks.
+        weight: ``[V_rank, H]``, with at least one row and no padding rows.
+        targets: int64 ``[R]``, token ids of the whole vocabulary.
+        chunk_size: Number of rows whose logits are computed at a time. All ranks must have the same one, since each
+            chunk needs collectives.
     """
     log_probs, entropy = _VocabParallelScores.apply(
         hidden, weight, targets - shard.start, shard.group, 1.0 / temperature, chunk_size, entropy_grad
