@@ -301,6 +301,7 @@ class Responses(_OpenAi):
             place = self._place()
             parts.append(self._event("response.output_text.done", **place, text=text, logprobs=[]))
             parts.append(self._event("response.content_part.done", **place, part=_part(text)))
+            # The complete answer must contain the text that was streamed, also where that of the turn differs.
             said = _message_item(turn, text)
             parts.append(self._event("response.output_item.done", output_index=place["output_index"], item=said))
             thought = [item for item in items if item["type"] == "reasoning"]

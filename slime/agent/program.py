@@ -138,6 +138,7 @@ async def _in_thread(fn: Callable[[Task], object], task: Task) -> object:
 async def _run_command(words: list[str], task: Task) -> object:
     """Run a command, and return the reward in the last line of its output, which is JSON such as ``{"reward": 1.0}``.
     Without such a line the result is None."""
+    # The guard ends the command with all its descendants, also if this process dies.
     guard = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--reap", "--"]
     process = await asyncio.create_subprocess_exec(
         *guard,

@@ -102,6 +102,8 @@ class StreamSplit:
     def __init__(self, tags: Tags | None, opened: bool, shown: Shown) -> None:
         self._tags, self._shown = tags, shown
         self._opened = opened
+        # "begin": until it is known whether the text starts with reasoning. "reasoning": up to the end tag. "after":
+        # whitespace after the end tag, which is dropped. "plain": the answer.
         self._state = "begin"
         self._held = ""
         self._said = False  # whether any reasoning was returned yet; whitespace before it is dropped

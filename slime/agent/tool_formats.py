@@ -215,6 +215,8 @@ class Pythonic(Format):
     opening = ("[",)
 
     def parse(self, text: str) -> tuple[str, list[ToolCall]]:
+        # Long or deeply nested text is refused before ast.parse, because it can crash the interpreter (see the warning
+        # in the documentation of the ast module).
         body = text.replace("<|python_start|>", "").replace("<|python_end|>", "").strip()
         if not body.startswith("[") or not body.endswith("]") or len(body) > _LONGEST_LIST or _deep_brackets(body):
             return text, []

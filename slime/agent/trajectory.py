@@ -150,10 +150,12 @@ def _sample(args: Args, base: Sample, leaf: Turn, trained: set[Turn]) -> Sample:
             sample.tokens = list(turn.added_ids)
         else:
             sample.append_response_tokens(args, tokens=turn.added_ids, log_probs=None, trainable=False)
-        if turn in trained:
+        if turn in trained:  # an earlier sample trains this turn; here it is only context
             sample.append_response_tokens(args, tokens=turn.output_ids, log_probs=None, trainable=False)
             continue
         for output in turn.outputs:  # without text: Tree.samples decodes all ids of the response together
+            # The engine sampled from a part of the vocabulary, but the trainer scores all of it, so these tokens are
+            # not trained.
             if turn.constrained and not args.allow_truncated_sampling:
                 meta = output["meta_info"]
                 ids = [int(item[1]) for item in meta["output_token_logprobs"]]

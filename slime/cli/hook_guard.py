@@ -167,7 +167,7 @@ class _Watch:
             beating.cancel()
             from slime.engines.http import close_session
 
-            await close_session()
+            await close_session()  # the HTTP session belongs to this event loop, which ends now
             self.beat = 0.0
 
     async def _beat(self) -> None:

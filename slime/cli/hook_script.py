@@ -97,6 +97,7 @@ class ScriptedEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         single = isinstance(body, dict) and (isinstance(body.get("text"), str) or _flat(body.get("input_ids")))
+        # Only requests for a single sequence are scripted. Others get the answer of the real engine.
         if not single or (body.get("sampling_params") or {}).get("n", 1) != 1:
             return await self._send("POST", "/generate", json.dumps(body).encode())
         number = len(self.requests)

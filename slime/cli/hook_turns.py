@@ -171,6 +171,8 @@ def check_sampled(bench: Bench, fn: Hook, sample: Sample, requests: Sequence[Req
         return
     tokens = list(sample.tokens)
     sampled, scores = np.zeros(len(tokens), bool), np.zeros(len(tokens))
+    # A request belongs to the sample if its prompt is a prefix of the sample's tokens. The tokens after the prompt
+    # were sampled as far as they agree with the engine's answer.
     for request in requests:
         begin = len(request.prompt)
         if tokens[:begin] != request.prompt:

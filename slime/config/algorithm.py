@@ -134,6 +134,7 @@ def estimator_settings(args: Args) -> EstimatorSettings:
         kl_coef=args.kl_coef,
         std_normalization=args.grpo_std_normalization,
         max_response_len=args.rollout_max_response_len,
+        # Attributes that are not flags: the user's own settings, which a user's estimator can read.
         custom={name: value for name, value in vars(args).items() if name not in type(args).__dataclass_fields__},
     )
 

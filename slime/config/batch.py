@@ -92,6 +92,7 @@ def derive_batch(args: Args) -> list[str]:
         args.num_steps_per_rollout = samples // args.global_batch_size
         return []
     if steps is None:
+        # Suggest the nearest divisor, and of two that are equally near the larger one.
         fits = [n for n in range(1, samples + 1) if samples % n == 0]
         near = min(fits, key=lambda n: (abs(n - args.global_batch_size), -n))
         return [f"{given}, which is not a multiple of --global-batch-size {args.global_batch_size}; {near} would fit"]

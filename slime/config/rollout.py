@@ -175,6 +175,7 @@ def _truncated_sampling(args: Args) -> list[str]:
     """Refuse top-p and top-k sampling where training would compute log-probs over the whole vocabulary."""
     given = [f"--rollout-top-p {args.rollout_top_p}"] if args.rollout_top_p < 1 else []
     given += [f"--rollout-top-k {args.rollout_top_k}"] if args.rollout_top_k > 0 else []
+    # The embedded engine reports from which part each token was sampled, and FSDP computes log-probs over this part.
     replayed = args.rollout_backend == "embedded" and args.train_backend == "fsdp"
     if not given or replayed or args.debug_rollout_only or args.loss_type == "sft_loss":
         return []

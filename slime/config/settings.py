@@ -87,7 +87,7 @@ def apply_file(args: Args, path: str, option: str, new_names: bool) -> list[str]
         Problems, one line each.
     """
     content, problems = read_yaml(path, option)
-    if content.keys() >= RESERVED:
+    if content.keys() >= RESERVED:  # only the config.yaml of a run contains all derived attributes
         content = _of_a_run(content)
     for key, value in content.items():
         problem = set_value(args, str(key), value, new_names)
@@ -120,6 +120,7 @@ def set_value(args: Args, key: str, value: object, new_names: bool = False) -> s
         if own is not None:
             flag, spelled_by_option = own
             value = flag.default if value is None else convert(flag, value)
+            # disable_x: true sets the attribute x to False.
             setattr(args, flag.name, not value if spelled_by_option and flag.kind == "negative" else value)
             args.explicit |= {flag.name}
             return None

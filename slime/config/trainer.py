@@ -239,7 +239,7 @@ def _tied(args: Args, config: dict[str, Any]) -> list[str]:
     if tied is None or "num_layers" not in args.megatron:
         return []
     untied = bool(args.megatron.get("untie_embeddings_and_output_weights", False))
-    if untied != bool(tied):
+    if untied != bool(tied):  # the flag says untied and the config says tied, so equal values are a contradiction
         return []
     has = "contain --untie-embeddings-and-output-weights" if untied else "lack --untie-embeddings-and-output-weights"
     return [f"MODEL_ARGS {has}, but config.json of {args.hf_checkpoint} has tie_word_embeddings {tied}"]

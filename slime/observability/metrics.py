@@ -84,6 +84,7 @@ class MetricsLogger:
         numbers = {name: self._number(name, value) for name, value in metrics.items()}
         now = time.time()
         row: Row = {step_key: step, "time": round(now, 3)}
+        # A metric must not replace the step or the time of the row.
         row |= {name: value if math.isfinite(value) else None for name, value in numbers.items() if name not in row}
         self._rows.write(json.dumps(row, allow_nan=False))
         if self._tensorboard is not None:
@@ -129,7 +130,7 @@ def roll_back(path: Path, step: int) -> int:
     gone: list[str] = []
     for line, row in _rows(path):
         (gone if any(row.get(key, -1) >= step for key in STEP_KEYS) else keep).append(line)
-    if gone:
+    if gone:  # these rows are written before they are removed, so that an interruption cannot lose them
         with path.with_name("metrics-rolled-back.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in gone)
     with replacing(path) as temporary:
