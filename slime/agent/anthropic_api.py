@@ -26,8 +26,11 @@ from slime.agent.trajectory import Turn
 from slime.types import JsonObject, JsonValue
 
 _FIELDS = {
-    **{"messages": LIST, "system": CONTENT, "tools": LIST, "tool_choice": OBJECT, "stop_sequences": LIST},
-    **{"stream": FLAG, "model": TEXT, "thinking": OBJECT, "output_config": OBJECT, "output_format": OBJECT},
+    **dict.fromkeys(("messages", "tools", "stop_sequences"), LIST),
+    **dict.fromkeys(("tool_choice", "thinking", "output_config", "output_format"), OBJECT),
+    "system": CONTENT,
+    "stream": FLAG,
+    "model": TEXT,
 }
 _MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT}
 _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 503: "overloaded_error"}

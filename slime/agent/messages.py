@@ -63,8 +63,11 @@ class Tool(TypedDict):
 RAW_ARGUMENTS = "_raw_arguments"
 """The key under which arguments that are not a JSON object are stored as text."""
 _MEDIA = {
-    **{"image": "image", "image_url": "image", "input_image": "image", "input_audio": "audio", "audio": "audio"},
-    **{"file": "file", "input_file": "file", "document": "document", "video": "video", "video_url": "video"},
+    **dict.fromkeys(("image", "image_url", "input_image"), "image"),
+    **dict.fromkeys(("input_audio", "audio"), "audio"),
+    **dict.fromkeys(("file", "input_file"), "file"),
+    "document": "document",
+    **dict.fromkeys(("video", "video_url"), "video"),
 }
 
 

@@ -32,13 +32,21 @@ from slime.types import JsonObject
 _MOST_CHOICES = 128
 _ROLES = {"developer": "system", "function": "tool"}
 _CHAT_FIELDS = {
-    **{"messages": LIST, "tools": LIST, "stop": STOPS, "stream": FLAG, "stream_options": OBJECT},
-    **{"tool_choice": CHOICE, "model": TEXT, "response_format": OBJECT},
+    **dict.fromkeys(("messages", "tools"), LIST),
+    **dict.fromkeys(("stream_options", "response_format"), OBJECT),
+    "stop": STOPS,
+    "stream": FLAG,
+    "tool_choice": CHOICE,
+    "model": TEXT,
 }
 _MESSAGE_FIELDS = {"role": TEXT, "content": CONTENT, "tool_calls": LIST, "tool_call_id": TEXT}
 _RESPONSES_FIELDS = {
-    **{"input": CONTENT, "instructions": CONTENT, "tools": LIST, "tool_choice": CHOICE, "stream": FLAG},
-    **{"previous_response_id": TEXT, "model": TEXT, "text": OBJECT},
+    **dict.fromkeys(("input", "instructions"), CONTENT),
+    **dict.fromkeys(("previous_response_id", "model"), TEXT),
+    "tools": LIST,
+    "tool_choice": CHOICE,
+    "stream": FLAG,
+    "text": OBJECT,
 }
 
 
@@ -333,9 +341,18 @@ def _response(ask: Ask, created: int, status: str) -> Reply:
     tools = [{"type": "function", "strict": None, **entry["function"]} for entry in ask.tools]
     choice = "required" if ask.demand is not None and ask.demand.calls else "auto"
     return {
-        **{"id": f"resp_{ask.id}", "object": "response", "created_at": created, "status": status, "model": ask.model},
-        **{"output": [], "tools": tools, "tool_choice": choice, "parallel_tool_calls": True, "top_p": None},
-        **{**fixed, "temperature": None},
+        "id": f"resp_{ask.id}",
+        "object": "response",
+        "created_at": created,
+        "status": status,
+        "model": ask.model,
+        "output": [],
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": True,
+        "top_p": None,
+        **fixed,
+        "temperature": None,
     }
 
 

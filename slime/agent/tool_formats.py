@@ -250,10 +250,15 @@ class Mistral(Format):
 
 
 FORMATS: dict[str, type[Format]] = {
-    **{"hermes": Hermes, "qwen": Hermes, "qwen25": Hermes},
-    **{"glm": Glm, "glm45": Glm, "glm47": Glm, "qwen3_coder": Qwen3Coder, "step3p5": Qwen3Coder},
-    **{"deepseekv3": DeepSeek, "deepseekv31": DeepSeek, "kimi_k2": Kimi},
-    **{"llama3": Llama3, "pythonic": Pythonic, "mistral": Mistral, "none": NoCalls},
+    **dict.fromkeys(("hermes", "qwen", "qwen25"), Hermes),
+    **dict.fromkeys(("glm", "glm45", "glm47"), Glm),
+    **dict.fromkeys(("qwen3_coder", "step3p5"), Qwen3Coder),
+    **dict.fromkeys(("deepseekv3", "deepseekv31"), DeepSeek),
+    "kimi_k2": Kimi,
+    "llama3": Llama3,
+    "pythonic": Pythonic,
+    "mistral": Mistral,
+    "none": NoCalls,
 }
 KNOWN_MARKS = tuple(dict.fromkeys(mark for form in FORMATS.values() for mark in form.marks))
 

@@ -47,12 +47,19 @@ _BY_TEMPLATE = (
 )  # fmt: skip
 
 
-_BY_MODEL = {
-    **{"glm4_moe": "glm45", "glm4_moe_lite": "glm47", "glm_moe_dsa": "glm47", "deepseek_v3": "deepseekv3"},
-    **{"kimi_k2": "kimi_k2", "kimi_k25": "kimi_k2", "llama": "llama3", "llama4": "pythonic", "mistral": "mistral"},
-    **{"mixtral": "mistral", "mistral3": "mistral", "ministral3": "mistral", "qwen3_next": "hermes"},
-    **{"qwen3_5": "qwen3_coder", "qwen3_5_moe": "qwen3_coder", "deepseek_v32": "deepseekv32"},
+_MODEL_TYPES = {
+    "glm45": ("glm4_moe",),
+    "glm47": ("glm4_moe_lite", "glm_moe_dsa"),
+    "deepseekv3": ("deepseek_v3",),
+    "deepseekv32": ("deepseek_v32",),
+    "kimi_k2": ("kimi_k2", "kimi_k25"),
+    "llama3": ("llama",),
+    "pythonic": ("llama4",),
+    "mistral": ("mistral", "mixtral", "mistral3", "ministral3"),
+    "hermes": ("qwen3_next",),
+    "qwen3_coder": ("qwen3_5", "qwen3_5_moe"),
 }
+_BY_MODEL = {model_type: parser for parser, model_types in _MODEL_TYPES.items() for model_type in model_types}
 
 
 SGLANG_TOOL_PARSERS = "sglang.srt.function_call.function_call_parser", "FunctionCallParser.ToolCallParserEnum"

@@ -104,9 +104,20 @@ def flag(
     derived = isinstance(default, _Derived)
     default = None if derived else default
     meta = {
-        **{"derived": derived, "help": help, "option": option, "kind": kind, "choices": tuple(choices)},
-        **{"status": status, "reason": reason, "limits": dict(limits or {}), "metavar": metavar},
-        **{"low": low, "above": above, "high": high, "off": off, "or_hook": or_hook},
+        "derived": derived,
+        "help": help,
+        "option": option,
+        "kind": kind,
+        "choices": tuple(choices),
+        "status": status,
+        "reason": reason,
+        "limits": dict(limits or {}),
+        "metavar": metavar,
+        "low": low,
+        "above": above,
+        "high": high,
+        "off": off,
+        "or_hook": or_hook,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})

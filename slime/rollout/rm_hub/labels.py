@@ -76,6 +76,11 @@ def _gpqa(label: object, metadata: Mapping[str, object]) -> str | None:
 
 
 _CHECKS: dict[str, Check] = {
-    **{"math": _math, "deepscaler": _math, "dapo": _dapo, "f1": _text, "gpqa": _gpqa, "last_number": _number},
+    "math": _math,
+    "deepscaler": _math,
+    "dapo": _dapo,
+    "f1": _text,
+    "gpqa": _gpqa,
+    "last_number": _number,
     "ifbench": lambda _, metadata: ifbench.unreadable(metadata),
 }
