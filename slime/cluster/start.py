@@ -116,7 +116,7 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
         old_actor = OldActor.from_args(args, asynchronous)
         actor = next((group for group in parts.groups if group.role == "actor"), None)
         critic = next((group for group in parts.groups if group.role == "critic"), None)
-        trainer = Trainer(TrainerSettings.from_args(args), actor, critic, old_actor, log, begin.trained)
+        trainer = Trainer(TrainerSettings.from_args(args), actor, critic, old_actor, log, parts.stop, begin.trained)
         # After the models are loaded, since it measures memory; before the settings of the snapshots are taken from
         # ``args``, since a resumed run keeps the budget of its snapshot.
         args = settle_token_budget(args, trainer, manager, placement.on_gpu, begin.manifest, log.note)

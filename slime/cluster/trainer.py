@@ -10,6 +10,7 @@ from slime.config.rollout import old_actor_lag
 
 if TYPE_CHECKING:
     from slime.cluster.step_log import StepLog
+    from slime.cluster.stop_signals import StopSignals
     from slime.cluster.train_actor import Batches
     from slime.cluster.train_group import TrainGroup
     from slime.config.args import Args
@@ -100,19 +101,27 @@ class Trainer:
         critic: TrainGroup | None,
         old_actor: OldActor,
         log: StepLog,
+        stop: StopSignals,
         trained: int | None = None,
     ) -> None:
         self.settings, self.actor, self.critic, self.old_actor = settings, actor, critic, old_actor
         self.groups = [group for group in (actor, critic) if group is not None]
         self.trained = trained
-        self._log = log
+        self._log, self._stop = log, stop
 
     def train(self, rollout_id: int, refs: Batches) -> None:
         """Train on a rollout: first the critic, because the actor's advantages need its values, then the actor.
 
         The metrics are added to those of the step. In the first ``--num-critic-only-steps`` rollouts, the actor does
-        not train.
+        not train. A stop signal waits until the rollout is trained completely.
         """
+        # A snapshot may only be written between rollouts. If a signal ended one of the waits below, the snapshot before
+        # the stop would hold weights of this rollout but count it as untrained, and a resumed run would repeat it.
+        with self._stop.deferred():
+            self._train(rollout_id, refs)
+        self.trained = rollout_id
+
+    def _train(self, rollout_id: int, refs: Batches) -> None:
         assert self.actor is not None, "nothing trains with --debug-rollout-only"
         pending, values = self._log.pending, None
         if self.critic is not None:
@@ -129,8 +138,6 @@ class Trainer:
         if interval and (rollout_id + 1) % interval == 0:
             self.take_turn(self.actor)
             self.actor.copy_weights("actor", "ref")
-        # Only now: a stop in the middle of a step must not save a snapshot that claims that this step is trained.
-        self.trained = rollout_id
 
     # --- colocated: which group is on the accelerator ----------------------------------------
 

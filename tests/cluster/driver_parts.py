@@ -182,7 +182,7 @@ class Driver:
         self.manager = ManagerClient(self.actor_manager, waiter, 10.0)
         old_actor = OldActor.from_args(self.args, asynchronous=False)
         groups: tuple[Any, Any] = self.actor, self.critic
-        self.trainer = Trainer(TrainerSettings.from_args(self.args), *groups, old_actor, self.log, trained)
+        self.trainer = Trainer(TrainerSettings.from_args(self.args), *groups, old_actor, self.log, self.stop, trained)
         settings = EnginePoolSettings.from_args(self.args)
         self.pool = EnginePool(settings, self.manager, self.trainer, self.log, serving, 0, first_rollout)
         saving = SnapshotSettings.from_args(self.args, 0, 2, {})

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from driver_parts import Driver
 
+from slime.cluster.stop_signals import StopRequested
 from slime.cluster.train_group import TrainGroup
 
 
@@ -49,6 +50,28 @@ def test_the_reference_is_copied_every_so_many_rollouts() -> None:
         driver.trainer.train(rollout_id, [])
     copies = "actor copies actor to ref"
     assert driver.said == ["actor trains", "actor trains", copies, "actor trains", "actor trains", copies]
+
+
+@pytest.mark.parametrize("flags", [{"ref_update_interval": 1}, {"critic": True, "colocated": True}])
+def test_a_stop_signal_waits_until_the_rollout_is_trained(flags: dict[str, Any]) -> None:
+    """Or a snapshot would hold weights of a rollout that it counts as untrained, and a resumed run would repeat it."""
+    driver = Driver(**flags)
+    train, copy = driver.trainer.groups[-1].train, driver.actor.copy_weights
+    wake = driver.actor.wake
+
+    def struck(*arguments: Any) -> Any:
+        driver.stop.requested = "SIGTERM"
+        return train(*arguments)
+
+    def waiting(call: Any) -> Any:
+        return lambda *arguments: (driver.stop.check(), call(*arguments))[1]  # as every wait of a real group
+
+    driver.trainer.groups[-1].train = struck  # type: ignore[method-assign]
+    driver.actor.copy_weights, driver.actor.wake = waiting(copy), waiting(wake)  # type: ignore[method-assign]
+    driver.trainer.train(0, [])
+    assert driver.trainer.trained == 0 and driver.said[-1] in ("actor copies actor to ref", "actor trains")
+    with pytest.raises(StopRequested):
+        driver.stop.check()
 
 
 @pytest.mark.parametrize(("critic", "first"), [(False, "actor wakes"), (True, "critic wakes")])
