@@ -101,10 +101,8 @@ def flag(
         or_hook: whether the path of the user's own function or class is valid besides ``choices``.
         low, above, high, off: the range of a number, see :class:`Flag`. Every number must be finite.
     """
-    derived = isinstance(default, _Derived)
-    default = None if derived else default
     meta = {
-        "derived": derived,
+        "derived": isinstance(default, _Derived),
         "help": help,
         "option": option,
         "kind": kind,
@@ -121,7 +119,7 @@ def flag(
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=functools.partial(copy.deepcopy, default), metadata={_KEY: meta})
-    return dataclasses.field(default=default, metadata={_KEY: meta})
+    return dataclasses.field(default=None if meta["derived"] else default, metadata={_KEY: meta})
 
 
 def hook_flag(help: str) -> Any:
