@@ -350,3 +350,51 @@ def _response(ask: Ask, created: int, status: str) -> Reply:
         "metadata": {},
         **dict.fromkeys(("error", "incomplete_details", "instructions", "top_p", "temperature")),
     }
+
+
+def _part(text: str) -> Reply:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _message_item(turn: Turn, text: str) -> Reply:
+    status = "incomplete" if turn.cut else "completed"
+    return {"id": f"msg_{turn.id}", "type": "message", "status": status, "role": "assistant", "content": [_part(text)]}
+
+
+def _reasoning_item(turn_id: str, text: str) -> Reply:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{turn_id}", "type": "reasoning", "summary": [], "content": content, "status": "completed"}
+
+
+def _items(turn: Turn, reasoning: bool) -> list[Reply]:
+    calls = turn.answer.get("tool_calls", [])
+    text, thought = turn.answer["content"], turn.answer.get("reasoning_content")
+    items = [_reasoning_item(turn.id, thought)] if thought and reasoning else []
+    if text.strip() or not calls:
+        items.append(_message_item(turn, text))
+    for entry in calls:
+        head = {"id": f"fc_{entry['id']}", "type": "function_call", "status": "completed", "call_id": entry["id"]}
+        items.append({**head, "name": entry["function"]["name"], "arguments": _arguments(entry)})
+    return items
+
+
+def _from_items(items: list[JsonObject]) -> list[Message]:
+    """Convert input items to messages. Consecutive text and calls of the assistant become one message."""
+    messages: list[Message] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            continue
+        if kind == "function_call_output":
+            output = text_of(item.get("output"))
+            messages.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id") or "")})
+        elif kind == "function_call":
+            entry = call(str(item.get("name")), item.get("arguments"), str(item.get("call_id") or ""))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(entry)
+        elif kind == "message":
+            messages.append(_chat_message(item))
+        else:
+            raise ApiError(400, f"input items of type {kind!r} are not supported")
+    return messages

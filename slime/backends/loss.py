@@ -96,7 +96,7 @@ def divide_by_weights(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def rescale_diagnostics(metrics: Mapping[str, float], trained_share: float) -> dict[str, float]:
-    """Correct the step's diagnostics for samples that were left out (``zero_advantage_groups_skippable``).
+    """Correct the step's diagnostics for samples that were left out (``TrainNeeds.skips_zero_advantages``).
 
     Loss parts are right as they are, since such a sample adds 0. Diagnostics (entropy, KL, mismatch)
     become means over the rollouts that were trained.

@@ -66,7 +66,7 @@ class TokenBatch:
     mis_weight_mean: float | None = None
     logits: Tensor | None = None
     """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature,
-    with gradient. Only for ``--loss-type custom_loss`` (``needs_logits``)."""
+    with gradient. Only for ``--loss-type custom_loss`` (``TrainNeeds.logits``)."""
     targets: Tensor | None = None
     """int64 ``[R]``: the response tokens themselves, beside ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)

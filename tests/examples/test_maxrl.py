@@ -12,7 +12,7 @@ from slime.algorithms.algorithm import EstimatorSettings
 from slime.algorithms.reduce import Identity
 from slime.backends.advantages import AdvantageSettings, compute_advantages
 from slime.backends.loss import LossSettings, compute_loss
-from slime.backends.needs import zero_advantage_groups_skippable
+from slime.backends.needs import TrainNeeds
 from slime.backends.token_batch import TokenBatch
 from slime.config.algorithm import algorithm_class
 from slime.data.rewards import post_process_rewards
@@ -69,5 +69,5 @@ def test_two_groups_from_their_rewards_to_the_loss() -> None:
 def test_it_inherits_what_grpo_says_of_itself() -> None:
     args = make_args(advantage_estimator=PATH)
     assert not args.use_critic and algorithm_class(PATH).needs_group
-    assert zero_advantage_groups_skippable(args)
+    assert TrainNeeds.from_args(args).skips_zero_advantages
     assert args.run_name.startswith("run-MaxRL-")

@@ -21,7 +21,7 @@ def last_boxed(text: str) -> str | None:
     Braces inside the box must be balanced.
     """
     starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])", text)]
-    for start in starts[:-_BOXES_TRIED:-1]:
+    for start in starts[: -_BOXES_TRIED - 1 : -1]:
         inner = _braced(text, start)
         if inner is not None:
             return inner
