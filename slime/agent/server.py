@@ -29,7 +29,6 @@ from slime.types import JsonObject, SamplingParams
 
 if TYPE_CHECKING:
     from slime.config.args import Args
-    from slime.data.sample import Sample
 
 logger = logging.getLogger(__name__)
 Dialect = type[Chat] | type[Responses] | type[Messages]

@@ -104,7 +104,8 @@ def derive_resources(args: Args, machine: Machine, asynchronous: bool) -> None:
     for name in ("offload_train", "offload_rollout"):
         if getattr(args, name) is None:
             setattr(args, name, bool(shared or args.offload))
-    if args.use_critic and shared:
+    if args.use_critic and shared and not args.offload_train:
+        args.notices.append("--no-offload-train has no effect: actor and critic take turns on the engines' GPUs")
         args.offload_train = True
 
 

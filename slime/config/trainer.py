@@ -224,7 +224,6 @@ def _differences(args: Args) -> list[str]:
 
 
 def _names_checkpoint(override: str) -> bool:
-
     return any(key.replace("-", "_") == "hf_checkpoint" for key in map(str, read_yaml(override, "--override")[0]))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slime.data.sample import Sample, flatten
 from slime.rollout.base_types import EvalResults
-from slime.rollout.rm_hub.outcome import FAILURE_KEY
+from slime.rollout.rm_hub.outcome import FAILURE_KEY, TOO_LONG
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -261,9 +261,9 @@ class Counts:
         for sample in samples:
             self.tokens += sample.response_length
             if sample.reward_timed_out:
-                timeout = str(sample.metadata.get(FAILURE_KEY, "timeout")).startswith("timeout")
-                self.timed_out += timeout
-                self.failed += not timeout
+                status = str(sample.metadata.get(FAILURE_KEY, "timeout")).partition(":")[0]
+                self.timed_out += status == "timeout"
+                self.failed += status not in ("timeout", TOO_LONG)  # counted with the dropped groups
             elif (value := known_reward(sample, reward_key)) is not None:
                 self.rewards += 1
                 self.reward_sum += value

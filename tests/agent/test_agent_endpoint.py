@@ -236,7 +236,7 @@ async def test_sessions_are_told_apart_by_path_and_by_key(client: Client, endpoi
     [
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role"),
-        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "hologram"}]}]}, "only text"),
         ({"messages": HELLO, "max_tokens": 0}, "max_tokens must be a whole number"),
         ({"messages": HELLO, "n": 129}, "at most 128"),
         ({"messages": HELLO, "functions": [{"name": "f"}]}, "functions is not supported: use tools"),

@@ -118,6 +118,8 @@ def test_colocation_sets_both_offloads_unless_told_otherwise(workplace) -> None:
     assert (args.offload_train, args.offload_rollout) == (False, False)
     args = workplace.load("--offload")
     assert (args.offload_train, args.offload_rollout) == (True, True)
+    args = workplace.load("--colocate --no-offload-train --advantage-estimator ppo --lr 1e-5")
+    assert args.offload_train and [x for x in args.notices if "--no-offload-train has no effect" in x]
 
 
 def test_ppo_brings_the_critic(workplace) -> None:

@@ -113,6 +113,7 @@ async def test_prompts_without_room_are_dropped_and_counted_and_answers_are_cut(
     assert all(len(r["input_ids"]) + r["sampling_params"]["max_new_tokens"] == 40 for r in engine.requests)
     assert output.metrics["rollout/dynamic_filter/drop_prompt_too_long"] >= 1
     assert output.metrics["rollout/replaced_group_count"] == 0
+    assert output.metrics["rollout/reward_error_count"] == 0, "no verifier was asked"
 
 
 async def test_a_prompt_that_an_engine_finds_too_long_is_dropped_too(checkpoint: Path) -> None:

@@ -72,7 +72,8 @@ def test_a_recipe_is_consistent(recipe: Path, tmp_path: Path, monkeypatch: pytes
     assert (experts is None) == (layout.ep == 1) and (experts or 0) % layout.ep == 0
     assert args.megatron["num_attention_heads"] % layout.tp == 0
     assert not [notice for notice in args.notices if "these Megatron flags have no effect" in notice]
-    assert TrainNeeds.from_args(args).ref_log_probs == (args.kl_loss_coef != 0), "no forward pass of a reference for a metric alone"
+    scores_reference = TrainNeeds.from_args(args).ref_log_probs
+    assert scores_reference == (args.kl_loss_coef != 0), "no forward pass of a reference for a metric alone"
 
 
 def test_settings_reach_the_command_and_words_behind_it_win(tmp_path: Path) -> None:
