@@ -65,6 +65,7 @@ def digests(snapshot: Path) -> dict[str, str]:
     return flat
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_it_promises_and_no_process(runner, flags, prompts) -> None:
     result = runner.run(*flags, "--eval-interval", 2, "--eval-prompt-data", "letters", prompts, "--save-interval", 3)
     assert_good(result)
