@@ -171,7 +171,7 @@ def test_surprises_are_notes(check: Callable[..., tuple[int, str]]) -> None:
     assert status == 0 and "note  it returns 0 for all 8 answers, including \\boxed{label}" in report
     status, report = check("def f(args, group): return False", FILTER, "hooks.py:f")
     assert status == 0 and "drops all tested groups" in report
-    code = "import time\nasync def f(args, sample, **kw):\n    time.sleep(1.5)\n    return float(sample.index)"
+    code = "import time\nasync def f(args, sample, **kw):\n    time.sleep(1.5 * (sample.index == 0))\n    return float(sample.index)"
     status, report = check(code, RM, "hooks.py:f")
     assert status == 0 and "it blocks its event loop for" in report and "hooks.py:3 in f" in report
 
@@ -238,7 +238,7 @@ async def response_only(args, sample, sampling_params):
     return sample
 async def blocks(args, sample, sampling_params):
     import time
-    time.sleep(1.5)
+    time.sleep(1.5 * (sample.index == 0))
     return await ask(args, sample, sampling_params)
 async def signature(args, sample): return sample
 async def floats(args, sample, sampling_params):
