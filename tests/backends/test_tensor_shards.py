@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,21 @@ def test_memory_that_was_taken_before_is_used() -> None:
     assert [shard.data.data_ptr() for shard in copies] == places
     assert all(torch.equal(shard.data, tensor) for shard, tensor in zip(copies, tensors, strict=True))
     assert memory.is_taken
+
+
+def test_one_stored_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [TensorShard(name, torch.randn(5), (0,), (5,)) for name in "abc"]
+    (tmp_path / "actor").mkdir()
+    write_shards(shards, tmp_path / "actor" / "dcp", tmp_path)
+    stored = StoredTensors(tmp_path / "actor" / "dcp")
+    load, loaded, alive = torch.load, [], []
+
+    def watched(*arguments: object, **keywords: object) -> object:
+        alive.append(sum(before() is not None for before in loaded))
+        tensor = load(*arguments, **keywords)
+        loaded.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch, "load", watched)
+    stored.read([shard._replace(data=torch.zeros(5)) for shard in shards])
+    assert alive == [0, 0, 0]
