@@ -26,6 +26,7 @@ CUDA_MEGABYTES = 3500
 EXTRA_LOCKS = {"sglang-cpu": "cpu-sglang.txt"}
 STAMP = "slime-stamp"
 LOCK_DEADLINE_SECONDS = 1800.0
+INSTALLING = "an install into this folder was begun and has not ended\n"  # the lock file's text meanwhile
 
 
 class SetupError(RuntimeError):
@@ -116,17 +117,27 @@ def ensure(folder: Path, device: str, extra: str = "") -> Path:
     python = folder / "bin" / "python"
     if stamped(folder) == [key, str(CHECKOUT)] and python.exists():
         return python
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "pyvenv.cfg").is_file():
-        raise SetupError(f"{folder} holds other files: name an empty or new folder in SLIME_ENV_DIR")
-    folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder.parent / f"{folder.name}.lock", folder):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with exclusive(folder.parent / f"{folder.name}.lock", folder) as lock:
+        # Only under the lock: while another call makes the environment, the folder has files but no pyvenv.cfg yet.
+        if not may_be_filled(folder, lock):
+            raise SetupError(f"{folder} holds other files: name an empty or new folder in SLIME_ENV_DIR")
         found = stamped(folder)  # another call may have finished meanwhile
         if found[:1] != [key] or not python.exists():
+            lock.write_text(INSTALLING, encoding="utf-8")
             install(folder, device, extra)
         if found != [key, str(CHECKOUT)]:
             install_slime(folder)
             write_stamp(folder, key)
+            lock.write_text("", encoding="utf-8")
     return python
+
+
+def may_be_filled(folder: Path, lock: Path) -> bool:
+    """Whether ``folder`` is new, empty, an environment, or what an install left that was killed at any moment."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return True
+    return (folder / "pyvenv.cfg").is_file() or lock.read_text(encoding="utf-8") == INSTALLING
 
 
 def stamped(folder: Path) -> list[str]:
@@ -142,12 +153,12 @@ def write_stamp(folder: Path, key: str) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(lock: Path, folder: Path) -> Iterator[None]:
-    """Hold a file lock; it falls with its process, so a killed install blocks nobody."""
+def exclusive(lock: Path, folder: Path) -> Iterator[Path]:
+    """Hold a file lock and yield its path; it falls with its process, so a killed install blocks nobody."""
     import fcntl
 
     deadline = time.monotonic() + LOCK_DEADLINE_SECONDS
-    with lock.open("w") as file:
+    with lock.open("a") as file:  # not "w": the file's text says whether an install was interrupted
         waiting = False
         while True:
             try:
@@ -162,7 +173,7 @@ def exclusive(lock: Path, folder: Path) -> Iterator[None]:
                         f"{lock} was held for {LOCK_DEADLINE_SECONDS:.0f} s; is an install hanging?"
                     ) from None
                 time.sleep(0.5)
-        yield
+        yield lock
 
 
 def install(folder: Path, device: str, extra: str = "") -> None:

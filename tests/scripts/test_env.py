@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -154,6 +155,35 @@ def test_two_calls_at_once_and_one_that_was_killed_before(tiny: Tiny) -> None:
     assert sum(" packages: up to " in err for _, err in results) == 1  # one of them installed, the other did not
     assert sum("making a virtual environment" in err for _, err in results) <= 1
     assert version(results[0][0].strip(), "first") == "1.0"
+
+
+def test_a_call_waits_while_another_makes_the_environment(tiny: Tiny) -> None:
+    """``python -m venv`` makes folders first and pyvenv.cfg later: a call in between must not take them for the
+    user's files."""
+    folder = tiny.root / ".venv"
+    (folder / "include").mkdir(parents=True)
+    with (tiny.root / ".venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        call = tiny.start()
+        assert call.stderr is not None
+        assert "waiting for it" in call.stderr.readline()
+        (folder / "pyvenv.cfg").write_text("version = 3.11.0\n")
+    _, err = call.communicate(timeout=120)
+    assert call.returncode == 0, err
+
+
+def test_an_install_that_was_killed_before_it_wrote_its_configuration_is_gone_on_with(tiny: Tiny) -> None:
+    killed = tiny.start()
+    deadline = time.monotonic() + 60
+    while not (tiny.root / ".venv" / "include").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.communicate(timeout=30)
+    (tiny.root / ".venv" / "pyvenv.cfg").unlink(missing_ok=True)
+
+    code, out, err = tiny.run()
+    assert code == 0, err
+    assert version(out.strip(), "first") == "1.0"
 
 
 def test_an_environment_that_two_checkouts_share_changes_hands_without_a_new_install(tmp_path: Path) -> None:
