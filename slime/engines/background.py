@@ -1,4 +1,4 @@
-"""Event loops on threads of their own, for the asynchronous parts of a synchronous program."""
+"""Event loops that run on background threads, for the asynchronous parts of a synchronous program."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _loops: dict[tuple[str, int], asyncio.AbstractEventLoop] = {}
 
 
 def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
-    """The loop of this name; its daemon thread is started on first use. :func:`run` works on the default one."""
-    key = name, os.getpid()  # a forked child has the loop object but not its thread
+    """Return the event loop with this name, and start its daemon thread at the first call.
+
+    :func:`run` uses the loop with the default name.
+    """
+    key = name, os.getpid()  # a forked child inherits the loop object but not its thread, so it needs its own loop
     with _lock:
         if key not in _loops:
             _loops[key] = asyncio.new_event_loop()
@@ -25,12 +28,12 @@ def background_loop(name: str = "slime-loop") -> asyncio.AbstractEventLoop:
 
 
 def run(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine on the background loop and return its result; an exception propagates.
+    """Run a coroutine on the background loop and return its result. An exception of the coroutine propagates.
 
-    When the waiting thread is interrupted (Ctrl-C), the coroutine is cancelled.
+    If the waiting thread is interrupted (Ctrl-C), the coroutine is cancelled.
 
     Raises:
-        RuntimeError: called from the background loop itself, where it would wait for itself.
+        RuntimeError: It was called on the background loop itself, where it would wait for itself forever.
     """
     loop = background_loop()
     if _running_loop() is loop:

@@ -1,4 +1,4 @@
-"""The same call on several engines at once, and the engines that failed it."""
+"""Make the same call on several engines concurrently, and collect the failures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from slime.engines.sglang_api import EngineError
 
 T = TypeVar("T")
 Failures = dict[str, Exception]
-"""Engine URL to the error of that engine."""
+"""The error of each failed engine, by engine URL."""
 
 
 async def on_each(
     engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[T]], what: str, deadline: float
 ) -> tuple[dict[str, T], Failures]:
-    """``call`` on all engines at the same time; returns results and failures by URL.
+    """Await ``call`` for all engines concurrently, and return the results and the failures by URL.
 
-    An engine that does not answer within ``deadline`` seconds has failed, too. Errors that are not the
-    engine's (anything but :class:`EngineError`, :class:`OSError`, :class:`TimeoutError`) propagate.
+    An engine that does not answer within ``deadline`` seconds counts as failed. Only :class:`EngineError`,
+    :class:`OSError` and :class:`TimeoutError` count as failures of an engine; any other error propagates.
     """
+    # With return_exceptions all calls run to their end: one failed engine does not cancel the calls to the others.
     outcomes = await asyncio.gather(
         *(_limited(engine, call, what, deadline) for engine in engines), return_exceptions=True
     )

@@ -1,4 +1,4 @@
-"""Named tensors that travel together, and their layout in one flat buffer of bytes."""
+"""Buckets of named tensors that are sent together, and their layout in one flat buffer of bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     import torch
 
 NamedTensor = tuple[str, "torch.Tensor"]
-ALIGNMENT = 64  # bytes: any dtype may start there, and copies run at full speed
+ALIGNMENT = 64  # bytes; enough for any dtype, and copies run at full speed
 
 
 @dataclass
 class Bucket:
-    """Some tensors that travel together. The sender keeps them alive until the engine has answered.
+    """Tensors that are sent together. The sender keeps them alive until the engine has answered.
 
-    ``flat`` is set when all tensors are views into one uint8 buffer: it can be handed over as a whole.
+    Attributes:
+        index: The number of the bucket in its update.
+        last: Whether this is the last bucket of the update.
+        flat: The uint8 buffer into which all tensors are views, so that it can be sent as a whole. None if the
+            tensors do not share a buffer.
     """
 
     index: int
@@ -33,16 +37,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in the flat buffer of its bucket."""
+    """The place of one tensor in the flat buffer of its bucket."""
 
     name: str
-    dtype: str  # "bfloat16"
+    dtype: str  # without the prefix "torch.", for example "bfloat16"
     shape: tuple[int, ...]
     offset: int  # bytes
     nbytes: int
 
     def torch_dtype(self) -> torch.dtype:
-        """Raises :class:`ValueError` for a name that is no dtype."""
+        """Return the dtype. Raises :class:`ValueError` if torch has no dtype of this name."""
         import torch
 
         dtype = getattr(torch, self.dtype, None)
@@ -51,7 +55,7 @@ class Entry:
         return dtype
 
     def size_of_values(self) -> int:
-        """Bytes that a tensor of this shape and dtype takes."""
+        """Return the size in bytes that follows from shape and dtype; ``nbytes`` may come from another process."""
         return math.prod(self.shape) * self.torch_dtype().itemsize
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
@@ -60,11 +64,12 @@ class Entry:
 
 
 def layout(tensors: Sequence[NamedTensor], alignment: int = ALIGNMENT) -> tuple[list[Entry], int]:
-    """Where each tensor lies in a flat buffer, and the buffer's size in bytes.
+    """Compute the place of each tensor in a flat buffer, and the size of the buffer in bytes.
 
     Args:
-        alignment: bytes that the place of each tensor is a multiple of. With 1 there are no gaps; then tensors must
-            come in descending order of their element sizes (:func:`by_element_size`).
+        alignment: Each tensor starts at a multiple of this number of bytes. With 1 there are no gaps between tensors.
+            The tensors must then be sorted by :func:`by_element_size`, because a view needs a start that is a multiple
+            of its element size.
     """
     entries, end = [], 0
     for name, tensor in tensors:
@@ -75,15 +80,17 @@ def layout(tensors: Sequence[NamedTensor], alignment: int = ALIGNMENT) -> tuple[
 
 
 def by_element_size(tensors: Sequence[NamedTensor]) -> list[NamedTensor]:
-    """Largest elements first, so that tensors which lie end to end without gaps start at a multiple of their element
-    size; otherwise in the order given."""
+    """Sort tensors by element size, largest first, and keep the given order among equal sizes.
+
+    In this order every tensor of a buffer without gaps starts at a multiple of its element size.
+    """
     return sorted(tensors, key=lambda pair: -pair[1].element_size())
 
 
 def flatten(
     tensors: Sequence[NamedTensor], entries: Sequence[Entry], size: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copy tensors into one flat uint8 buffer on their device: into ``out``, or a new one whose gaps are zero."""
+    """Copy tensors into one flat uint8 buffer on their device: into ``out``, or into a new buffer with zeroed gaps."""
     import torch
 
     flat = torch.zeros(size, dtype=torch.uint8, device=tensors[0][1].device) if out is None else out[:size]

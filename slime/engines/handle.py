@@ -1,4 +1,4 @@
-"""The client of one inference engine: everything that the rest of slime may ask of it."""
+"""The client of one inference engine, with all calls that the rest of slime makes to an engine."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ UPDATE_SECONDS = 600.0
 
 
 class EngineHandle:
-    """Speaks SGLang's native HTTP interface with one engine, the embedded one or SGLang itself.
+    """A client for SGLang's native HTTP interface, as the embedded engine and SGLang serve it.
 
-    The engine is asked once what it is, at the first call that depends on it. A handle is used on one event loop
-    (:mod:`slime.engines.background`). Every call has a deadline and raises :class:`EngineError` with the engine's own
-    message; none waits for ever.
+    The handle requests the engine's version once, at the first call that depends on it. A handle must be used on one
+    event loop only (:mod:`slime.engines.background`). Every call has a deadline. If a call fails or its deadline
+    passes, it raises :class:`EngineError` with the message of the engine.
 
     Attributes:
-        url: ``http://host:port``.
-        capabilities: those of the newest API version until the engine was asked (:meth:`connect`, or any call).
+        url: The address of the engine, ``http://host:port``.
+        capabilities: What the engine supports. Before the engine's version is known (see :meth:`connect`), these are
+            the capabilities of the newest API version.
     """
 
     def __init__(
@@ -46,22 +47,24 @@ class EngineHandle:
         self.control_seconds = control_seconds
         self.update_seconds = update_seconds
         self._api: ApiVersion | None = None
-        self._ranks = 1  # tensor parallel
+        self._ranks = 1  # tensor-parallel ranks of the engine
 
     @property
     def capabilities(self) -> Capabilities:
         return (self._api or EMBEDDED).capabilities
 
     async def connect(self) -> ApiVersion:
-        """Ask the engine which API version it speaks. It is asked once; later calls return the same answer."""
+        """Return the API version of the engine. Only the first call sends a request; later calls use its result."""
         if self._api is None:
             said = await self._get("/server_info")
             self._api, self._ranks = choose_api_version(said, self.url), int(said.get("tp_size", 1))
         return self._api
 
     async def _call(self, method: str, path: str, body: object = None, seconds: float | None = None) -> Any:
-        """One request. It is sent a second time where the server closed a pooled connection before it answered: the
-        server may have closed an idle connection just when it was used again."""
+        """Send one request, and once more if the server closed the connection before it answered.
+
+        The server may close an idle connection of the pool at the moment when the client uses it again.
+        """
         for again in (True, False):
             try:
                 return await request(method, self.url + path, body, seconds or self.control_seconds)
@@ -81,11 +84,11 @@ class EngineHandle:
     # --- generation ----------------------------------------------------------------------------
 
     async def generate(self, request: Mapping[str, object]) -> Any:
-        """POST /generate. Returns the decoded answer: a dict, or a list for a batch."""
+        """POST /generate, and return the decoded response: a dict, or a list for a batch."""
         return await self._post("/generate", request, request_seconds())
 
     async def health(self, timeout: float = 30.0) -> bool:
-        """True when the engine produced a token within ``timeout`` seconds."""
+        """Return whether the engine produced a token within ``timeout`` seconds."""
         try:
             await self._call("GET", "/health_generate", seconds=timeout)
         except EngineError:
@@ -106,13 +109,13 @@ class EngineHandle:
         )
 
     async def load(self) -> dict[str, int]:
-        """``running``, ``waiting`` (requests) and ``tokens`` (in the KV cache)."""
+        """Return the number of ``running`` and ``waiting`` requests and of ``tokens`` in the KV cache."""
         ranks = (await self._get("/v1/loads"))["loads"]
         fields = {"running": "num_running_reqs", "waiting": "num_waiting_reqs", "tokens": "num_used_tokens"}
         return {name: sum(int(rank.get(field) or 0) for rank in ranks) for name, field in fields.items()}
 
     async def abort(self, request_id: str | None = None) -> None:
-        """End one request, or all when ``request_id`` is None; their answers hold the tokens so far."""
+        """Abort one request, or all if ``request_id`` is None. Their responses hold the tokens generated so far."""
         await self._post("/abort_request", {"abort_all": True} if request_id is None else {"rid": request_id})
 
     async def pause(self, mode: PauseMode) -> None:
@@ -129,11 +132,11 @@ class EngineHandle:
     # --- weights -------------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Open a weight update; a no-op where the engine knows no brackets.
+        """Open a weight update. This does nothing if the engine has no calls to begin and end an update.
 
         An external engine outlives its run. If a trainer died in the middle of an update, that update is still open
-        and the engine generates nothing: it is closed first. The weights are then a mix of two versions, but a run that
-        starts sends every tensor in its first update.
+        and the engine generates nothing. Such an update is closed first. The weights are then a mix of two versions,
+        but this does no harm, because a run sends every tensor in its first update.
         """
         if not (await self.connect()).capabilities.update_brackets:
             return
@@ -147,10 +150,12 @@ class EngineHandle:
             await self._post("/begin_weight_update")
 
     async def push(self, bucket: Bucket, weight_version: str, others: Sequence[str] = ()) -> None:
-        """Hand over one bucket by shared memory (CPU) or IPC handle (CUDA); same host only.
+        """Send one bucket to an engine on the same host, by shared memory (CPU) or an IPC handle (CUDA).
 
-        ``others``: what training ranks on the engine's other GPUs offer, see
-        :func:`slime.engines.tensor_payload.payload`."""
+        Args:
+            others: The entries of the training ranks on the engine's other GPUs; see
+                :func:`slime.engines.tensor_payload.payload`.
+        """
         from slime.engines.tensor_payload import handles, payload
 
         embedded = (await self.connect()).kind == "embedded"
@@ -159,7 +164,8 @@ class EngineHandle:
         await self._post("/update_weights_from_tensor", body, self.update_seconds)
 
     async def end_update(self, weight_version: str) -> None:
-        """Close the update: from here on answers carry ``weight_version``."""
+        """Close the update. From then on, responses carry ``weight_version``."""
+        # The version is set before the update ends, because the engine generates again as soon as it ends.
         await self._post("/update_weight_version", {"new_version": weight_version, "abort_all_requests": False})
         if (await self.connect()).capabilities.update_brackets:
             await self._post("/end_weight_update", seconds=self.update_seconds)
@@ -167,7 +173,7 @@ class EngineHandle:
     async def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Join a process group with the trainer; rank 0 is the sender."""
+        """Let the engine join a process group with the trainer, in which rank 0 is the sender."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -179,20 +185,25 @@ class EngineHandle:
         await self._post("/init_weights_update_group", body, self.update_seconds)
 
     async def receive(self, broadcast: Broadcast) -> None:
-        """Take part in the broadcast of one bucket, and load it."""
+        """Let the engine take part in the broadcast of one bucket and load the tensors."""
         await self._post("/update_weights_from_distributed", broadcast.body, self.update_seconds)
 
     async def destroy_group(self, group_name: str) -> None:
         await self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     async def load_from_disk(self, path: str, weight_version: str) -> None:
-        # Not the format that the server was started with, which need not be one of files.
+        # Without load_format, SGLang uses the format that it was started with, which may not be a format of files.
         body = {"model_path": path, "load_format": "auto", "weight_version": weight_version, "flush_cache": False}
         await self._post("/update_weights_from_disk", body, self.update_seconds)
 
     async def call_loader(self, loader: str, request: str) -> None:
-        """Let the engine call ``loader(model, [(request, empty tensor)])``, an import path that it was started
-        with as ``--custom-weight-loader``; within an update. The version keeps its name until the update ends."""
+        """Let the engine call ``loader(model, [(request, empty tensor)])`` within an open update.
+
+        The weight version does not change until the update ends.
+
+        Args:
+            loader: An import path that the engine was started with (``--custom-weight-loader``).
+        """
         import base64
         import pickle
 
@@ -207,7 +218,7 @@ class EngineHandle:
         await self._post("/update_weights_from_tensor", body, self.update_seconds)
 
     async def checksum(self) -> dict[str, str]:
-        """Digest per tensor, by the names that the engine uses (see ``named_checksums``)."""
+        """Return the digest of each tensor, by the names that the engine uses (see ``named_checksums``)."""
         answer = await self._post("/weights_checker", {"action": "checksum"}, self.update_seconds)
         ranks = answer["ranks"]
         if len(ranks) == 1:
@@ -215,8 +226,11 @@ class EngineHandle:
         return {f"rank{i}.{name}": value for i, rank in enumerate(ranks) for name, value in rank["checksums"].items()}
 
     async def check_weights(self, action: Literal["snapshot", "reset_tensors", "compare"]) -> None:
-        """POST /weights_checker: keep a copy of all tensors, overwrite them, or compare them with the copy.
-        A difference is an :class:`EngineError` that carries the engine's message."""
+        """Keep a copy of all tensors, overwrite them, or compare them with the copy (POST /weights_checker).
+
+        Raises:
+            EngineError: The comparison found a difference, or the engine cannot compare.
+        """
         if action != "reset_tensors" and not (await self.connect()).capabilities.weight_comparison:
             raise EngineError(f"{self.url} cannot compare its weights, because SGLang supports this only on CUDA")
         await self._post("/weights_checker", {"action": action}, self.update_seconds)
@@ -224,7 +238,7 @@ class EngineHandle:
     # --- memory --------------------------------------------------------------------------------
 
     async def release(self, tags: Sequence[MemoryTag] = ()) -> None:
-        """Give accelerator memory back; no tags means all."""
+        """Release accelerator memory: that of ``tags``, or all memory if there are no tags."""
         await self._post("/release_memory_occupation", {"tags": list(tags) or None})
 
     async def resume(self, tags: Sequence[MemoryTag] = ()) -> None:

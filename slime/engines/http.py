@@ -1,4 +1,4 @@
-"""The HTTP client of a run: one connection pool per event loop, and retries where they help."""
+"""The HTTP client of a run, with one connection pool per event loop and with retries."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ T = TypeVar("T")
 FIRST_DELAY_SECONDS = 0.1
 LONGEST_DELAY_SECONDS = 5.0
 CONNECT_SECONDS = 30.0
-ASKS_FOR_RETRY = (408, 429)  # a router whose queue is full answers with these
+ASKS_FOR_RETRY = (408, 429)  # the statuses of a router whose queue is full
 LONGEST_RETRY_AFTER_SECONDS = 60.0
-RETRIES = 60  # some five minutes
-PATIENT_RETRIES = 360  # with --use-fault-tolerance: as long as an engine may take to come back
+RETRIES = 60  # about five minutes
+PATIENT_RETRIES = 360  # with --use-fault-tolerance, about as long as the restart of an engine may take
 _request_seconds = float(EngineConfig.sglang_router_request_timeout_secs)
 _retries = RETRIES
 _on_fault: Callable[[], None] | None = None
-_retried = 0  # requests that were sent again, since take_retries()
+_retried = 0  # retries since the last take_retries()
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 
 
@@ -43,10 +43,10 @@ class HttpError(RuntimeError):
     """A server answered with an error status, or did not answer.
 
     Attributes:
-        status: None where no answer came.
-        retry_after: seconds after which the server asks for another try, from its ``Retry-After`` header.
-        disconnected: the server closed the connection before the first byte of an answer, as it does with an idle
-            connection of the pool.
+        status: The HTTP status; None if there was no response.
+        retry_after: Seconds after which the server asks for a retry, from its ``Retry-After`` header.
+        disconnected: Whether the server closed the connection before the first byte of a response, as it does with an
+            idle connection of the pool.
     """
 
     def __init__(
@@ -57,42 +57,38 @@ class HttpError(RuntimeError):
 
     @property
     def retryable(self) -> bool:
-        """Connection loss, 5xx, and the statuses that ask for a retry (408, 429); any other 4xx is the caller's
-        mistake."""
+        """Whether a retry may help: after connection loss, 5xx, 408 and 429. Any other 4xx is the caller's mistake."""
         return self.status is None or self.status >= 500 or self.status in ASKS_FOR_RETRY
 
     @property
     def is_fault(self) -> bool:
-        """Whether the server, and not the request or the load, is the likely cause."""
+        """Whether the likely cause is the server, and not the request or the load."""
         return self.status is None or self.status >= 500
 
 
 def watch_faults(callback: Callable[[], None]) -> None:
-    """Call ``callback`` whenever a retried request of this process meets a connection loss or a 5xx status.
+    """Call ``callback`` for each connection loss or 5xx status of a request of this process that uses retries.
 
-    It is called on the event loop of the request, so it must return at once.
+    The callback runs on the event loop of the request, so it must not block.
     """
     global _on_fault
     _on_fault = callback
 
 
 def init_http_client(args: Args) -> None:
-    """Take the deadline and the retries of a request from the arguments.
-
-    Called once, before the first request.
-    """
+    """Set the deadline and the number of retries of requests. Call this once, before the first request."""
     global _request_seconds, _retries
     _retries = PATIENT_RETRIES if args.use_fault_tolerance else RETRIES
     _request_seconds = float(args.sglang_router_request_timeout_secs)
 
 
 def request_seconds() -> float:
-    """What a request of this process may take, ``--sglang-router-request-timeout-secs``."""
+    """Return the time limit of a request of this process (``--sglang-router-request-timeout-secs``)."""
     return _request_seconds
 
 
 def session() -> aiohttp.ClientSession:
-    """The pool of the running event loop. Without a limit on connections: callers bound their concurrency."""
+    """Return the pool of the running event loop. It has no limit on connections: callers limit their concurrency."""
     import aiohttp
 
     from slime.engines.sources import SpreadConnector
@@ -101,20 +97,22 @@ def session() -> aiohttp.ClientSession:
     found = _sessions.get(loop)
     if found is None or found.closed:
         connector = SpreadConnector(keepalive_seconds=60.0)
+        # request() sets the time limit of a request as a whole; aiohttp's own total would be 5 minutes for all.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         found = _sessions[loop] = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=False)
-        if threading.current_thread().daemon:  # nobody closes such a loop: it runs until the process ends
+        if threading.current_thread().daemon:  # such a loop runs until the process ends, and nobody closes its pool
             atexit.register(_close_at_exit, loop)
     return found
 
 
 def _close_at_exit(loop: asyncio.AbstractEventLoop) -> None:
-    """A daemon thread still lives when atexit hooks run."""
+    """Close the pool of a background loop; its daemon thread still runs when atexit hooks are called."""
     if not loop.is_running():
         return
 
     async def end() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}  # a request that is tried again would open a new pool
+        # First cancel the requests, because a retry after close_session() would open a new pool.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         if others:
@@ -133,28 +131,29 @@ async def close_session() -> None:
 
 
 def take_retries() -> int:
-    """How many requests of this process were sent again since the last call."""
+    """Return the number of retries of this process since the last call."""
     global _retried
     count, _retried = _retried, 0
     return count
 
 
 async def post(url: str, payload: object, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
-    """POST JSON and return the decoded answer (JSON, else text).
+    """POST JSON and return the decoded response: JSON if possible, otherwise text.
 
-    Connection loss, 5xx, 408 and 429 are tried again up to ``max_retries`` times (default:
-    :data:`RETRIES`), after 0.1 s, 0.2 s, … 5 s (each with jitter, so that many
-    clients do not come back at once), or later where the server says so (``Retry-After``). Any other 4xx is the
-    caller's mistake and raises at once.
+    After connection loss, 5xx, 408 and 429 the request is sent again, up to ``max_retries`` times (default:
+    :data:`RETRIES`, with ``--use-fault-tolerance`` :data:`PATIENT_RETRIES`). The delays are 0.1 s, 0.2 s, … up to 5 s,
+    or longer if the server asks for it (``Retry-After``). They have jitter, so that many clients do not retry at the
+    same moment. Any other 4xx is the caller's mistake and raises immediately.
 
     Raises:
-        HttpError: with the server's words, or nothing in ``--sglang-router-request-timeout-secs``, all tries together.
+        HttpError: The last error, with the message of the server; or all attempts together took longer than
+            ``--sglang-router-request-timeout-secs``.
     """
     return await _within_limit("POST", url, payload, max_retries, headers)
 
 
 async def get(url: str, max_retries: int | None = None, headers: dict[str, str] | None = None) -> Any:
-    """GET and return the decoded answer; retries as :func:`post`."""
+    """GET and return the decoded response, with the same retries as :func:`post`."""
     return await _within_limit("GET", url, None, max_retries, headers)
 
 
@@ -172,10 +171,10 @@ async def _within_limit(
 async def retrying(
     call: Callable[[], Awaitable[T]], max_retries: int | None = None, give_up: Callable[[], bool] = lambda: False
 ) -> T:
-    """``call``, again after an :class:`HttpError` that another try may help against; see :func:`post`.
+    """Await ``call``, and retry it after an :class:`HttpError` that is retryable; see :func:`post`.
 
     Args:
-        give_up: asked before each wait; when true, the error propagates.
+        give_up: Called before each delay. If it returns True, the error propagates.
     """
     global _retried
     limit = _retries if max_retries is None else max_retries
@@ -189,7 +188,8 @@ async def retrying(
                 raise
             delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS)
             delay = max(delay, error.retry_after or 0.0) * random.uniform(0.75, 1.25)
-            log = logger.warning if attempt >= 3 and attempt & (attempt + 1) == 0 else logger.debug  # tries 4, 8, 16, …
+            # Warn at attempts 4, 8, 16, … only, so that a long outage is reported without flooding the log.
+            log = logger.warning if attempt >= 3 and attempt & (attempt + 1) == 0 else logger.debug
             log("retry %d of %d in %.1f s after: %s", attempt + 1, limit, delay, error)
             _retried += 1
             await asyncio.sleep(delay)
@@ -197,13 +197,13 @@ async def retrying(
 
 
 async def request(method: str, url: str, payload: object, timeout: float, headers: dict[str, str] | None = None) -> Any:
-    """One request, one try.
+    """Send one request without retries.
 
     Args:
-        payload: sent as JSON; bytes are JSON already.
+        payload: Sent as JSON. Bytes are sent as they are, so they must be JSON.
 
     Raises:
-        HttpError: status 400 or above, connection loss, or nothing within ``timeout`` seconds.
+        HttpError: The status was 400 or above, the connection was lost, or no response came within ``timeout`` seconds.
     """
     import aiohttp
     import orjson
@@ -226,17 +226,17 @@ async def request(method: str, url: str, payload: object, timeout: float, header
 
 
 def request_blocking(method: str, url: str, body: object = None, timeout: float = 10.0) -> tuple[int, bytes]:
-    """One HTTP request, one try, from code that runs on no event loop; proxies of the environment are not used.
+    """Send one HTTP request without retries, from synchronous code. Proxies of the environment are not used.
 
     Args:
-        body: sent as JSON.
-        timeout: seconds without any progress.
+        body: Sent as JSON.
+        timeout: Seconds without any progress.
 
     Returns:
-        The status, whatever it is, and the body of the answer.
+        The status and the body of the response. An error status is returned as well.
 
     Raises:
-        OSError: no answer came (:class:`TimeoutError`: not in time).
+        OSError: There was no response; :class:`TimeoutError` if there was none in time.
     """
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout)
@@ -252,7 +252,7 @@ def request_blocking(method: str, url: str, body: object = None, timeout: float 
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """A ``Retry-After`` header in seconds, bounded; None where there is none, or where it is a date."""
+    """Return a ``Retry-After`` header in seconds, limited; None if there is no header or if it is a date."""
     try:
         seconds = float(retry_after or "")
     except ValueError:
@@ -270,7 +270,7 @@ def _decode(raw: bytes) -> Any:
 
 
 def _error_text(raw: bytes) -> str:
-    """The message of an error body, in any of the forms that SGLang, its router and slime use."""
+    """Return the message of an error response, in any of the forms that SGLang, its router and slime use."""
     content = _decode(raw)
     for key in ("error", "message", "detail"):
         if isinstance(content, dict) and content.get(key):

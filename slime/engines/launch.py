@@ -1,4 +1,4 @@
-"""Start one engine of a run: the embedded one or SGLang, as ``--rollout-backend`` says."""
+"""Start one engine of a run: the embedded engine or SGLang, depending on ``--rollout-backend``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 Node = tuple[int, int, str | None]
-"""Rank, number of nodes and rendezvous (host:port) of a server that spans nodes."""
+"""For a server on several nodes: the rank of this node, the number of nodes, and the rendezvous (host:port)."""
 
 
 def start_engine(
@@ -27,14 +27,16 @@ def start_engine(
     gpu_ids: Sequence[int] | None = None,
     node: Node = (0, 1, None),
 ) -> EngineProcess:
-    """Start the server of ``spec``, or one node's part of it; returns at once, see :meth:`EngineProcess.wait_ready`.
+    """Start the server of ``spec``, or the part of it that runs on one node.
 
-    The server ends when the calling process does, also when that is killed. SGLang's does through a guard that
-    watches the caller, and whose ``pid`` is the server's here; SGLang's own processes die with the one that started
-    them.
+    The function returns immediately; :meth:`EngineProcess.wait_ready` waits until the server is up.
+
+    The server ends when the calling process ends, even if the caller is killed. For SGLang this is the task of a guard
+    process (:mod:`slime.engines.guard`), so the ``pid`` of the result is that of the guard. SGLang's own child
+    processes end with their parent.
 
     Args:
-        gpu_ids: the GPUs it may see; None leaves ``CUDA_VISIBLE_DEVICES`` as it is.
+        gpu_ids: The GPUs that the server may see. With None, ``CUDA_VISIBLE_DEVICES`` is not changed.
     """
     if settings.backend != "sglang":
         return start_embedded_engine(settings, spec.index, host, log_path=log_path)
@@ -47,7 +49,7 @@ def start_engine(
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
     command += [sys.executable, "-m", "slime.engines.sglang.server", *server_words(settings, spec, place)]
     env = {**without_proxy(spec.model_path, host), **server_environment(settings, spec)}
-    env.setdefault("SGLANG_GRPC_PORT", str(free_port(host)))  # its default, port + 10000, may be past the last port
+    env.setdefault("SGLANG_GRPC_PORT", str(free_port(host)))  # the default, port + 10000, may be above 65535
     if gpu_ids is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     part = f" node {rank}" if num_nodes > 1 else ""

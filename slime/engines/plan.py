@@ -1,4 +1,4 @@
-"""Which servers a run starts: one :class:`EngineSpec` for each, from ``--rollout-num-gpus`` or ``--sglang-config``."""
+"""The servers that a run starts, each as an :class:`EngineSpec`, from ``--rollout-num-gpus`` or ``--sglang-config``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One server. Everything that a restart needs, so it can be started again from this alone.
+    """One server. It holds everything that a restart of the server needs.
 
     Attributes:
-        index: over all servers of the run; names actor and log.
-        model: name of the served model, ``default`` without ``--sglang-config``.
-        slot: its first accelerator (without a GPU: process slot) among ``--rollout-num-gpus``.
-        num_gpus: its accelerators, over all its nodes.
-        updates: it receives the trainer's weights.
-        options: SGLang's options of its group, by attribute name.
+        index: The number of the server among all servers of the run. The names of its actor and log contain it.
+        model: The name of the served model; ``default`` without ``--sglang-config``.
+        slot: The first accelerator of the server among ``--rollout-num-gpus`` (without GPUs, its first process slot).
+        num_gpus: The number of accelerators of the server on all its nodes.
+        updates: Whether the server receives the trainer's weights.
+        options: The SGLang options of its group, by attribute name.
     """
 
     index: int
@@ -35,7 +35,7 @@ class EngineSpec:
 
 
 def served_models(args: Args) -> list[ServedModel]:
-    """What ``--sglang-config`` says, or one model in engines of one size."""
+    """Return the models of ``--sglang-config``, or without it one model, served by engines of one size."""
     if args.sglang_config:
         return read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
     gpus = int(args.rollout_num_gpus or 0)
@@ -44,9 +44,10 @@ def served_models(args: Args) -> list[ServedModel]:
 
 
 def plan_engines(args: Args) -> list[EngineSpec]:
-    """The servers of a run, in order of model, group and slot. None with ``--rollout-external-engine-addrs``.
+    """Return the servers of a run in the order of model, group and slot.
 
-    Only the first model that is updated receives the trainer's weights.
+    The list is empty with ``--rollout-external-engine-addrs``. The trainer has one set of weights, which goes to the
+    first model with ``update_weights``; no other model is updated.
     """
     if args.rollout_external_engine_addrs:
         return []
@@ -70,5 +71,5 @@ def plan_engines(args: Args) -> list[EngineSpec]:
                         options=dict(group.overrides),
                     )
                 )
-            slot += group.num_gpus
+            slot += group.num_gpus  # also for a placeholder group, which reserves its GPUs and starts no server
     return specs

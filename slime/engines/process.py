@@ -1,4 +1,4 @@
-"""Server processes: started on a free port, watched, stopped by pid, never left behind."""
+"""Server processes: start them on a free port, watch them, and stop them with all their children."""
 
 from __future__ import annotations
 
@@ -29,23 +29,26 @@ POLL_SECONDS = 0.1
 PROXY_VARIABLES = tuple(
     name for scheme in ("http", "https", "all") for name in (f"{scheme}_proxy", f"{scheme}_proxy".upper())
 )
-_PORTS = range(20_000, 32_768)  # above those of Ray's workers, below those of outgoing connections
-_marks: dict[tuple[str, int], socket.socket] = {}  # of the ports that free_port() gave out
+_PORTS = range(20_000, 32_768)  # above the ports of Ray's workers, below the ports of outgoing connections
+_marks: dict[tuple[str, int], socket.socket] = {}  # the sockets that mark ports of free_port() as taken
 
 
 class ServerFailed(RuntimeError):
-    """A server ended, or did not become ready in time; the message holds its last log lines."""
+    """A server ended or did not become ready in time. The message contains its last log lines."""
 
 
 class ServerProcess:
     """One child process that serves HTTP.
 
     Args:
-        ports: of :func:`free_port` that are given back when it is stopped or killed.
+        what: The name of the server in error messages.
+        url: The address at which the server will listen.
+        log_path: The file for stdout and stderr; None discards them.
+        env: Variables that are set in addition to the environment of this process.
+        ports: Further ports of :func:`free_port`, which are released when the server is stopped or killed.
 
     Attributes:
-        url: where it listens.
-        pid: of the child.
+        pid: The process id of the child.
     """
 
     def __init__(
@@ -73,13 +76,13 @@ class ServerProcess:
         return self.child.poll() is None
 
     def wait_ready(self, deadline: float) -> None:
-        """Return when ``/health`` answers 200.
+        """Wait until ``/health`` answers with status 200.
 
         Args:
-            deadline: seconds from now.
+            deadline: The time limit in seconds from now.
 
         Raises:
-            ServerFailed: the process ended, or the deadline passed; then it is stopped.
+            ServerFailed: The process ended, or the deadline passed. In the second case the process is stopped.
         """
         start = time.monotonic()
         while not _healthy(self.url):
@@ -95,7 +98,7 @@ class ServerProcess:
             time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
-        """SIGTERM, after :data:`STOP_SECONDS` SIGKILL; returns when the process is gone."""
+        """Send SIGTERM, after :data:`STOP_SECONDS` SIGKILL, and wait until the process is gone."""
         if self.alive():
             self.child.send_signal(signal.SIGTERM)
             try:
@@ -105,16 +108,16 @@ class ServerProcess:
         self._release_ports()
 
     def kill(self) -> None:
-        """SIGKILL to the process and all below it, also when they are stopped (SIGSTOP); returns when they are gone.
+        """Send SIGKILL to the process and its descendants, and wait until they are gone.
 
-        A driver may hold a process in the kernel: it is not waited for longer than :data:`STOP_SECONDS`.
+        The wait is limited to :data:`STOP_SECONDS`, because a device driver may hold a killed process in the kernel.
         """
         import psutil
 
         tree: list[psutil.Process] = []
         with contextlib.suppress(psutil.NoSuchProcess):
             top = psutil.Process(self.pid)
-            top.suspend()  # so that it starts nothing meanwhile
+            top.suspend()  # so that it starts no further child after the list was read
             tree = top.children(recursive=True)
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -130,7 +133,7 @@ class ServerProcess:
             release_port(host, port)
 
     def cpu_seconds(self) -> float:
-        """CPU time that the process and all below it have used; 0 once it has ended."""
+        """Return the CPU time that the process and its descendants have used; 0 after the process has ended."""
         import psutil
 
         used = 0.0
@@ -143,7 +146,7 @@ class ServerProcess:
         return used
 
     def log_tail(self) -> str:
-        """The last lines that it wrote."""
+        """Return the last :data:`TAIL_BYTES` of the server's output."""
         if self.log_path is None or not self.log_path.exists():
             return "(no log)"
         with open(self.log_path, "rb") as log:
@@ -155,7 +158,7 @@ class EngineProcess(ServerProcess):
     """An inference server."""
 
     bootstrap_port: int | None = None
-    """Where a prefill server hands over its KV; None for other servers."""
+    """The port at which a prefill server hands over its KV cache; None for other servers."""
 
 
 def start_embedded_engine(
@@ -165,9 +168,9 @@ def start_embedded_engine(
     port: int | None = None,
     log_path: str | Path | None = None,
 ) -> EngineProcess:
-    """Start embedded engine number ``index``; returns at once, see :meth:`ServerProcess.wait_ready`.
+    """Start embedded engine number ``index`` and return immediately; see :meth:`ServerProcess.wait_ready`.
 
-    The process ends when the calling process does, also when that is killed.
+    The engine ends when the calling process ends, even if the caller is killed.
     """
     port = port or free_port(host)
     command = [sys.executable, "-m", "slime.engines.embedded.server", "--parent-pid", str(os.getpid())]
@@ -194,28 +197,30 @@ def start_embedded_engine(
 
 
 def without_proxy(model: str | None = None, host: str = "") -> dict[str, str]:
-    """Environment in which a server reaches other servers of the run directly, whatever ``http_proxy`` says.
+    """Return environment variables with which a server reaches the other servers of the run without a proxy.
 
     Args:
-        model: what the server loads. Where that is no folder, a proxy may be the way to the model hub: then only
-            ``host`` and the loopback addresses are exempt.
+        model: What the server loads. If it is not a local folder, the server may need the proxy to reach the model hub.
+            In this case only ``host`` and the loopback addresses are exempt.
     """
-    if model is None or os.path.isdir(model):  # the router's client does not know NO_PROXY=*
+    # The HTTP client of the router does not support NO_PROXY=*, so the proxy variables are emptied as well.
+    if model is None or os.path.isdir(model):
         return {**dict.fromkeys(PROXY_VARIABLES, ""), "NO_PROXY": "*", "no_proxy": "*"}
     return exempt_from_proxy(host)
 
 
 def exempt_from_proxy(host: str) -> dict[str, str]:
-    """Environment in which ``host`` and this machine itself are reached directly, and the rest as before."""
+    """Return environment variables with which only ``host`` and this machine are reached without a proxy."""
     given = (os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or "").split(",")
     exempt = ",".join(dict.fromkeys(filter(None, (*given, "localhost", "127.0.0.1", "::1", host))))
     return {"NO_PROXY": exempt, "no_proxy": exempt}
 
 
 def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Wait until the processes have ended; returns those that have not after ``seconds``.
+    """Wait at most ``seconds`` until the processes have ended, and return those that still run.
 
-    ``psutil.wait_procs`` raises on new kernels when a process ends while it asks (``pidfd_open``: ENOENT).
+    ``psutil.wait_procs`` is not used: on new kernels it raises an error if a process ends during the call
+    (``pidfd_open``: ENOENT).
     """
     import psutil
 
@@ -232,13 +237,13 @@ def wait_gone(processes: Sequence[psutil.Process], seconds: float) -> list[psuti
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now, and that no later call on this host is given while this process lives, or
-    until :func:`release_port`.
+    """Return a port on which nobody listens, and reserve it until :func:`release_port` or the end of this process.
 
-    A server may take half a minute until it listens. Until then nobody else must get the port: it lies outside those
-    that the kernel gives to outgoing connections, and the UDP port of the same number, kept bound, marks it as taken.
+    A server may take half a minute until it listens, and nobody else must get its port meanwhile. Two things prevent
+    it: the port is outside the range from which the kernel chooses ports for outgoing connections, and the UDP port of
+    the same number is kept bound, which marks the port as taken for all calls of this function on the same host.
     """
-    first = random.SystemRandom().randrange(len(_PORTS))  # the run's own generator stays as it is
+    first = random.SystemRandom().randrange(len(_PORTS))  # does not advance the seeded generator of the run
     for port in (*_PORTS[first:], *_PORTS[:first]):
         mark = socket.socket(type=socket.SOCK_DGRAM)
         try:
@@ -255,7 +260,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def release_port(host: str, port: int) -> None:
-    """A port of :func:`free_port` is not needed any more; a no-op for other ports."""
+    """Release a port of :func:`free_port`. Other ports are ignored."""
     mark = _marks.pop((host, port), None)
     if mark is not None:
         mark.close()
@@ -269,7 +274,11 @@ def _healthy(url: str) -> bool:
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """This host's address as the engines see it: loopback only when all of them are on loopback."""
+    """Return an address of this host that all engines can reach.
+
+    It is the loopback address if all engines are on loopback, otherwise the source address of a connection to the
+    first engine that is not.
+    """
     hosts = {urlsplit(url).hostname or "127.0.0.1" for url in urls}
     addresses = {host: socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0] for host in sorted(hosts)}
     far = [info for info in addresses.values() if not ipaddress.ip_address(info[4][0]).is_loopback]
@@ -277,5 +286,5 @@ def address_towards(urls: Sequence[str]) -> str:
         return "127.0.0.1"
     family, _, _, _, target = far[0]
     with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
-        probe.connect((target[0], 9))  # sends nothing: only asks the routing table
+        probe.connect((target[0], 9))  # connecting a UDP socket sends nothing; it only selects the source address
         return str(probe.getsockname()[0])

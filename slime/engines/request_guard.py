@@ -1,4 +1,4 @@
-"""What the HTTP servers of slime refuse before they read a request.
+"""A check that all HTTP servers of slime apply to a request before they read its body.
 
 The servers have no users other than the programs of a run, none of which is a web browser. A page in a browser on
 the same machine can nevertheless send requests to a loopback port, either across origins or by DNS rebinding.
@@ -13,17 +13,18 @@ import socket
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-_FROM_A_PAGE = ("cross-site", "same-site", "same-origin")  # values of Sec-Fetch-Site that a page's requests carry
+_FROM_A_PAGE = ("cross-site", "same-site", "same-origin")  # values of Sec-Fetch-Site in requests of a web page
 
 
 def request_guard(*names: str) -> Middleware:
-    """A middleware that answers with an error, before the body is read, when a request
+    """Return a middleware that refuses a request, before its body is read, if the request
 
-    - comes from a web page (403): it has an ``Origin`` header, or a ``Sec-Fetch-Site`` that says so;
-    - was sent to a foreign host name (403): ``Host`` is neither an IP address, nor ``localhost``, nor this machine's
-      name, nor one of ``names``. A rebound DNS name is always a name;
-    - has a compressed body (415), which can be a thousand times as large as it looks;
-    - has a body that is not declared to be ``application/json`` (415), as a page can send without asking first.
+    - comes from a web page (403): it has an ``Origin`` header, or a ``Sec-Fetch-Site`` header of a page's request;
+    - was sent to another host name (403): ``Host`` is neither an IP address, nor ``localhost``, nor this machine's
+      name, nor one of ``names``. DNS rebinding always uses a host name, so IP addresses are safe;
+    - has a compressed body (415), which can be a thousand times larger after decompression;
+    - has a body that is not declared as ``application/json`` (415). A web page can send such a body without a
+      preflight request.
 
     Servers should also be started with ``auto_decompress=False``.
     """
@@ -37,7 +38,7 @@ def request_guard(*names: str) -> Middleware:
         status, message = refusal
         body = {"error": {"message": message}, "success": False, "message": message}
         answer = web.Response(text=json.dumps(body), status=status, content_type="application/json")
-        answer.force_close()  # the body, which may be long, is not waited for
+        answer.force_close()  # otherwise the server would have to read the rest of the body, which may be long
         return answer
 
     return guard
@@ -58,7 +59,7 @@ def _refusal(request: web.Request, own: set[str]) -> tuple[int, str] | None:
 
 
 def _is_own(host: str, own: set[str]) -> bool:
-    """Whether a Host header (``name``, ``name:port`` or ``[IPv6]:port``) names this server."""
+    """Return whether a Host header (``name``, ``name:port`` or ``[IPv6]:port``) names this server."""
     if host.startswith("["):
         name = host[1:].partition("]")[0]
     else:

@@ -1,4 +1,4 @@
-"""sglang-router (Rust, from PyPI) in front of the engines, as a child process."""
+"""Run sglang-router (written in Rust, from PyPI) in front of the engines, as a child process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from slime.engines.settings import RouterSettings
 WORKER_SECONDS = 60.0
 READY_SECONDS = 60.0
 FORCED = ("--disable-health-check",)
-"""slime watches the engines itself. The circuit breaker stays on: an engine that fails at once always has the least
-load, so without it ``cache_aware`` would send every request there until the engine is taken out."""
+"""The router's health check is off because slime watches the engines itself. Its circuit breaker stays on: an engine
+that fails every request immediately always has the least load, so the policy ``cache_aware`` would send every request
+to it until slime removes it."""
 PING_SECONDS = 10.0
-MOST_MISSED_PINGS = 3  # in a row; then a router that lives but does not answer is started again
-SECONDS_PER_WORKER = 0.5  # more for each worker that is registered together with others
+MOST_MISSED_PINGS = 3  # after so many in a row, a router that runs but does not answer is restarted
+SECONDS_PER_WORKER = 0.5  # added to the deadline for each worker that is registered
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Worker:
     """An engine behind a router.
 
     Attributes:
-        model: the served model, and so the router that it stands behind.
-        bootstrap_port: of a prefill server.
+        model: The served model. Each model has its own router.
+        bootstrap_port: The port at which a prefill server hands over its KV cache; None for other servers.
     """
 
     url: str
@@ -45,25 +46,25 @@ class Worker:
 
 
 class Router:
-    """A running router; workers are added and removed through its HTTP interface."""
+    """A running router. Workers are added and removed through its HTTP interface."""
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def workers(self) -> list[dict[str, Any]]:
-        """What the router reports of each worker: ``id``, ``url``, ``is_healthy``, …"""
+        """Return what the router reports about each worker: ``id``, ``url``, ``is_healthy`` and more."""
         return list(_call("GET", f"{self.url}/workers")["workers"])
 
     def add_workers(self, workers: Sequence[Worker], deadline: float = WORKER_SECONDS) -> None:
-        """Register engines that are up; returns when the router routes to all of them.
+        """Register engines, which must be up, and wait until the router routes requests to all of them.
 
-        The router registers in the background, so all are announced before the first is waited for.
+        The router registers workers in the background, so all requests are sent before the wait begins.
 
         Args:
-            deadline: seconds; :data:`SECONDS_PER_WORKER` more for each worker.
+            deadline: The time limit in seconds, to which :data:`SECONDS_PER_WORKER` is added for each worker.
 
         Raises:
-            ServerFailed: it does not route to some of them by then; the message names them.
+            ServerFailed: The router did not accept some of the engines in time. The message names them.
         """
         for worker in workers:
             body: dict[str, object] = {"url": worker.url}
@@ -82,11 +83,11 @@ class Router:
         self._wait(taken, lambda: f"take {', '.join(missing)}", deadline + SECONDS_PER_WORKER * len(workers))
 
     def add_worker(self, worker: Worker | str, deadline: float = WORKER_SECONDS) -> None:
-        """:meth:`add_workers` for one engine."""
+        """Register one engine; see :meth:`add_workers`."""
         self.add_workers([Worker(worker) if isinstance(worker, str) else worker], deadline)
 
     def remove_worker(self, url: str, deadline: float = WORKER_SECONDS) -> None:
-        """Forget an engine; a no-op when the router does not know it."""
+        """Remove an engine, and wait until the router has removed it. An engine that is not registered is ignored."""
         for worker in self.workers():
             if engine_url(worker["url"]) == url:
                 _call("DELETE", f"{self.url}/workers/{worker['id']}")
@@ -117,7 +118,7 @@ class RouterProcess(ServerProcess, Router):
         return f" ({'alive' if self.alive() else 'dead'}):\n{self.log_tail()}"
 
     def answers(self, timeout: float) -> bool:
-        """Whether it answers ``GET /liveness`` in any way within ``timeout`` seconds."""
+        """Return whether the router answers ``GET /liveness``, even with an error, within ``timeout`` seconds."""
         try:
             _call("GET", f"{self.url}/liveness", timeout=timeout)
         except OSError:
@@ -134,13 +135,13 @@ def start_router(
     port: int | None = None,
     log_path: str | Path | None = None,
 ) -> RouterProcess:
-    """Start a router, wait for it, and register the workers, which must be up.
+    """Start a router, wait until it is up, and register the workers, which must be up already.
 
-    The router ends when the calling process does, also when that is killed. Where a worker
-    only prefills, it pairs prefill and decode servers.
+    The router ends when the calling process ends, even if the caller is killed. If some workers are prefill or decode
+    servers, the router pairs them.
 
     Raises:
-        ServerFailed: it did not come up, or did not take a worker.
+        ServerFailed: The router did not come up, or did not accept a worker.
     """
     port = port or free_port(host)
     command = [sys.executable, "-m", "slime.engines.guard", "--parent", str(os.getpid()), "--"]
@@ -163,35 +164,37 @@ def start_router(
 
 
 class Routers:
-    """The routers of a run: one per served model, started where there are none yet.
+    """The routers of a run, one per served model.
 
     Attributes:
-        by_model: in the order of the models; users' functions find the first one's address in
+        by_model: The routers in the order of the models. User functions find the address of the first one in
             ``args.sglang_router_ip`` and ``args.sglang_router_port``.
     """
 
     def __init__(self, settings: RouterSettings, log_dir: Path) -> None:
         self.settings, self.log_dir = settings, log_dir
         self.by_model: dict[str, Router] = {}
-        self._added: list[Worker] = []
-        self._missed: dict[str, int] = {}  # pings in a row, by model
+        self._added: list[Worker] = []  # workers of a router that slime did not start; stop() removes them there
+        self._missed: dict[str, int] = {}  # consecutive pings without an answer, by model
 
     def start(self, workers: Sequence[Worker]) -> None:
-        """A router on this host for each model of ``workers``; the first model's is ``--sglang-router-ip/port`` where
-        given."""
+        """Start a router on this host for each model of ``workers``.
+
+        If ``--sglang-router-ip`` and ``--sglang-router-port`` are given, that router serves the first model instead.
+        """
         for model in dict.fromkeys(worker.model for worker in workers):
             own = [worker for worker in workers if worker.model == model]
             if self.settings.address and not self.by_model:
                 host, port = self.settings.address
                 self.by_model[model] = Router(f"http://{host}:{port}")
-                self._added += own  # before: it may take some of them and then fail
+                self._added += own  # before the call, which may fail after the router has accepted some of them
                 self.by_model[model].add_workers(own)
             else:
                 self.by_model[model] = self._start(model, own, address_towards([worker.url for worker in own]))
 
     @property
     def addresses(self) -> dict[str, tuple[str | None, int | None]]:
-        """Host and port of each model's router: ``args.sglang_model_routers`` in users' functions."""
+        """Host and port of each model's router. User functions find them in ``args.sglang_model_routers``."""
         parts = {model: urlsplit(router.url) for model, router in self.by_model.items()}
         return {model: (url.hostname, url.port) for model, url in parts.items()}
 
@@ -211,8 +214,11 @@ class Routers:
             router.remove_worker(url)
 
     def dead(self) -> list[tuple[str, str]]:
-        """The model and the last log lines of each router of ours that has ended, or has not answered the last
-        :data:`MOST_MISSED_PINGS` calls."""
+        """Return the model and a description of each router that slime started and that has failed.
+
+        A router has failed if its process ended, or if it did not answer :data:`MOST_MISSED_PINGS` consecutive pings.
+        The description contains the last log lines. Each call of this method sends one ping to each router.
+        """
         found = []
         for model, router in self.by_model.items():
             if not isinstance(router, RouterProcess):
@@ -231,17 +237,17 @@ class Routers:
         return found
 
     def restart(self, model: str, workers: Sequence[Worker]) -> None:
-        """Start a router that ended or hangs again, at its address."""
+        """Start a router that ended or hangs again, at the same address, which clients keep using."""
         old = self.by_model[model]
         if isinstance(old, RouterProcess):
-            old.kill()  # it may be stopped; its clients' connections are reset, and they ask again
+            old.kill()  # a hanging router may ignore SIGTERM; its clients' connections are reset, and they retry
         address = urlsplit(old.url)
         own = [worker for worker in workers if worker.model == model]
         self.by_model[model] = self._start(model, own, address.hostname or "", address.port)
         self._missed[model] = 0
 
     def stop(self) -> None:
-        """End our routers; take our engines out of one that is not ours."""
+        """Stop the routers that slime started, and remove the engines of this run from a router that it did not."""
         for router in self.by_model.values():
             if isinstance(router, RouterProcess):
                 router.stop()
@@ -255,8 +261,11 @@ class Routers:
 
 
 def engine_url(worker_url: str) -> str:
-    """The engine's own address. With ``--router-dp-aware`` the router lists each data-parallel rank of an engine as a
-    worker of its own, ``http://host:port@rank``."""
+    """Return the address of the engine of a worker.
+
+    With ``--router-dp-aware`` the router has one worker for each data-parallel rank of an engine,
+    ``http://host:port@rank``.
+    """
     return re.sub(r"@\d+$", "", worker_url)
 
 

@@ -1,4 +1,4 @@
-"""The flags that engines and routers need, as values."""
+"""The settings of engines and routers, taken from the flags."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine is started; None leaves a choice to the server.
+    """How an engine is started. None means the default of the server.
 
     Attributes:
         model: ``--hf-checkpoint``, a folder or a hub id.
         backend: ``embedded`` or ``sglang``.
-        dtype: of the weights, for example ``bfloat16``.
-        device, max_running_requests, max_total_tokens: of the embedded engine; SGLang has flags of its own for them.
-        threads: CPU threads of a server process.
-        seed: of the first engine; engine ``i`` samples with ``seed + i`` where a request brings no seed.
-        offload: the engine gives its GPU memory back while the trainer works.
-        return_routed_experts: answers name the experts that each token was routed to.
-        updates_by_delta: weight updates are published deltas, which SGLang needs a loader for.
-        sglang: the ``--sglang-…`` options as given, by attribute name.
+        dtype: The dtype of the weights, for example ``bfloat16``.
+        device, max_running_requests, max_total_tokens: For the embedded engine only; SGLang has its own flags for them.
+        threads: The number of CPU threads of a server process.
+        seed: SGLang engine ``i`` is started with the seed ``seed + i``, for requests that have no seed.
+        offload: Whether the engine releases its GPU memory while the trainer works.
+        return_routed_experts: Whether responses contain the experts to which each token was routed.
+        updates_by_delta: Whether weight updates are published deltas, for which SGLang needs a custom loader.
+        sglang: The given ``--sglang-…`` options, by attribute name.
     """
 
     model: str
@@ -67,12 +67,12 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """How a router is started, or where one runs already.
+    """How a router is started, or the address of a router that runs already.
 
     Attributes:
-        request_seconds: after which the router gives a request up.
-        options: the ``--router-…`` options as given, by attribute name.
-        address: host and port of the router that serves the first model; None: slime starts it.
+        request_seconds: The time limit of the router for a request.
+        options: The given ``--router-…`` options, by attribute name.
+        address: Host and port of a running router for the first model. With None, slime starts that router too.
     """
 
     request_seconds: int = EngineConfig.sglang_router_request_timeout_secs
@@ -81,7 +81,7 @@ class RouterSettings:
 
     @property
     def words(self) -> list[str]:
-        """The options as command-line words, slime's defaults included."""
+        """The options as command-line arguments, including the defaults that slime sets."""
         return command_line("router", {**ROUTER_DEFAULTS, **self.options})
 
     @classmethod

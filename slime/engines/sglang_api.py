@@ -1,7 +1,7 @@
-"""SGLang's native HTTP interface as values: what engines can do, say of themselves and receive, and its versions.
+"""Types for SGLang's native HTTP interface: the capabilities of engines, their description, and the API versions.
 
-An engine is an HTTP server that speaks this interface; the embedded engine speaks its newest version. Callers look at
-:class:`Capabilities` instead of asking which engine answers.
+An engine is an HTTP server with this interface. The embedded engine serves its newest version. Callers check
+:class:`Capabilities` and do not depend on the kind of the engine.
 """
 
 from __future__ import annotations
@@ -13,38 +13,39 @@ from functools import cached_property
 from typing import Any, Literal
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""``abort``: running requests end with the tokens that they have. ``retract``: they wait, and their KV cache is
-computed again. ``in_place``: they wait, and continue with the KV cache of the old weights."""
+"""What a pause does to running requests. ``abort``: they end with the tokens generated so far. ``retract``: they wait,
+and their KV cache is computed again with the new weights. ``in_place``: they wait, and continue with the KV cache of
+the old weights."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 DELTA_LOADER = "slime.weights.delta_loader.load"
-"""The loader that ``load_format`` names when a tensor update is a request to load a published delta. It is a string
-because SGLang's server process imports it (``--custom-weight-loader``)."""
+"""The ``load_format`` of a tensor update that is a request to load a published delta. It is the import path of the
+loader, because SGLang's server process imports it (``--custom-weight-loader``)."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beyond plain generation; contract tests are marked by these names."""
+    """What an engine supports in addition to plain generation. The markers of the contract tests use these names."""
 
     seeded_sampling: bool = False  # the same sampling_seed gives the same tokens
     deterministic: bool = False  # a request's result does not depend on the rest of the batch
-    version_spans: bool = False  # meta_info.weight_versions, per token
-    release_while_busy: bool = False
-    retract: bool = False
-    update_brackets: bool = False  # tensor updates stand between begin and end
-    named_checksums: bool = False  # checksums under Hugging Face names
-    weight_comparison: bool = False  # check_weights: snapshot and compare
-    flat_broadcast: bool = False  # receives all tensors of a bucket in one broadcast
+    version_spans: bool = False  # meta_info.weight_versions gives the weight version of each token
+    release_while_busy: bool = False  # memory can be released while requests run
+    retract: bool = False  # the pause mode "retract" can be used for weight updates
+    update_brackets: bool = False  # a tensor update has calls to begin and end it
+    named_checksums: bool = False  # checksums have the Hugging Face names of the tensors
+    weight_comparison: bool = False  # check_weights can take a snapshot and compare with it
+    flat_broadcast: bool = False  # all tensors of a bucket can be sent in one broadcast
 
 
 class EngineError(RuntimeError):
-    """An engine answered with an error or not at all; the message names engine, call and answer."""
+    """An engine answered with an error or not at all. The message names the engine, the call and the response."""
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine says of itself."""
+    """The description of an engine, from ``/server_info`` and ``/model_info``."""
 
     kind: str  # "embedded" or "sglang"
     version: str  # of the server software
@@ -57,11 +58,12 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What engines receive of one bucket over a process group: the same for all of them.
+    """The request to receive one bucket over a process group. It is the same for all engines.
 
     Attributes:
-        dtypes: ``"bfloat16"``.
-        flat: one broadcast of all tensors' bytes end to end, without gaps. Otherwise one broadcast per tensor.
+        dtypes: The dtypes without the prefix ``torch.``, for example ``"bfloat16"``.
+        flat: Whether there is one broadcast with the bytes of all tensors, without gaps. Otherwise there is one
+            broadcast per tensor.
     """
 
     names: Sequence[str]
@@ -73,7 +75,7 @@ class Broadcast:
 
     @cached_property
     def body(self) -> bytes:
-        """JSON for ``/update_weights_from_distributed``, made once for all engines."""
+        """The JSON body for ``/update_weights_from_distributed``. It is encoded once and sent to all engines."""
         import orjson
 
         body: dict[str, object] = {
@@ -121,23 +123,24 @@ SGLANG_0_5_23 = ApiVersion(
     ),
 )
 SGLANG_0_5_15 = ApiVersion(kind="sglang", capabilities=Capabilities(weight_comparison=True))
-"""No begin and end of an update. Its scheduler takes requests back on ``retract``, but asserts when weights or cache
-change before they have run again, so it is never asked to: updates in flight abort, and go on with the tokens so far.
-Its answers name one weight version; which token is of which is known from the requests that were sent again."""
+"""This version has no calls to begin and end an update. Its scheduler supports ``retract``, but an assertion in it
+fails if weights or cache change before retracted requests have run again. So ``retract`` is never used: an update in
+flight aborts the requests, and the client continues them with the tokens generated so far. A response names only one
+weight version, so the version of each token is derived from the requests that were sent again."""
 
 _API_VERSIONS: tuple[tuple[tuple[int, ...], ApiVersion], ...] = (
     ((0, 5, 23), SGLANG_0_5_23),
     ((0, 5, 15), SGLANG_0_5_15),
 )
-"""(oldest release, API version), newest first. 0.5.15.post1 and 0.5.23 were examined; a release between them counts as
-the older one."""
+"""The oldest release of each API version, newest first. Only 0.5.15.post1 and 0.5.23 were examined. A release between
+them is treated like the older one."""
 
 
 def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersion:
-    """The API version for what ``/server_info`` says.
+    """Return the API version of an engine from its ``/server_info``.
 
     Raises:
-        EngineError: the version is older than any that is known.
+        EngineError: The engine is older than all supported versions.
     """
     version = str(server_info.get("version", ""))
     deterministic = bool(server_info.get("enable_deterministic_inference"))
@@ -146,7 +149,7 @@ def choose_api_version(server_info: Mapping[str, object], url: str) -> ApiVersio
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     for oldest, api in _API_VERSIONS:
         if numbers >= oldest:
-            compares = server_info.get("device") != "cpu"  # it calls torch.cuda
+            compares = server_info.get("device") != "cpu"  # SGLang's comparison calls torch.cuda
             return replace(api, capabilities=replace(api.capabilities, weight_comparison=compares))
     known = ".".join(map(str, _API_VERSIONS[-1][0]))
     raise EngineError(f"{url} is SGLang {version or 'of unknown version'}; this slime supports {known} and later")

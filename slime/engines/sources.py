@@ -1,4 +1,4 @@
-"""Connections from several local addresses, so that ports do not bound how many there are to one server."""
+"""Connections from several loopback addresses, so that free ports do not limit the connections to one server."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
 
-_IP_BIND_ADDRESS_NO_PORT = 24  # of Linux; a port is chosen when the destination is known, not before
+_IP_BIND_ADDRESS_NO_PORT = 24  # Linux: the port is chosen at connect(), so sockets to other servers may share it
 
 
 class SpreadConnector(aiohttp.TCPConnector):
-    """Goes on from the next loopback address when an address has no free port towards a server of this machine.
+    """A connector that changes to the next loopback address when the current one has no free port.
 
-    A connection is known by both its addresses and ports, so each source address has a whole range of ports
-    (``ip_local_port_range``) towards one server. Usual runs, which need one range, connect as any client does.
+    A connection is identified by the addresses and ports of both ends. So each source address provides a whole range
+    of ports (``ip_local_port_range``) for connections to one server on this machine. Most runs need one range only,
+    and their sockets are not bound to an address.
     """
 
     def __init__(self, keepalive_seconds: float) -> None:
         super().__init__(socket_factory=self._socket, limit=0, keepalive_timeout=keepalive_seconds)
-        self._source: dict[str, int] = {}  # by the server's address: how many loopback addresses are used up
+        self._source: dict[str, int] = {}  # the number of the current loopback address, by server address
 
     async def connect(self, req: ClientRequest, traces: list[Trace], timeout: ClientTimeout) -> Connection:
         host = req.url.host or ""
@@ -40,7 +41,8 @@ class SpreadConnector(aiohttp.TCPConnector):
             except aiohttp.ClientConnectorError as error:
                 if error.errno != errno.EADDRNOTAVAIL or tries <= 0:
                     raise
-                if self._source.get(host, 0) == source:  # no other request has gone on meanwhile
+                # Many requests fail at the same time when the ports run out. Only the first of them changes the address.
+                if self._source.get(host, 0) == source:
                     self._source[host] = (source + 1) % source_addresses(host)
 
     def _socket(self, address: AddrInfoType) -> socket.socket:

@@ -1,8 +1,8 @@
-"""A bucket of tensors as the body of ``/update_weights_from_tensor``.
+"""Encode a bucket of tensors as the body of ``/update_weights_from_tensor``.
 
-The body holds handles, not values: shared memory on the CPU, CUDA IPC on the GPU. The sender keeps the bucket alive
-until the engine has answered. There is one buffer, and the place of each tensor in it. :func:`payload` writes this in
-SGLang's form, a pickle; :func:`handles` in the embedded engine's form, plain JSON.
+The body contains handles, not values: shared memory on the CPU, CUDA IPC on the GPU. The sender must keep the bucket
+alive until the engine has answered. The body describes one buffer and the place of each tensor in it. :func:`payload`
+encodes it for SGLang, as a pickle. :func:`handles` encodes it for the embedded engine, as plain JSON.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     from slime.engines.flat import Bucket
 
-_DEVICE_INDEX = 6  # of the device in what torch's reduce_tensor returns for a CUDA tensor
+_DEVICE_INDEX = 6  # the position of the device in the values that torch's reduce_tensor returns for a CUDA tensor
 HANDLES = "handles"
-"""``load_format`` of the embedded engine's form."""
+"""The ``load_format`` of the embedded engine."""
 
 
 def handles(bucket: Bucket) -> dict[str, Any]:
-    """``load_format``, ``buffer`` and ``tensors`` for one embedded engine, which opens the buffer once."""
+    """Return ``load_format``, ``buffer`` and ``tensors`` for one embedded engine, which opens the buffer once."""
     import torch.multiprocessing
 
     torch.multiprocessing.set_sharing_strategy("file_system")
@@ -46,7 +46,7 @@ def handles(bucket: Bucket) -> dict[str, Any]:
 
 
 def _shared_memory_handle(buffer: torch.Tensor) -> dict[str, Any]:
-    """Moves the storage into shared memory if it does not lie there yet."""
+    """Describe a CPU buffer. This moves its storage into shared memory if it is not there already."""
     storage = buffer.untyped_storage()
     manager, name, size = storage._share_filename_cpu_()
     return {"kind": "shared_memory", "manager": manager.decode(), "name": name.decode(), "storage_nbytes": size}
@@ -75,23 +75,23 @@ def _base64(value: bytes) -> str:
 
 
 def _device_uuid(device: int | str) -> str:
-    """A device's UUID: its index may be another one in the process that opens the handle."""
+    """Return the UUID of a device, because its index may be different in the process that opens the handle."""
     import torch
 
     return device if isinstance(device, str) else str(torch.cuda.get_device_properties(device).uuid)
 
 
 def payload(bucket: Bucket, ranks: int = 1, others: Sequence[str] = ()) -> dict[str, Any]:
-    """``serialized_named_tensors`` and ``load_format`` for one engine of ``ranks`` tensor-parallel ranks.
+    """Return ``serialized_named_tensors`` and ``load_format`` for one engine with ``ranks`` tensor-parallel ranks.
 
-    Every rank gets a pickle of its own, because each that opens a CUDA handle also counts it down.
+    Every rank gets its own pickle, because each process that opens a CUDA handle also decreases its reference count.
 
     Args:
-        others: entries (:func:`entry`) that other training ranks made of their copies of this bucket, for the engine's
-            ranks from the second on; without any, all ranks read this copy.
+        others: The entries (see :func:`entry`) that other training ranks made from their copies of this bucket, for
+            the second and later ranks of the engine. Without them, all ranks of the engine read this copy.
 
     Raises:
-        ValueError: there are entries, but not one for each of the engine's other ranks.
+        ValueError: The number of ``others`` is neither 0 nor the number of the engine's other ranks.
     """
     if others and len(others) != ranks - 1:
         raise ValueError(
@@ -102,13 +102,14 @@ def payload(bucket: Bucket, ranks: int = 1, others: Sequence[str] = ()) -> dict[
 
 
 def entry(bucket: Bucket) -> str:
-    """The entry of one tensor-parallel rank: handle and layout of the bucket's buffer, for one process to open."""
+    """Return the entry for one tensor-parallel rank: the handle and the layout of the buffer. Only one process may
+    open it."""
     buffer, tensors = _in_one_buffer(bucket)
     metadata = []
     for name, tensor in tensors:
         start = tensor.storage_offset() * tensor.element_size() - buffer.storage_offset()
         size = tensor.numel() * tensor.element_size()
-        # SGLang reads these fields of any object, and admits this type in pickles.
+        # SGLang accepts any object with these fields, and its unpickler allows this type.
         metadata.append(
             SimpleNamespace(
                 name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=start + size, numel=size
@@ -118,8 +119,11 @@ def entry(bucket: Bucket) -> str:
 
 
 def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-    """The bucket's buffer, or a copy of its tensors in one: pickling moves a CPU tensor's storage into shared
-    memory, which must not happen to a trainer's parameters."""
+    """Return the buffer of the bucket and the views into it, after a copy into a new buffer if there is none.
+
+    The copy is necessary because making a handle moves the storage of a CPU tensor into shared memory, which must not
+    happen to the parameters of the trainer.
+    """
     import torch
 
     from slime.engines.flat import flatten, layout
@@ -128,15 +132,15 @@ def _in_one_buffer(bucket: Bucket) -> tuple[torch.Tensor, list[tuple[str, torch.
         entries, size = layout(bucket.tensors)
         bucket.flat = flatten(bucket.tensors, entries, size)
         bucket.tensors = [(entry.name, entry.view(bucket.flat)) for entry in entries]
-        if bucket.flat.is_cuda:
+        if bucket.flat.is_cuda:  # the engine's process does not wait for this stream
             torch.cuda.current_stream(bucket.flat.device).synchronize()
     return bucket.flat, bucket.tensors
 
 
 class _Pickler(ForkingPickler):
-    """CUDA handles with the UUID of their device (see :func:`_device_uuid`).
+    """A pickler whose CUDA handles contain the UUID of the device instead of its index; see :func:`_device_uuid`.
 
-    SGLang replaces ``rebuild_cuda_tensor`` in its own processes by a function that takes UUIDs.
+    SGLang replaces ``rebuild_cuda_tensor`` in its processes by a function that accepts UUIDs.
     """
 
     def reducer_override(self, value: object) -> Any:
@@ -151,10 +155,11 @@ class _Pickler(ForkingPickler):
 
 
 def pickled(value: object) -> str:
-    """Base64 of a pickle that holds handles to the tensors in ``value``."""
+    """Pickle ``value`` with handles in place of its tensors, and return the pickle in base64."""
     import torch.multiprocessing
 
-    torch.multiprocessing.set_sharing_strategy("file_system")  # SGLang does not survive passed file descriptors
+    # The handle must be the name of a file: the other strategy passes file descriptors, and SGLang fails on them.
+    torch.multiprocessing.set_sharing_strategy("file_system")
     stream = io.BytesIO()
     _Pickler(stream).dump(value)
     return base64.b64encode(stream.getvalue()).decode()

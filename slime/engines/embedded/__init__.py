@@ -1,6 +1,6 @@
-"""The embedded engine: a server of our own that speaks SGLang's native HTTP on torch and transformers.
+"""The embedded engine: an inference server with SGLang's native HTTP interface, built on torch and transformers.
 
-``server.py`` is the process: aiohttp routes in the main thread, the model in one other thread
-(``engine.py``). ``scheduler.py`` decides which tokens the next forward computes, ``runner.py`` computes
-them, ``sampling.py`` samples. Nothing here is imported by the rest of slime; clients use HTTP.
+``server.py`` is the process. The main thread serves the aiohttp routes, and one other thread runs the model
+(``engine.py``). ``scheduler.py`` selects the tokens of the next forward, ``runner.py`` computes them, and
+``sampling.py`` samples from the logits. The rest of slime imports nothing from here; clients use HTTP.
 """

@@ -1,4 +1,4 @@
-"""The JSON that ``/generate`` answers, with SGLang's field names."""
+"""Build the JSON responses of ``/generate``, with SGLang's field names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from slime.engines.embedded.sequence import FinishReason, Sequence, version_span
 from slime.engines.embedded.text import Detokenizer
 
 Scored = tuple[float | None, int, str | None]
-"""Log-prob, token id and, where it was asked for, the token's text."""
+"""The log-prob of a token, its id, and its text if the request asked for it."""
 
 
 class Answer(TypedDict):
-    """What ``/generate`` answers to one prompt."""
+    """The response of ``/generate`` for one prompt."""
 
     text: str
     output_ids: list[int]
-    meta_info: dict[str, Any]  # SGLang's fields; those that the request did not ask for are absent
+    meta_info: dict[str, Any]  # SGLang's fields, without those that the request did not ask for
 
 
 def build_answer(
@@ -33,11 +33,12 @@ def build_answer(
     start: int = 0,
     text: str | None = None,
 ) -> Answer:
-    """The answer as of ``count`` output tokens; ``finish`` is None while the sequence still runs.
+    """Return the response with the first ``count`` output tokens.
 
     Args:
-        start: the first token to tell of; a stream tells of each once.
-        text: of these tokens, where it is known.
+        finish: The finish reason; None while the sequence still runs.
+        start: The first token to include. In a stream, each response begins where the last one ended.
+        text: The text of these tokens, if it is known.
     """
     request = sequence.request
     spans = version_spans(sequence.version_events, weight_version, count)
@@ -66,14 +67,17 @@ def build_answer(
 
 
 def _nuclei(nuclei: list[list[int]]) -> tuple[str, str]:
-    """Ids and offsets, both int32 in base64; token ``t`` was sampled from ``ids[offsets[t]:offsets[t + 1]]``."""
+    """Return ids and offsets, as int32 in base64. Token ``t`` was sampled from ``ids[offsets[t]:offsets[t + 1]]``."""
     ids = np.array([token for nucleus in nuclei for token in nucleus], np.int32)
     offsets = np.cumsum([0, *map(len, nuclei)]).astype(np.int32)
     return base64.b64encode(ids.tobytes()).decode(), base64.b64encode(offsets.tobytes()).decode()
 
 
 def _logprobs(sequence: Sequence, detokenizer: Detokenizer, start: int, count: int) -> dict[str, Any]:
-    """``[[log-prob, id, text or null], ...]``; the first prompt entry has no log-prob, since nothing predicts it."""
+    """Return the log-prob fields, each a list ``[[log-prob, id, text or null], ...]``.
+
+    The log-prob of the first input token is null, as in SGLang.
+    """
     request = sequence.request
     texts = detokenizer if request.return_text_in_logprobs else None
     output_ids = sequence.tokens[sequence.prompt_len + start : sequence.prompt_len + count]

@@ -17,10 +17,12 @@ MAX_BODY_BYTES_WITH_IMAGES = 256 * 2**20
 
 
 def make_app(loaded: Loaded, host: str = "127.0.0.1") -> web.Application:
-    """All routes of an engine. Its model thread runs from the application's startup to its cleanup.
+    """Return an application with all routes of an engine.
+
+    The model thread runs from the startup of the application to its cleanup.
 
     Args:
-        host: the name or address under which clients reach the server.
+        host: The host name or address that clients use, which the check of the ``Host`` header accepts.
     """
     size = MAX_BODY_BYTES if loaded.images is None else MAX_BODY_BYTES_WITH_IMAGES
     app = web.Application(middlewares=[request_guard(host), errors_as_json], client_max_size=size)

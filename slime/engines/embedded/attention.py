@@ -1,12 +1,12 @@
-"""Attention over the KV slots, plugged into transformers' AttentionInterface.
+"""Attention over the KV slots, registered with the AttentionInterface of transformers.
 
-The model sees one packed sequence ``[1, rows]`` in which rows belong to different requests. Its own
-attention modules project and rotate; this function stores keys and values in the slots and attends.
-Two ways, chosen per step:
+The input of the model is one packed sequence ``[1, rows]`` whose rows belong to different requests. The attention
+modules of the model compute projections and rotary embeddings. The function here stores keys and values in the slots
+and computes the attention. A step uses one of two methods:
 
-- *rows*: every row attends alone (one query token) to the first positions of its slot. All decode steps,
-  and everything in deterministic mode, where a row's shapes depend on its own length only.
-- *segments*: several consecutive tokens of one slot attend together, causally. Prompts.
+- *rows*: Each row is one query token, which attends to the first positions of its slot. Decode steps use it, and in
+  deterministic mode all steps do, because then the shapes for a row depend on its own length only.
+- *segments*: Several consecutive tokens of one slot attend together with a causal mask. Prefill steps use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ NAME = "slime_slots"
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows ``start..end`` attend to ``length`` positions of slots ``slot, slot + 1, …`` (or all to ``slot``)."""
+    """Rows ``start`` to ``end - 1``, computed in one call over the first ``length`` positions of their slots.
+
+    The slots of the rows are ``slot, slot + 1, …``; with ``same_slot`` all rows are in ``slot``.
+    """
 
     start: int
     end: int
@@ -35,7 +38,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows ``start..end`` are the last tokens of the first ``length`` positions of ``slot``."""
+    """Rows ``start`` to ``end - 1``, which are the last of the first ``length`` tokens in ``slot``."""
 
     start: int
     end: int
@@ -45,17 +48,18 @@ class Segment:
 
 @dataclass
 class StepContext:
-    """Where the rows of this forward belong. ``lengths[row]`` counts the row itself."""
+    """The slots and positions of the rows of one forward. It has groups or segments, depending on the method."""
 
     cache: KVCache
-    write_index: torch.Tensor  # [rows] int64
-    lengths: torch.Tensor | None = None  # [rows] int64; rows only
+    write_index: torch.Tensor  # [rows] int64: slot * capacity + position
+    lengths: torch.Tensor | None = None  # [rows] int64: tokens to attend to, including the row itself; for groups only
     groups: list[RowGroup] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    # Masks depend on the sliding window but not on the layer, so all layers with the same window share one.
     masks: dict[tuple[RowGroup | Segment, int | None], torch.Tensor] = field(default_factory=dict)
 
     def row_mask(self, group: RowGroup, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """``[rows, 1, 1, length]``: 0 where the row may look, -inf elsewhere."""
+        """Return the mask of a group, ``[rows, 1, 1, length]``: 0 where the row may attend, -inf elsewhere."""
         key = (group, window)
         if key not in self.masks:
             assert self.lengths is not None
@@ -69,7 +73,10 @@ class StepContext:
         return self.masks[key]
 
     def segment_mask(self, segment: Segment, window: int | None, device: torch.device) -> torch.Tensor:
-        """``[queries, length]`` bool: True where a query may look (bottom-right causal)."""
+        """Return the mask of a segment, ``[queries, length]`` bool: True where a query may attend.
+
+        The mask is causal and aligned to the bottom right, because the queries are the last tokens of the slot.
+        """
         key = (segment, window)
         if key not in self.masks:
             count = segment.end - segment.start
@@ -87,19 +94,25 @@ _progressed_at = 0.0
 
 
 def set_step(step: StepContext | None) -> None:
-    """Name the step that the next forward belongs to. One model thread per process, hence a global."""
+    """Set the step of the next forward.
+
+    It is a global because transformers gives the attention function no argument for it; a process has only one model
+    thread.
+    """
     global _step
     _step = step
 
 
 def progressed_at() -> float:
-    """When a layer was last begun in this process (``time.monotonic()``; 0.0 for never): a long prefill makes no
-    token for a while, but it goes on."""
+    """Return the time at which a layer last started in this process (``time.monotonic()``; 0.0 for never).
+
+    A long prefill produces no token for a while; this time shows that it still makes progress.
+    """
     return _progressed_at
 
 
 def register() -> None:
-    """Make ``NAME`` known to transformers. No mask function goes with it, so models build no masks."""
+    """Register :data:`NAME` with transformers. No mask function is registered, so models build no masks."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, slots_attention)
@@ -115,13 +128,16 @@ def slots_attention(
     sliding_window: int | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """AttentionInterface entry.
+    """Store keys and values in the slots and compute the attention, as AttentionInterface calls it.
 
     Args:
-        query: ``[1, heads, rows, head_dim]``; key, value: ``[1, kv_heads, rows, head_dim]``.
+        query: ``[1, heads, rows, head_dim]``. ``key`` and ``value`` are ``[1, kv_heads, rows, head_dim]``.
 
     Returns:
-        ``[1, rows, heads, value_dim]``.
+        The outputs, ``[1, rows, heads, value_dim]``, and None for the attention weights.
+
+    Raises:
+        NotImplementedError: The model uses an option of attention that is not implemented here.
     """
     global _progressed_at
     _progressed_at = time.monotonic()
@@ -133,6 +149,7 @@ def slots_attention(
         what = ", ".join(unsupported) or "attention that is not causal"
         raise NotImplementedError(f"{type(module).__name__} uses {what}, which the embedded engine does not support")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    # Keys and values are written first: each row also attends to itself and to the other new rows of its slot.
     step.cache.write(layer, step.write_index, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     heads, rows = query.shape[1], query.shape[2]
@@ -154,7 +171,8 @@ def _attend_rows(
     group: RowGroup,
     out: torch.Tensor,
 ) -> None:
-    """Query heads that share a kv head become the query positions of one small attention: no head is repeated."""
+    """Attend one query token per row. The query heads of a kv head become the query positions of one small attention,
+    so that keys and values are not repeated for each query head."""
     count, kv_heads = group.end - group.start, keys.shape[2]
     q = query[0, :, group.start : group.end].transpose(0, 1)  # [rows, heads, dim]
     q = q.reshape(count, kv_heads, -1, q.shape[-1])
@@ -182,6 +200,7 @@ def _attend_segment(
     k = keys[segment.slot, : segment.length].transpose(0, 1)[None]
     v = values[segment.slot, : segment.length].transpose(0, 1)[None]
     k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    # is_causal aligns to the top left, which is right only if the queries start at position 0. It needs no mask tensor.
     whole = segment.end - segment.start == segment.length
     if whole and (window is None or segment.length <= window):
         result = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)

@@ -1,10 +1,10 @@
-"""Row counts under which a row's bits do not depend on the rest of the batch.
+"""Find row counts with which the result of a row does not depend on the rest of the batch, bit for bit.
 
-The same row of a larger matrix product may round differently, an elementwise function takes another code
-path in the tail of an array, and a batched attention may be split differently. So deterministic mode runs
-forwards of a few fixed row counts only, and measures at start-up which of those agree with one another,
-bit for bit, at every place in the block. One row per forward agrees with itself by construction, so there
-is always an answer.
+Batching can change the bits of a row in three ways: a larger matrix product may round differently, an elementwise
+function uses another code path for the tail of an array, and a batched attention may be divided differently. So
+deterministic mode computes forwards of a few fixed row counts only. At startup, the engine measures which of these
+counts give the same bits at every position in the block. A forward of one row always agrees with itself, so there is
+always a result.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 _CAPACITY = 192  # three attention lengths
 _SLOTS = 16
-_VECTOR = 32  # elements that torch's widest elementwise loop takes at once (AVX-512, two fp32 registers)
-_PARALLEL_GRAIN = 32768  # elements from which torch splits an elementwise loop over threads
+_VECTOR = 32  # elements per iteration of torch's widest elementwise loop (AVX-512, two fp32 registers)
+_PARALLEL_GRAIN = 32768  # torch divides elementwise loops with more elements over threads
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """Random rows and their places in the cache."""
+    """Random rows, and their slots and positions in the cache."""
 
     tokens: list[int]
     slots: list[int]
@@ -37,12 +37,12 @@ class _Trial:
 
 @torch.inference_mode()
 def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
-    """Set ``runner.row_counts`` and ``runner.attend_alone`` so that results are reproducible. Empties the KV cache.
+    """Set ``runner.row_counts`` and ``runner.attend_alone`` so that results are reproducible, and empty the KV cache.
 
-    A row count must pass two tests: no elementwise loop over its rows has a tail (whose scalar code may round
-    differently), and random rows through the whole model give the bits of the largest count, wherever in the
-    block they stand. Where nothing passes because of attention (MKL's results depend on how buffers are aligned,
-    unless ``MKL_CBWR`` is set), rows attend one call each.
+    A row count must pass two tests. First, elementwise loops over its rows have no tail, because the scalar code for a
+    tail may round differently. Second, random rows through the whole model give the same bits as with the largest
+    count, at any position in the block. If no count passes because of attention (the results of MKL depend on the
+    alignment of buffers unless ``MKL_CBWR`` is set), the attention of each row is computed in its own call.
     """
     if runner.packed is not None:
         runner.packed.refresh()
@@ -54,7 +54,7 @@ def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
                 if accepted:
                     runner.row_counts = accepted
                     return
-                aligned.pop()
+                aligned.pop()  # the largest count depends on the position in the block; try again without it
     finally:
         runner.cache.clear()
     logger.warning("no row count above 1 is bitwise reproducible here, so deterministic mode computes row by row")
@@ -62,6 +62,7 @@ def make_reproducible(runner: Runner, vocab_size: int, seed: int = 0) -> None:
 
 
 def _no_tails(runner: Runner, count: int) -> bool:
+    # The sizes of the weight matrices are the widths of the activations. Each thread's share must have no tail either.
     threads = torch.get_num_threads()
     for width in {size for p in runner.model.parameters() if p.dim() == 2 for size in p.shape}:
         elements = count * width
@@ -71,7 +72,10 @@ def _no_tails(runner: Runner, count: int) -> bool:
 
 
 def _agreeing(runner: Runner, counts: list[int], vocab: int, generator: torch.Generator) -> tuple[int, ...]:
-    """The counts that give the same bits as the largest one; empty when the largest depends on a row's place."""
+    """Return the counts that give the same bits as the largest one.
+
+    The result is empty if with the largest count the bits depend on the position of a row in the block.
+    """
     largest = counts[-1]
     accepted = set(counts[:-1])
     for trial in _trials(largest, vocab, generator):
@@ -88,7 +92,7 @@ def _agreeing(runner: Runner, counts: list[int], vocab: int, generator: torch.Ge
 
 
 def _trials(rows: int, vocab: int, generator: torch.Generator) -> list[_Trial]:
-    """Rows of many sequences (decode), and several rows of each (a prompt)."""
+    """Return a trial with rows of many sequences, as in decode, and one with several rows of each, as in prefill."""
     tokens = torch.randint(0, vocab, (rows,), generator=generator).tolist()
     chance = torch.randint(0, FIXED_LENGTH_STEP, (rows,), generator=generator).tolist()
     blocks = [row // _SLOTS % (_CAPACITY // FIXED_LENGTH_STEP) for row in range(rows)]
@@ -101,9 +105,9 @@ def _trials(rows: int, vocab: int, generator: torch.Generator) -> list[_Trial]:
 
 
 def _fill_cache(runner: Runner, trial: _Trial, generator: torch.Generator) -> None:
-    """Something to attend to. The first forward makes the cache's tensors."""
+    """Fill the cache with random values."""
     runner.cache.resize(_SLOTS, _CAPACITY)
-    _probs(runner, trial, [0])
+    _probs(runner, trial, [0])  # the tensors of the cache are allocated by the first forward
     for store in (runner.cache.keys, runner.cache.values):
         for tensor in store.values():
             noise = torch.randn(tensor.shape[1:], generator=generator, dtype=torch.float32)
@@ -111,7 +115,7 @@ def _fill_cache(runner: Runner, trial: _Trial, generator: torch.Generator) -> No
 
 
 def _probs(runner: Runner, trial: _Trial, rows: Iterable[int]) -> torch.Tensor:
-    """Probabilities ``[rows, vocab]`` of some rows of a trial, as one forward."""
+    """Compute the probabilities ``[rows, vocab]`` of some rows of a trial in one forward."""
     picked = list(rows)
     block = Rows(
         [trial.tokens[row] for row in picked],

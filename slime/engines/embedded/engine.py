@@ -1,4 +1,4 @@
-"""The thread that owns the model: takes commands between steps, computes, hands results to the event loop."""
+"""The thread that runs the model: it executes commands between steps, computes steps, and reports the results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 
 Listener = Callable[[Sequence, int, FinishReason | None, str], None]
-"""Called on the event loop with a sequence, its output tokens so far, why it ended (None: it runs on), and the
-weight version of the last token."""
+"""Called on the event loop with a sequence, the number of its output tokens so far, its finish reason (None while it
+runs), and the weight version of the last token."""
 
 IDLE_SECONDS = 0.5
 HALF_WRITTEN = "half-written"
-"""The weight version after an update that broke off."""
+"""The weight version after an update that failed before it had written all tensors."""
 MAX_WAITING = 65536  # requests
-MAX_UNEXPLAINED = 3  # failed steps that no sequence fails again alone, before the thread ends
+MAX_UNEXPLAINED = 3  # after so many failed steps that no single sequence causes again, the engine stops
 
 
 class TooManyRequests(RuntimeError):
@@ -40,14 +40,15 @@ class TooManyRequests(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Computing a sequence raised an exception."""
+    """The computation of a sequence raised an exception."""
 
 
 class Engine:
-    """Everything between HTTP and the model. Public methods are for the event loop's thread.
+    """Everything between the HTTP routes and the model. See the section comments for the thread of each method.
 
-    ``halted`` names why no step is planned although nothing is paused: an open weight update, one that broke off, or
-    memory that was released.
+    Attributes:
+        halted: The reasons for which no step is computed although generation is not paused: an open weight update, a
+            weight update that failed, or released memory.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, weights: Weights, default_seed: int | None) -> None:
@@ -55,16 +56,16 @@ class Engine:
         self.runner = runner
         self.weights = weights
         self.memory = Memory(runner)
-        self.default_seed = default_seed  # of requests without one; None: each gets its own
+        self.default_seed = default_seed  # for requests without a seed; with None each of them gets a different seed
         self.halted: set[str] = set()
         self.steps = 0
         self.generated_tokens = 0
         self.last_step = time.monotonic()
         self.failure: BaseException | None = None
-        self._unexplained = 0  # failed steps in a row
-        self._suspects: list[Sequence] = []  # to be computed one by one, before all others
-        self._probe: Sequence | None = None  # the suspect that is known to be good
-        self._blamed = False  # whether one of the suspects failed alone
+        self._unexplained = 0  # consecutive failed steps without a sequence that failed again alone
+        self._suspects: list[Sequence] = []  # sequences of a failed step, to compute alone and before all others
+        self._probe: Sequence | None = None  # the first suspect: a short sequence that is known to be good
+        self._blamed = False  # whether one of the suspects failed again alone
         self._seeds = threading.Lock()
         self._next_seed = time.time_ns() & (2**62 - 1)
         self._listeners: dict[Sequence, Listener] = {}
@@ -80,19 +81,19 @@ class Engine:
 
     @property
     def resting(self) -> bool:
-        """Whether no step is computed for now, on purpose."""
+        """Whether steps are suspended intentionally."""
         return self.scheduler.paused or bool(self.halted)
 
     def stop(self) -> None:
-        """End the thread after the step under way."""
+        """End the thread after the current step."""
         self._inbox.put(None)
         self._thread.join(timeout=30)
 
     async def call(self, function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-        """Run ``function`` on the model's thread between two steps and return its result.
+        """Run ``function`` on the model thread between two steps and return its result.
 
         Raises:
-            RuntimeError: the thread of the model has ended.
+            RuntimeError: The model thread has ended.
         """
         assert self._loop is not None
         future: asyncio.Future[T] = self._loop.create_future()
@@ -102,24 +103,24 @@ class Engine:
                 if self.failure is not None:
                     raise RuntimeError(f"the engine thread has ended: {self.failure!r}")
                 result = function(*arguments)
-            except BaseException as error:  # nothing that a command raises may end the model's thread
+            except BaseException as error:  # an exception in a command must not end the model thread
                 self._post(_fail, future, error)
             else:
                 self._post(_succeed, future, result)
 
         self._inbox.put(run)
-        # The thread sets ``failure`` before it empties the inbox for the last time. Whoever sees it here cannot know
-        # whether that came before the put, so the command also runs here; the future takes the first answer only.
+        # The thread sets ``failure`` before it empties the inbox for the last time. If it is set here, the put may have
+        # come too late for that. So the command also runs here, where it fails; the future keeps the first result.
         if self.failure is not None:
             run()
         return await future
 
     async def submit(self, request: GenerateRequest, listener: Listener) -> Sequence:
-        """Queue a request; ``listener`` is called on the event loop as it proceeds.
+        """Queue a request. ``listener`` is called on the event loop when the request makes progress.
 
         Raises:
-            BadRequest: it can never fit.
-            TooManyRequests: the queue is full.
+            BadRequest: The prompt is too long for this engine.
+            TooManyRequests: The queue is full.
         """
         if len(self.scheduler.waiting) >= MAX_WAITING:
             raise TooManyRequests(f"the queue is full: {MAX_WAITING} requests are waiting")
@@ -141,7 +142,7 @@ class Engine:
             self._next_seed += 1
             return self._next_seed
 
-    # --- on the model's thread, as arguments of call() -----------------------------------------
+    # --- on the model thread, as arguments of call() -------------------------------------------
 
     def abort(self, rid: str | None, exact: bool = False) -> None:
         self._finish(self.scheduler.abort(rid, exact))
@@ -150,13 +151,13 @@ class Engine:
         self._finish(self.scheduler.pause(mode))
 
     def change_weights(self, write: Callable[[], T], version: str | None) -> T:
-        """Run ``write``, which changes weights, and account for it.
+        """Run ``write``, which changes weights, and update the weight version and the caches.
 
-        When it fails after it has written something, the weights are of no version: nothing is computed until an
-        update has written all of them. Cached KV is not shared in any case.
+        If ``write`` fails after it has written some tensors, the weights belong to no version, and nothing is computed
+        until updates have written all tensors. In every case, KV of the old weights is no longer shared.
         """
         named = None
-        # The version gets its new name only after all has been written: a token sampled before carries the old name.
+        # The version changes only after all tensors are written, so tokens sampled before keep the old version.
         try:
             result = write()
             named = version if version != self.scheduler.weight_version else None
@@ -168,10 +169,10 @@ class Engine:
         return result
 
     def rename_version(self, version: str) -> None:
-        """Give the weights another version without changing them.
+        """Change the version of the weights without changing the weights.
 
         Raises:
-            WeightError: an update broke off, so they are of no version.
+            WeightError: The last update failed, so the weights belong to no version.
         """
         if self.weights.stale:
             raise WeightError(f"the last update did not write {len(self.weights.stale)} tensors: repeat it first")
@@ -179,14 +180,14 @@ class Engine:
             self.scheduler.name_version(version)
 
     def release(self, tags: list[str]) -> None:
-        """Give memory back. Running requests wait and are computed again after the resume."""
+        """Release memory. If this includes the KV cache, running requests are queued and computed again after resume."""
         if "kv_cache" in tags:
             self._retract_all()
         self.memory.release(tags)
         self._halt("memory", bool(self.memory.released))
 
     def _retract_all(self) -> None:
-        """Put all running sequences back into the queue, without any KV."""
+        """Put all running sequences back into the queue, and forget the contents of all slots."""
         paused = self.scheduler.paused
         self.scheduler.pause("retract")
         self.scheduler.paused = paused
@@ -200,7 +201,7 @@ class Engine:
         (self.halted.add if on else self.halted.discard)(reason)
 
     def begin_update(self) -> bool:
-        """Open a weight update: nothing is computed until it ends. False when one is open."""
+        """Open a weight update. Nothing is computed until it ends. Return False if an update is open already."""
         if "update" in self.halted:
             return False
         self.halted.add("update")
@@ -220,14 +221,14 @@ class Engine:
         except BaseException as error:
             logger.exception("the engine thread failed")
             self.failure = error
-            self._take_commands(block=False)  # they fail, too, or whoever sent them would wait for ever
+            self._take_commands(block=False)  # each of them fails now; otherwise its caller would wait forever
             for sequence in list(self._listeners):
                 sequence.finish_reason = aborted(repr(error), 500)
                 self._finish([sequence])
             raise
 
     def _take_commands(self, block: bool) -> bool:
-        """Run the commands in the inbox; with ``block``, wait for one. Returns False when the thread has to end."""
+        """Run the commands in the inbox; with ``block``, wait for the first. Return False if the thread must end."""
         while True:
             try:
                 command = self._inbox.get(block, IDLE_SECONDS if block else None)
@@ -239,7 +240,7 @@ class Engine:
             block = False
 
     def _step(self) -> bool:
-        """One forward; False when there was nothing to do."""
+        """Compute one step, and return whether there was anything to compute."""
         self._next_suspect()
         plan = None if self.halted else self.scheduler.plan()
         if plan is None:
@@ -263,15 +264,15 @@ class Engine:
     # --- when a step fails ---------------------------------------------------------------------
 
     def _isolate(self, plan: Plan, error: Exception) -> None:
-        """Handle a step that failed: find the sequence that caused it, and end only that one.
+        """Handle a failed step: find the sequence that caused the failure, and abort only this sequence.
 
-        Everything is taken out of the KV cache and computed again: first a sequence that is known to be good, then
-        those of the plan, each alone. The same tokens are sampled again, because sampling depends on seed and position
-        only.
+        The KV cache is emptied and all sequences are computed again: first a probe that is known to be good, then each
+        sequence of the plan alone. The same tokens are sampled again, because sampling depends only on seed and
+        position.
 
         Raises:
-            Exception: the failure is the engine's own: the good sequence fails as well, or it happened
-                :data:`MAX_UNEXPLAINED` times that no sequence fails again alone.
+            Exception: The engine itself has failed: the probe failed as well, or :data:`MAX_UNEXPLAINED` consecutive
+                failures could not be repeated with any single sequence.
         """
         involved = [seq for work in plan.works for seq in (work.sequence, *work.followers)]
         alone = self.scheduler.alone
@@ -283,7 +284,7 @@ class Engine:
         elif alone.finish_reason is None:
             self._blamed = True
             alone.finish_reason = aborted(f"computing this request failed: {type(error).__name__}: {error}", 500)
-        # The commit may have failed half-way: these had ended, but still hold their slots.
+        # If the commit failed halfway, some sequences have a finish reason but still hold their slots.
         done = [seq for seq in involved if seq.finish_reason is not None]
         for sequence in done:
             self.scheduler.leave(sequence)
@@ -297,7 +298,7 @@ class Engine:
         self.scheduler.alone = None
 
     def _next_suspect(self) -> None:
-        """Choose the sequence that the next steps compute alone; none once a token was sampled for each suspect."""
+        """Choose the sequence that the next steps compute alone, or none after all suspects got a token."""
         scheduler = self.scheduler
         while True:
             alone = scheduler.alone
@@ -308,7 +309,7 @@ class Engine:
                 return
 
     def _clear(self, sampled: list[Sequence]) -> None:
-        """A step succeeded: a sequence that got a token in it is no suspect any more."""
+        """After a successful step, clear the suspect that got a token in it."""
         if self.scheduler.alone is None:
             self._unexplained = 0
         elif self.scheduler.alone in sampled:
@@ -317,14 +318,15 @@ class Engine:
                 self._unexplained += 1
 
     def _compute(self, plan: Plan) -> list[SampledToken]:
-        rows: dict[int, torch.Tensor] = {}  # by work
+        rows: dict[int, torch.Tensor] = {}  # the logits to sample from, by index of the work
         for logits in self.runner.run(plan):
             self._score(plan, logits)
             for row, (owner, position) in enumerate(zip(logits.owners, logits.positions, strict=True)):
                 if plan.works[owner].sample and position == plan.works[owner].end - 1:
                     rows[owner] = logits.values[row]
             if len(logits.owners) == len(plan.works) == len(plan.sampled) and len(rows) == len(plan.works):
-                return sample_tokens(logits.values, plan.sampled, self.scheduler.eos_token_ids)  # all rows, in order
+                # All rows are wanted and in order, as in every plain decode step: sample without a copy of the logits.
+                return sample_tokens(logits.values, plan.sampled, self.scheduler.eos_token_ids)
         picked = [rows[i] for i, work in enumerate(plan.works) if work.sample for _ in (0, *work.followers)]
         if not picked:
             return []
@@ -364,17 +366,17 @@ class Engine:
 
 
 def _succeed(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():  # it may have been cancelled
+    if not future.done():  # the caller may have cancelled it
         future.set_result(result)
 
 
 def _fail(future: asyncio.Future[T], error: BaseException) -> None:
-    if future.done():  # it was cancelled, or was told already that the thread has ended
+    if future.done():  # the caller cancelled it, or call() has already set this failure
         return
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
         return
-    # A future refuses StopIteration, and SystemExit or KeyboardInterrupt would end the event loop.
+    # A future does not accept StopIteration, and SystemExit or KeyboardInterrupt would end the event loop.
     failed = RuntimeError(f"{type(error).__name__}: {error}")
     failed.__cause__ = error
     future.set_exception(failed)

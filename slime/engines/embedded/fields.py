@@ -1,4 +1,4 @@
-"""Types and ranges of the fields of a request."""
+"""Checks for the types and ranges of request fields."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 D = TypeVar("D")
 Check: TypeAlias = Callable[[object, str], T]
-"""Takes the value of a field and the field's name, and returns the value with its true type."""
-_SHOWN = 80  # characters of a wrong value in an error message
+"""Takes the value of a field and the name of the field, and returns the value with its type or raises
+:class:`BadRequest`."""
+_SHOWN = 80  # the most characters of a wrong value in an error message
 
 
 class BadRequest(ValueError):
-    """The request cannot be served as it is; answered with status 400 and this message."""
+    """The request is invalid. The engine answers with status 400 and this message."""
 
 
 def refuse(name: str, rule: str, value: object) -> BadRequest:
-    """The error for a wrong value; a long value is cut."""
+    """Return the error for a wrong value, with the value shortened if it is long."""
     shown = repr(value)
     return BadRequest(f"{name} {rule}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '…'}")
 
 
 def whole(low: int, high: int, rule: str = "") -> Check[int]:
-    """An integer in ``[low, high]``; true, false and 1.0 are none."""
+    """Return a check for an integer in ``[low, high]``. True, false and 1.0 are not integers."""
     rule = rule or f"must be a whole number from {low} to {high}"
 
     def check(value: object, name: str) -> int:
@@ -36,12 +37,13 @@ def whole(low: int, high: int, rule: str = "") -> Check[int]:
 
 
 def number(inside: Callable[[float], bool], rule: str) -> Check[float]:
-    """A finite number for which ``inside`` is true, as a float."""
+    """Return a check for a finite number for which ``inside`` is true. The result is a float."""
 
     def check(value: object, name: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise refuse(name, rule, value)
-        if abs(value) > 1e300 or not math.isfinite(value) or not inside(value):  # an int may be too large for a float
+        # The first comparison is for integers: JSON has no limit for them, and isfinite() fails beyond a float's range.
+        if abs(value) > 1e300 or not math.isfinite(value) or not inside(value):
             raise refuse(name, rule, value)
         return float(value)
 
@@ -49,14 +51,14 @@ def number(inside: Callable[[float], bool], rule: str) -> Check[float]:
 
 
 def truth(value: object, name: str) -> bool:
-    """True or false, not 0 or 1."""
+    """Check for true or false; 0 and 1 are not accepted."""
     if not isinstance(value, bool):
         raise refuse(name, "must be true or false", value)
     return value
 
 
 def text(longest: int) -> Check[str]:
-    """A string that can be encoded, of at most ``longest`` characters."""
+    """Return a check for a string of at most ``longest`` characters that can be encoded as UTF-8."""
 
     def check(value: object, name: str) -> str:
         if not isinstance(value, str) or len(value) > longest or not _encodable(value):
@@ -75,7 +77,7 @@ def _encodable(value: str) -> bool:
 
 
 def list_of(check: Check[T], most: int) -> Check[list[T]]:
-    """A list of at most ``most`` values that pass ``check``."""
+    """Return a check for a list of at most ``most`` values that pass ``check``."""
 
     def check_all(value: object, name: str) -> list[T]:
         if not isinstance(value, list) or len(value) > most:
@@ -86,13 +88,13 @@ def list_of(check: Check[T], most: int) -> Check[list[T]]:
 
 
 def one_or_list(check: Check[T], most: int) -> Check[list[T]]:
-    """One value, or a list; the result is a list."""
+    """Return a check for one value or a list of values. The result is always a list."""
     several = list_of(check, most)
     return lambda value, name: several(value if isinstance(value, list) else [value], name)
 
 
 def one_of(*known: str) -> Check[str]:
-    """One of the strings ``known``."""
+    """Return a check for one of the strings ``known``."""
 
     def check(value: object, name: str) -> str:
         if not isinstance(value, str) or value not in known:
@@ -109,19 +111,19 @@ def json_object(value: object, name: str) -> dict[str, object]:
 
 
 def take(body: Mapping[str, object], name: str, check: Check[T], default: D) -> T | D:
-    """A field's checked value; ``default`` where it is missing or null."""
+    """Return the checked value of a field, or ``default`` if it is missing or null."""
     value = body.get(name)
     return default if value is None else check(value, name)
 
 
 def need(body: Mapping[str, object], name: str, check: Check[T], where: str = "") -> T:
-    """As :func:`take`, for a field that has no default.
+    """Return the checked value of a required field.
 
     Args:
-        where: stands before the field's name in error messages, for example ``buffer.``.
+        where: A prefix of the field's name in error messages, for example ``buffer.``.
 
     Raises:
-        BadRequest: it is missing, or not what ``check`` wants.
+        BadRequest: The field is missing, or ``check`` refuses its value.
     """
     if body.get(name) is None:
         raise BadRequest(f"the field {where + name!r} is missing")

@@ -1,4 +1,4 @@
-"""Images of a request: from the wire to what the model's forward takes."""
+"""Read the images of a request and convert them to inputs of the model's forward."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from slime.engines.embedded.fields import BadRequest
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_BYTES = 32 * 2**20  # of one image as it was encoded
+MAX_BYTES = 32 * 2**20  # the encoded size of one image
 MAX_PIXELS = 64 * 10**6
-MAX_IMAGES = 256  # of one prompt
+MAX_IMAGES = 256  # per prompt
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 class ImageReader:
-    """Wraps the checkpoint's processor."""
+    """Prepares images with the processor of the checkpoint."""
 
     def __init__(
         self,
@@ -42,13 +42,15 @@ class ImageReader:
         self.token_id = int(tokenizer.convert_tokens_to_ids(self.token))
 
     def prepare(self, ids: list[int], text: str | None, images: list[object]) -> tuple[list[int], dict[str, object]]:
-        """Returns the prompt's ids with all image placeholders in place, and the tensors for the model.
+        """Return the token ids of the prompt with all image placeholders, and the image tensors for the model.
 
-        ``text`` holds one placeholder per image and goes through the processor. ``ids`` may hold one
-        placeholder per image, or already as many as the processor would make of it; no other id is touched.
+        Args:
+            ids: The prompt, used if ``text`` is None. It has one placeholder per image, or already as many as the
+                processor makes for each image. Other ids are not changed.
+            text: The prompt with one placeholder per image, which the processor expands; or None.
 
         Raises:
-            BadRequest: an image cannot be read, or placeholders and images do not match.
+            BadRequest: An image cannot be read, or the placeholders do not match the images.
         """
         if len(images) > MAX_IMAGES:
             raise BadRequest(f"image_data contains {len(images)} images, but at most {MAX_IMAGES} are allowed")
@@ -57,6 +59,7 @@ class ImageReader:
             made = self.processor(text=[text], images=pictures, return_tensors="pt")
             ids = made["input_ids"][0].tolist()
         else:
+            # The given ids must not change, so they are not decoded and tokenized again: only placeholders are expanded.
             made = self.processor(text=[self.token * len(pictures)], images=pictures, return_tensors="pt")
             ids = self._expand(ids, pictures, int((made["input_ids"] == self.token_id).sum()))
         inputs = {key: self._place(value) for key, value in made.items() if key not in ("input_ids", "attention_mask")}
@@ -92,14 +95,14 @@ class ImageReader:
 
 
 def load_image(item: object, allow_urls: bool = False) -> Image:
-    """A PIL image in RGB from base64, a ``data:`` URL, or ``{"url": …}`` with one of these.
+    """Return a PIL image in RGB from base64, a ``data:`` URL, or ``{"url": …}`` with one of these.
 
     Args:
-        allow_urls: also take ``http(s)`` and ``file:`` URLs and file paths. They let everyone who reaches the port read
-            this machine's files and its network.
+        allow_urls: Accept ``http(s)`` and ``file:`` URLs and file paths too. Then everyone who can reach the port can
+            read files of this machine and access its network.
 
     Raises:
-        BadRequest: it is none of these, too large, or no image.
+        BadRequest: The item has another form, is too large, or is not an image.
     """
     from PIL import Image
 
@@ -125,7 +128,9 @@ def _image_bytes(item: str, allow_urls: bool) -> bytes:
     is_file = len(item) < 4096 and allow_urls and Path(item).expanduser().is_file()
     if allow_urls and (item.startswith(("http://", "https://", "file:")) or is_file):
         return _fetched(item)
-    if ":" in item[:8] or "." in item[:4096] or "~" in item[:4096]:  # in no base64; files are not even looked for
+    # Base64 has none of these characters. Without allow_urls the file system is not accessed, not even to test whether
+    # a file exists.
+    if ":" in item[:8] or "." in item[:4096] or "~" in item[:4096]:
         raise BadRequest("image_data must be base64 or data: URLs; other URLs and paths need --allow-image-urls")
     return _decoded(item)
 
@@ -137,10 +142,10 @@ def _decoded(text: str) -> bytes:
 
 
 def _fetched(item: str) -> bytes:
-    """The content of a URL or file.
+    """Return the content of a URL or file.
 
     Raises:
-        BadRequest: it is larger than :data:`MAX_BYTES`, or no regular file.
+        BadRequest: The content is larger than :data:`MAX_BYTES`, or the path is not a regular file.
     """
     if item.startswith(("http://", "https://")):
         from urllib.request import urlopen
@@ -149,7 +154,7 @@ def _fetched(item: str) -> bytes:
             content = bytes(answer.read(MAX_BYTES + 1))
     else:
         path = Path(item.removeprefix("file://")).expanduser()
-        if not path.is_file():  # a device or a pipe may never end
+        if not path.is_file():  # reading a device or a pipe may never end
             raise BadRequest(f"image {str(path)!r} is not a file")
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

@@ -1,4 +1,4 @@
-"""The tensors behind the slots: keys and values of every layer."""
+"""The tensors of the slots: the keys and values of every layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from slime.engines.embedded.slots import Copy, Move, Swap
 class KVCache:
     """One pair of tensors ``[slots + 1, capacity, kv_heads, head_dim]`` per attention layer.
 
-    Layers come into being when the model first uses them, so no config has to be read for shapes. The
-    last slot is a bin for padding rows. Memory starts as zeros: masked positions are multiplied by zero,
-    and what is not a number would stay so. On the CPU, pages are taken only as they are written.
+    The tensors of a layer are allocated when the model first uses the layer, so their shapes need not be derived from
+    the config. The last slot receives the keys and values of padding rows. New memory is zeroed, because masked
+    positions are multiplied by zero, which would not remove a NaN. On the CPU, memory pages are allocated only when
+    they are written.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -35,7 +36,7 @@ class KVCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def resize(self, num_slots: int, capacity: int) -> None:
-        """Keep what both shapes have room for."""
+        """Change the number of slots and their capacity, and keep the contents that fit into the new shape."""
         if (num_slots, capacity) == (self.num_slots, self.capacity):
             return
         slots, length = min(num_slots, self.num_slots), min(capacity, self.capacity)
@@ -50,16 +51,20 @@ class KVCache:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def write(self, layer: int, index: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store ``key`` and ``value`` (``[rows, kv_heads, head_dim]``) at ``index`` (= slot · capacity + position)."""
+        """Store ``key`` and ``value``, ``[rows, kv_heads, head_dim]``.
+
+        Args:
+            index: ``[rows]`` int64, slot * capacity + position of each row.
+        """
         if layer not in self.keys:
             self.keys[layer] = self._zeros(key.shape[1], key.shape[2])
             self.values[layer] = self._zeros(value.shape[1], value.shape[2])
-        # One scatter per layer for all rows of the step, whatever slots they belong to.
+        # One scatter per layer stores all rows of the step, which may belong to many slots.
         self.keys[layer].flatten(0, 1).index_copy_(0, index, key.to(self.dtype))
         self.values[layer].flatten(0, 1).index_copy_(0, index, value.to(self.dtype))
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Carry the scheduler's moves out, in order."""
+        """Execute the moves of the scheduler, in order."""
         for store in (self.keys, self.values):
             for tensor in store.values():
                 for move in moves:
@@ -69,14 +74,14 @@ class KVCache:
                         _swap(tensor, move)
 
     def clear(self) -> None:
-        """Give the memory back; everything cached is lost."""
+        """Free the memory. All cached keys and values are lost."""
         self.keys.clear()
         self.values.clear()
         self.num_slots = self.capacity = 0
 
 
 def _swap(tensor: torch.Tensor, move: Swap) -> None:
-    # Only the tokens that count are moved, which is far less than two whole slots.
+    # Only the valid tokens are moved, which are far fewer than those of two whole slots.
     kept = tensor[move.a, : move.length_a].clone()
     tensor[move.a, : move.length_b].copy_(tensor[move.b, : move.length_b])
     tensor[move.b, : move.length_a].copy_(kept)

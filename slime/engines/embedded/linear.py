@@ -1,8 +1,8 @@
-"""Faster linear layers on the CPU: oneDNN with weights in its own blocked layout, siblings in one product.
+"""Faster linear layers on the CPU: oneDNN with weights in its blocked layout, and sibling layers in one product.
 
-torch's fp32 matrix product goes to MKL, which takes a slow path on CPUs of other makers (measured on an
-AMD EPYC, 64 rows: 130 against 310 GFLOP/s). The packed copy costs the weights' memory once more; the
-parameter stays the truth, and :meth:`PackedLinears.refresh` follows it after an update.
+torch uses MKL for fp32 matrix products, and MKL is slow on CPUs that are not made by Intel (measured on an AMD EPYC
+with 64 rows: 130 against 310 GFLOP/s). The packed copies need as much memory as the weights. The parameters remain the
+source of truth; :meth:`PackedLinears.refresh` packs them again after an update.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import nn
 
 from slime.models.cpu_linear import CpuLinear
 
-_PACK_ROWS = 64  # the row count that the layout is chosen for; any count works
+_PACK_ROWS = 64  # the row count for which the layout is optimized; any count works
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one parent that take the same input, one after the other."""
+"""Layers of one module that are called one after the other with the same input."""
 
 
 class PackedLinears:
-    """All ``nn.Linear`` modules of a model, run by oneDNN.
+    """Replaces the forward of all ``nn.Linear`` modules of a model by oneDNN.
 
     Args:
-        fuse: compute siblings (query, key and value, say) as one product. Each gets a view of the result,
-            which a model that insists on contiguous activations cannot take.
+        fuse: Compute sibling layers (for example query, key and value) as one product. The result of each layer is
+            then a view, so this does not work for models that need contiguous activations.
     """
 
     def __init__(self, model: nn.Module, fuse: bool = True) -> None:
@@ -36,7 +36,7 @@ class PackedLinears:
 
     @staticmethod
     def available(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether this torch has the operators for ``dtype`` here."""
+        """Return whether this build of torch has the operators for ``dtype`` on this device."""
         if device.type != "cpu" or not torch.backends.mkldnn.is_available():
             return False
         if dtype == torch.float32:
@@ -44,18 +44,18 @@ class PackedLinears:
         return dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
     def refresh(self) -> None:
-        """Pack the weights anew if they changed."""
+        """Pack the weights again if they have changed."""
         if not self.stale:
             return
         for group in self.groups:
             for module in group:
-                module.__dict__.pop("forward", None)  # free the old copy before the new one is made
+                module.__dict__.pop("forward", None)  # frees the old copy before the new one is allocated
             for module, forward in zip(group, _packed_forwards(group), strict=True):
                 module.forward = forward  # type: ignore[assignment, method-assign]
         self.stale = False
 
     def drop(self) -> None:
-        """Free the packed copies (until the next :meth:`refresh`)."""
+        """Free the packed copies. The plain forward is used until the next :meth:`refresh`."""
         for group in self.groups:
             for module in group:
                 module.__dict__.pop("forward", None)
@@ -63,7 +63,10 @@ class PackedLinears:
 
 
 def _siblings(linears: dict[str, nn.Linear]) -> list[list[nn.Linear]]:
-    """Groups of :data:`_SIBLINGS` that can be one product: same input width, all with bias or all without."""
+    """Return the groups of :data:`_SIBLINGS` that can be computed as one product.
+
+    The layers of a group must have the same input size, and either all of them or none must have a bias.
+    """
     groups = []
     for name in linears:
         parent, _, own = name.rpartition(".")
@@ -81,7 +84,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
-    """One forward per layer of a group; the first that sees an input computes for all."""
+    """Return one forward per layer of a group. The first layer called with an input computes the result of all."""
     weight = torch.cat([module.weight.detach() for module in group]) if len(group) > 1 else group[0].weight.detach()
     biases = [module.bias.detach() for module in group if module.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -93,14 +96,14 @@ def _packed_forwards(group: list[nn.Linear]) -> list[Forward]:
 
     if len(group) == 1:
         return [alone]
-    shared: list[torch.Tensor] = []  # the input last seen, and the products of all layers with it
+    shared: list[torch.Tensor] = []  # the last input, and the results of all layers for it
 
     def part(start: int, end: int, last: bool) -> Forward:
         def forward(x: torch.Tensor) -> torch.Tensor:
             if not shared or shared[0] is not x:
                 shared[:] = [x, alone(x)]
             result = shared[1][..., start:end]
-            if last:
+            if last:  # the module calls the layers in order, so nobody needs the result after the last one
                 shared.clear()
             return result
 

@@ -1,4 +1,4 @@
-"""Builds a running :class:`Engine` from the options of the command line."""
+"""Build an :class:`Engine` from the command-line options."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DETERMINISTIC_SEED = 42  # of requests that bring none; SGLang's choice
-MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # of what is free after loading, for the KV cache
+DETERMINISTIC_SEED = 42  # for requests without a seed, as in SGLang
+MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.6}  # the part of the memory free after loading that the KV cache may use
 
 
 @dataclass
 class EngineOptions:
-    """The options of the command line that concern the model. Without ``max_total_tokens``, free memory decides."""
+    """The command-line options about the model. Without ``max_total_tokens`` it is derived from the free memory."""
 
     model_path: str
     dtype: str = "float32"
@@ -49,7 +49,7 @@ class EngineOptions:
 
 @dataclass
 class Loaded:
-    """An engine with its tokenizer, configuration and image reader."""
+    """An engine with its tokenizer, config and image reader. ``images`` is None for text models."""
 
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
@@ -62,11 +62,16 @@ class Loaded:
 
 
 class UnsupportedModel(RuntimeError):
-    """The logits of the engine differ from those of the model."""
+    """The logits of the engine differ from those of the model in transformers."""
 
 
 def load_engine(options: EngineOptions) -> Loaded:
-    """Load model and tokenizer, check that the engine computes what the model does, and warm up."""
+    """Load model and tokenizer, and check that the engine computes the same logits as transformers.
+
+    Raises:
+        UnsupportedModel: The logits differ.
+        NotImplementedError: The model uses an option of attention that the engine does not support.
+    """
     from transformers import AutoTokenizer
 
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
@@ -79,13 +84,14 @@ def load_engine(options: EngineOptions) -> Loaded:
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     runner = Runner(model, dtype, device, options.deterministic)
-    reference = _plain_logits(model, vocab_size)
+    reference = _plain_logits(model, vocab_size)  # before _use_slots(), with the attention of transformers
     _use_slots(model)
     try:
         _check_against(reference, runner, dtype)
     except RuntimeError as error:
         if runner.packed is None or isinstance(error, UnsupportedModel | NotImplementedError):
             raise
+        # Another RuntimeError may come from a model that needs contiguous activations, which fused layers do not give.
         logger.info("fused linear layers are not used for this model (%s)", error)
         runner.packed.drop()
         runner.packed = PackedLinears(model, fuse=False)
@@ -114,7 +120,7 @@ def load_engine(options: EngineOptions) -> Loaded:
 
 
 def _use_slots(model: PreTrainedModel) -> None:
-    """Our attention for the language model; image encoders keep theirs."""
+    """Set the attention of this engine for the language model. Image encoders keep their own attention."""
     text = model.config.get_text_config()
     key = next((name for name in getattr(model.config, "sub_configs", {}) if getattr(model.config, name) is text), "")
     model.set_attn_implementation({key: attention.NAME} if key else attention.NAME)
@@ -126,7 +132,7 @@ _PROBE_LENGTH = 12
 
 @torch.inference_mode()
 def _plain_logits(model: PreTrainedModel, vocab_size: int) -> torch.Tensor:
-    """The logits that transformers itself computes for a short sequence, ``[length, vocab]``."""
+    """Return the logits that transformers computes for a short sequence, ``[length, vocab]``."""
     return model(input_ids=_probe_tokens(vocab_size)[None].to(model.device), use_cache=False).logits[0].float()
 
 
@@ -136,10 +142,10 @@ def _probe_tokens(vocab_size: int) -> torch.Tensor:
 
 @torch.inference_mode()
 def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) -> None:
-    """A prompt of all but two tokens, then those two by decode, must give the model's own logits.
+    """Compute all but the last two tokens as a prompt and these two by decode, and compare the logits.
 
     Raises:
-        UnsupportedModel: they differ, so the architecture needs something the engine has not got.
+        UnsupportedModel: The logits differ, so the architecture needs something that the engine does not implement.
     """
     request = GenerateRequest("probe", _probe_tokens(reference.shape[1]).tolist(), SamplingParams())
     request.return_logprob, request.logprob_start_len = True, 0
@@ -148,7 +154,7 @@ def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) 
     runner.cache.clear()
     difference = float((torch.cat(got) - reference).abs().max())
     spread = float(reference.std())
-    if not difference <= (1e-3 if dtype == torch.float32 else 0.2) * max(spread, 1.0):
+    if not difference <= (1e-3 if dtype == torch.float32 else 0.2) * max(spread, 1.0):  # also true for NaN
         raise UnsupportedModel(
             f"{type(runner.model).__name__}: the engine's logits differ from transformers' by {difference:.2g} "
             f"(their spread is {spread:.2g}); this architecture is not supported by the embedded engine"
@@ -156,7 +162,7 @@ def _check_against(reference: torch.Tensor, runner: Runner, dtype: torch.dtype) 
 
 
 def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) -> torch.Tensor:
-    """Logits of all positions ``start..end`` of one sequence."""
+    """Compute the logits of the positions ``start`` to ``end - 1`` of one sequence."""
 
     work = Work(Sequence(request, 0, 0, slot=0), start, end, True)
     runner.cache.resize(1, 64)
@@ -171,7 +177,7 @@ def _probe_step(runner: Runner, request: GenerateRequest, start: int, end: int) 
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The end-of-text tokens of the generation config, the config and the tokenizer."""
+    """Return the end-of-sequence tokens of the generation config, the config and the tokenizer."""
     ends: set[int] = set()
     generation = getattr(model, "generation_config", None)
     for source in (generation, model.config, tokenizer):
@@ -181,7 +187,10 @@ def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> f
 
 
 def _tokens_that_fit(runner: Runner, context_len: int) -> int:
-    """The number of KV tokens that fit into a share of the free memory; at least one full context."""
+    """Return how many tokens of KV cache fit into a share of the free memory, but at least one full context.
+
+    The memory per token is measured with a forward over a small cache.
+    """
     runner.cache.resize(1, 64)
     _probe_step(runner, GenerateRequest("size", [0, 0], SamplingParams()), 0, 2)
     per_token = runner.cache.nbytes / (2 * 64)

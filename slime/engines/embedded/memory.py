@@ -1,4 +1,4 @@
-"""Memory that an engine can give back while its GPU trains, and take again."""
+"""Release the memory of an engine while its GPU is used for training, and take it again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from slime.engines.embedded.runner import Runner
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
-"""``cuda_graph`` is known and holds nothing here."""
+"""``cuda_graph`` is accepted because SGLang has it; this engine has no CUDA graphs."""
 
 
 class Memory:
-    """Releases by tag. Weights survive: on CUDA they move to pinned host memory and come back as they were;
-    on the CPU only the packed copies go."""
+    """Releases memory by tag.
+
+    Weights are not lost. On CUDA they are moved to pinned host memory and come back unchanged. On the CPU only their
+    packed copies are freed.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -44,7 +47,10 @@ class Memory:
         self.released -= back
 
     def _storages(self) -> dict[str, torch.UntypedStorage]:
-        """Each storage once: tied tensors share theirs, and views keep pointing into it."""
+        """Return the storages of the model, each of them once, because tied tensors share a storage.
+
+        Resizing a storage keeps all views into it valid, so no tensor of the model has to be replaced.
+        """
         model = self.runner.model
         tensors = [*model.named_parameters(), *model.named_buffers()]
         unique = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in tensors}
@@ -56,7 +62,7 @@ class Memory:
             host = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
             host.copy_(flat, non_blocking=True)
             self._host[name] = host
-        torch.cuda.synchronize(self.runner.device)
+        torch.cuda.synchronize(self.runner.device)  # the copies must be complete before the storages are freed
         for storage in self._storages().values():
             storage.resize_(0)
 

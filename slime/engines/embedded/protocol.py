@@ -1,4 +1,4 @@
-"""Requests and answers of ``/generate``, with the names, defaults and checks of SGLang 0.5.23."""
+"""Requests of ``/generate``, with the names, defaults and checks of SGLang 0.5.23."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from slime.engines.embedded import fields
 from slime.engines.embedded.fields import BadRequest, Check, refuse
 
 API_VERSION = "0.5.23"
-"""The version of SGLang's native HTTP interface that this engine speaks."""
+"""The version of SGLang's native HTTP interface that this engine serves."""
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-MAX_SAMPLES = 1024  # n of one prompt
-MAX_REQUESTS = 8192  # prompts times n of one body
-MAX_TEXT = 64 * 2**20  # characters; the model's context is a bound of its own
+MAX_SAMPLES = 1024  # the largest n of one prompt
+MAX_REQUESTS = 8192  # per body: the number of prompts times n
+MAX_TEXT = 64 * 2**20  # characters; the context length of the model is a further limit
 _GREEDY_BELOW = 1e-6
 _NOT_SUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "beam_width", "watermark")
 _INT32 = 2**31 - 1
@@ -42,12 +42,12 @@ SAMPLING_CHECKS: dict[str, Check[object]] = {
     "sampling_seed": fields.whole(-(2**63), 2**63 - 1, "must be a whole number that fits in 64 bits"),
     "n": fields.whole(1, MAX_SAMPLES, f"must be at least 1 and at most {MAX_SAMPLES}"),
 }
-"""Type and range of each sampling parameter."""
+"""The check for type and range of each sampling parameter."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one sequence are sampled and when it ends. Names and defaults are SGLang's."""
+    """Parameters for sampling the tokens of one sequence and for its end, with SGLang's names and defaults."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -74,37 +74,37 @@ class SamplingParams:
 
     @property
     def filtered(self) -> bool:
-        """Whether top-k, top-p or min-p cut the distribution."""
+        """Whether top-k, top-p or min-p restrict the distribution."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether a penalty changes the logits depending on the tokens so far."""
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 @dataclass
 class GenerateRequest:
-    """One sequence to generate; a batch or ``n > 1`` becomes several."""
+    """The request for one sequence. A batch or ``n > 1`` becomes several of them."""
 
     rid: str
     input_ids: list[int]
     params: SamplingParams
     return_logprob: bool = False
-    logprob_start_len: int = -1  # first prompt position with a log-prob; -1: none
+    logprob_start_len: int = -1  # the first prompt position with a log-prob; -1 for none
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] = field(default_factory=list)
     return_text_in_logprobs: bool = False
-    return_top_p_token_ids: bool = False  # what each token was sampled from; its log-prob is then over these alone
+    return_top_p_token_ids: bool = False  # ids each token was sampled from; its log-prob is then over these ids only
     stream: bool = False
-    images: list[object] = field(default_factory=list)  # as they came, until they have been read
-    image_inputs: Mapping[str, object] | None = None  # what the processor made of the images
-    version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version that makes it and those after it)
+    images: list[object] = field(default_factory=list)  # encoded, as in the body; empty after they have been read
+    image_inputs: Mapping[str, object] | None = None  # the tensors that the processor made from the images
+    version_plan: tuple[tuple[int, str], ...] = ()  # (output token, weight version for it and the tokens after it)
 
 
 @dataclass
 class GenerateBody:
-    """A ``/generate`` body cut into single requests, still with text where text was given."""
+    """A ``/generate`` body, divided into single requests. ``texts`` has None for prompts given as token ids."""
 
     requests: list[GenerateRequest]
     texts: list[str | None]
@@ -116,10 +116,10 @@ def parse_sampling_params(raw: object, vocab_size: int, where: str = "sampling_p
     """Check one ``sampling_params`` object.
 
     Args:
-        where: stands before the names of fields in error messages.
+        where: A prefix of the field names in error messages.
 
     Raises:
-        BadRequest: an unknown name, a wrong type, a value out of range, or a constraint this engine has not got.
+        BadRequest: A name is unknown, a value has the wrong type or is out of range, or a constraint is not supported.
     """
     raw = {} if raw is None else fields.json_object(raw, where.rstrip("."))
     given = {key: value for key, value in raw.items() if value is not None}
@@ -155,11 +155,14 @@ def _logit_bias(given: Mapping[str, object], vocab_size: int, where: str) -> tup
 
 
 def parse_generate(body: object, vocab_size: int) -> GenerateBody:
-    """Cut a ``/generate`` body into single requests.
+    """Divide a ``/generate`` body into single requests.
 
-    ``text`` or ``input_ids`` may hold one prompt or a list of them; every other field holds one value for
-    all or a list with one per prompt. ``n > 1`` repeats each prompt, answers in prompt-major order; sample
-    ``i`` of a seeded request is sampled with ``sampling_seed + i``.
+    ``text`` or ``input_ids`` is one prompt or a list of prompts. Every other field is one value for all prompts or a
+    list with one value per prompt. With ``n > 1`` each prompt is repeated, and all samples of a prompt follow one
+    another in the response. If the request has a seed, sample ``i`` uses ``sampling_seed + i``.
+
+    Raises:
+        BadRequest: A field is missing, unknown, or has a wrong value.
     """
     body = fields.json_object(body, "the body")
     text, input_ids = body.get("text"), body.get("input_ids")
@@ -235,7 +238,7 @@ def _one_request(
 
 
 def _wrapped(seed: int) -> int:
-    """Into 64 bits with sign."""
+    """Wrap a seed around to a signed 64-bit integer."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -261,10 +264,11 @@ def _checked_text(prompt: object) -> str:
 
 
 def _pick(body: Mapping[str, object], key: str, index: int, count: int, is_single: bool) -> object:
-    """The value for prompt ``index`` of a field that holds one value or one per prompt."""
+    """Return the value for prompt ``index`` of a field that has one value for all prompts or one per prompt."""
     value = body.get(key)
     if is_single or not isinstance(value, list):
         return value
+    # Here one value is a list itself: a flat list of ids is one value for all prompts.
     if key == "token_ids_logprob" and value and not isinstance(value[0], list):
         return value
     if len(value) != count:
@@ -281,6 +285,7 @@ def _is_flat(input_ids: object) -> bool:
 def _checked_ids(ids: object, vocab_size: int) -> list[int]:
     if not isinstance(ids, list) or not ids:
         raise BadRequest("input_ids must not be empty")
+    # With type() and not isinstance(), because True and False are instances of int.
     for position, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadRequest(f"input_ids[{position}] is {token!r}, but token ids are integers in [0, {vocab_size})")

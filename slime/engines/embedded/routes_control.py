@@ -1,4 +1,4 @@
-"""Everything but generation and weights: pauses, memory, and what the server is and does."""
+"""Routes for pauses, memory, and the description and state of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 
 @routes.post("/pause_generation")
 async def pause_generation(request: web.Request) -> web.Response:
-    """POST /pause_generation ``{"mode": "abort" | "retract" | "in_place"}``; returns when nothing runs."""
+    """Pause generation, and answer when no step is running. The field ``mode`` is one of :data:`PAUSE_MODES`."""
     mode = take(await body_of(request), "mode", one_of(*PAUSE_MODES), "abort")
     engine = request.app[LOADED].engine
     await engine.call(engine.pause, mode)
@@ -51,7 +51,7 @@ async def flush_cache(request: web.Request) -> web.Response:
 @routes.post("/resume_memory_occupation")
 @routes.get("/resume_memory_occupation")
 async def memory_occupation(request: web.Request) -> web.Response:
-    """Give memory back, or take it again."""
+    """Release memory, or take it again. Without ``tags`` this concerns all memory."""
     engine = request.app[LOADED].engine
     change = engine.release if request.path == "/release_memory_occupation" else engine.resume
     tags = take(await body_of(request), "tags", list_of(one_of(*TAGS), len(TAGS)), []) or list(TAGS)
@@ -59,7 +59,7 @@ async def memory_occupation(request: web.Request) -> web.Response:
     return json_answer(None)
 
 
-# --- what it is and does -------------------------------------------------------------------------
+# --- description and state -----------------------------------------------------------------------
 
 
 @routes.get("/model_info")
@@ -85,7 +85,10 @@ async def model_info(request: web.Request) -> web.Response:
 @routes.get("/server_info")
 @routes.get("/get_server_info")
 async def server_info(request: web.Request) -> web.Response:
-    """Options and state. ``engine`` says that this is not SGLang, ``version`` which release's interface it speaks."""
+    """Answer with options and state.
+
+    ``engine`` distinguishes this engine from SGLang, and ``version`` is the SGLang release whose interface it serves.
+    """
     loaded = request.app[LOADED]
     engine, options = loaded.engine, loaded.options
     state = {
@@ -120,10 +123,10 @@ async def server_info(request: web.Request) -> web.Response:
 
 @routes.get("/v1/loads")
 async def loads(request: web.Request) -> web.Response:
-    """GET /v1/loads: SGLang's core section."""
+    """Answer with the core section of SGLang's ``/v1/loads``."""
     scheduler = request.app[LOADED].engine.scheduler
     running, waiting = len(scheduler.running), len(scheduler.waiting)
-    used = sum(sequence.computed for sequence in list(scheduler.running))
+    used = sum(sequence.computed for sequence in list(scheduler.running))  # a copy: the model thread changes the list
     core = {
         "dp_rank": 0,
         "timestamp": time.time(),

@@ -1,4 +1,4 @@
-"""``/generate`` and what stands around it: health, abort, and the OpenAI forms."""
+"""Routes for generation, abort and health, and functions for them that the OpenAI routes use too."""
 
 from __future__ import annotations
 
@@ -24,30 +24,29 @@ from slime.engines.embedded.web import LOADED, body_of, json_answer
 routes = web.RouteTableDef()
 HEALTH_SECONDS = 20.0
 CHARACTERS_PER_TOKEN = 16
-SHORT_TEXT = 4096  # characters that are tokenised on the event loop
+SHORT_TEXT = 4096  # a text with at most so many characters is tokenized on the event loop
 _readers = ThreadPoolExecutor(2, thread_name_prefix="reader")
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 Event = tuple[Sequence, int, FinishReason | None, str]
-"""What an engine's listener is called with."""
+"""The arguments of a :data:`Listener`."""
 
 
 @routes.post("/generate")
 @routes.put("/generate")
 async def generate(request: web.Request) -> web.StreamResponse:
-    """POST /generate."""
     loaded = request.app[LOADED]
     parsed = parse_generate(await body_of(request), loaded.vocab_size)
     await prepare(loaded, parsed)
     if parsed.stream:
-        # Each event holds what is new, as SGLang sends them with --incremental-streaming-output.
+        # Each event contains only the new tokens, as in SGLang with --incremental-streaming-output.
         return await send_events(request, answers_as_they_come(loaded, parsed.requests), index=not parsed.is_single)
     answers = await run_all(loaded, parsed.requests)
     return json_answer(answers[0] if parsed.is_single else answers)
 
 
 async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
-    """Tokenise text and read images; off the event loop where it takes long."""
+    """Tokenize text and read images. Work that takes long is done in a thread, so that it does not block the loop."""
     for single, text in zip(parsed.requests, parsed.texts, strict=True):
         if text is not None:
             check_length(loaded, text)
@@ -64,7 +63,7 @@ async def prepare(loaded: Loaded, parsed: GenerateBody) -> None:
 
 
 def check_length(loaded: Loaded, text: str) -> None:
-    """Refuse a text that is far too long before it is tokenised, which takes half a microsecond a character."""
+    """Refuse a text that is far too long before it is tokenized, which takes half a microsecond per character."""
     most = CHARACTERS_PER_TOKEN * loaded.context_len
     if len(text) > most:
         raise BadRequest(
@@ -74,7 +73,7 @@ def check_length(loaded: Loaded, text: str) -> None:
 
 
 async def encode(loaded: Loaded, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text."""
+    """Return the token ids of a text."""
 
     def tokenize() -> list[int]:
         return list(loaded.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
@@ -83,15 +82,17 @@ async def encode(loaded: Loaded, text: str, add_special_tokens: bool = True) -> 
 
 
 async def in_thread(function: Callable[[*Arguments], T], *arguments: *Arguments) -> T:
-    """Run in one of the threads that only read requests, so that nothing else waits for them."""
+    """Run a function in one of the threads that only read requests, so that it delays nothing else."""
     return await asyncio.get_running_loop().run_in_executor(_readers, function, *arguments)
 
 
 async def run_all(loaded: Loaded, requests: list[GenerateRequest]) -> list[Answer]:
-    """Generate all requests to the end. When that fails, or is cancelled because the client has gone, they are aborted.
+    """Generate all requests to their end, and return the responses.
+
+    If this fails, or is cancelled because the client has disconnected, all of them are aborted.
 
     Raises:
-        StepFailed: the engine could not compute one of them.
+        StepFailed: The engine could not compute one of them.
     """
     try:
         watched = [await _watch(loaded.engine, single) for single in requests]
@@ -121,7 +122,7 @@ def _check_step(finish: FinishReason | None) -> None:
 
 
 class _Pieces:
-    """Turns the events of one request into partial answers, each with what is new, as SGLang streams them."""
+    """Converts the events of one request to partial responses, each with only the new tokens."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.detokenizer, self.told = loaded.detokenizer, 0
@@ -136,11 +137,12 @@ class _Pieces:
         return build_answer(sequence, self.detokenizer, version, count, finish, start, text)
 
 
+# The event loop has only weak references to tasks, so a task that nobody awaits must be referenced until it is done.
 _background: set[asyncio.Task[None]] = set()
 
 
 def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
-    """Abort requests without waiting for it, because the client has gone."""
+    """Abort requests without waiting for the result. The caller may be cancelled already."""
     if engine.failure is not None:
         return
 
@@ -154,7 +156,7 @@ def _abandon(engine: Engine, requests: list[GenerateRequest]) -> None:
 
 
 async def answers_as_they_come(loaded: Loaded, requests: list[GenerateRequest]) -> AsyncIterator[tuple[int, Answer]]:
-    """Yield the index of a request and what is new in its answer, after each step that adds to it."""
+    """Yield the index of a request and a response with its new tokens, after each step that adds tokens."""
     merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
     def listener(index: int) -> Listener:
@@ -179,14 +181,18 @@ async def answers_as_they_come(loaded: Loaded, requests: list[GenerateRequest]) 
 async def send_events(
     request: web.Request, answers: AsyncIterator[tuple[int, Mapping[str, object]]], index: bool
 ) -> web.StreamResponse:
-    """``data: {…}`` lines and a final ``data: [DONE]``."""
+    """Stream responses as lines ``data: {…}``, followed by ``data: [DONE]``.
+
+    Args:
+        index: Whether to add the index of the request to each response.
+    """
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
         async for number, answer in answers:
             content = {"index": number, **answer} if index else answer
             await response.write(b"data: " + orjson.dumps(content) + b"\n\n")
-    except (BadRequest, StepFailed, TooManyRequests) as error:  # the status has been sent as 200
+    except (BadRequest, StepFailed, TooManyRequests) as error:  # status 200 was sent already, so the error is an event
         code = 503 if isinstance(error, TooManyRequests) else 500 if isinstance(error, StepFailed) else 400
         kind = "invalid_request_error" if code == 400 else "server_error"
         failure = {"error": {"message": str(error), "type": kind, "code": code}}
@@ -198,7 +204,7 @@ async def send_events(
 
 @routes.post("/abort_request")
 async def abort_request(request: web.Request) -> web.Response:
-    """POST /abort_request: ``{"rid": …}`` or ``{"abort_all": true}``."""
+    """Abort the requests of the body's ``rid``, or all requests with ``{"abort_all": true}``."""
     body = await body_of(request)
     rid = fields.take(body, "rid", fields.text(1024), "")
     everything = fields.take(body, "abort_all", fields.truth, False)
@@ -211,7 +217,7 @@ async def abort_request(request: web.Request) -> web.Response:
 
 @routes.get("/health")
 async def health(request: web.Request) -> web.Response:
-    """GET /health: the model's thread lives and answers."""
+    """Answer with status 200 unless the model thread has failed."""
     engine = request.app[LOADED].engine
     if engine.failure is not None:
         return json_answer({"error": {"message": f"the model's thread failed: {engine.failure!r}"}}, 503)
@@ -220,10 +226,10 @@ async def health(request: web.Request) -> web.Response:
 
 @routes.get("/health_generate")
 async def health_generate(request: web.Request) -> web.StreamResponse:
-    """GET /health_generate: a token was made since the question came, or a forward that takes longer goes on.
+    """Answer with status 200 if the engine completes a step, or if a long forward makes progress.
 
-    A busy engine makes one anyway; an idle one is asked for one. While generation is paused, or memory is
-    released, an answer of the model's thread has to do.
+    An idle engine gets a request for one token; a busy engine completes steps anyway. While generation is paused or
+    memory is released, it is enough that the model thread answers.
     """
     loaded = request.app[LOADED]
     engine, since = loaded.engine, time.monotonic()

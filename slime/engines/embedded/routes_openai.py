@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``: the OpenAI forms, no more than clients need."""
+"""The OpenAI routes ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``, as far as clients need them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,13 @@ _REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
 @routes.post("/v1/chat/completions")
 async def chat_completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/chat/completions."""
     loaded, body = request.app[LOADED], await body_of(request)
     messages = fields.need(body, "messages", _messages)
     tools = fields.take(body, "tools", fields.list_of(fields.json_object, 4096), None)
     variables = fields.take(body, "chat_template_kwargs", _template_variables, {})
     if loaded.tokenizer.chat_template is None:
         raise BadRequest("this model has no chat template; use /v1/completions")
-    native = _native(body, loaded.vocab_size)  # before the work of rendering
+    native = _native(body, loaded.vocab_size)  # before rendering, so that a wrong parameter is refused early
     prompt = await in_thread(_render, loaded.tokenizer, messages, tools, variables)
     check_length(loaded, prompt)
     ids = await encode(loaded, prompt, add_special_tokens=False)
@@ -76,8 +75,10 @@ def _messages(value: object, name: str) -> list[dict[str, object]]:
 
 
 def _template_variables(value: object, name: str) -> dict[str, object]:
-    """Variables for the model's own template, such as ``enable_thinking``. A request may not bring a template, which is
-    a program, nor say how the result is tokenised."""
+    """Check the variables for the model's chat template, such as ``enable_thinking``.
+
+    A request must not contain a template, because a template is a program, nor options for tokenization.
+    """
     variables = fields.json_object(value, name)
     for key in variables:
         if key in _NOT_FOR_TEMPLATES:
@@ -91,22 +92,22 @@ def _render(
     tools: list[dict[str, object]] | None,
     variables: Mapping[str, object],
 ) -> str:
-    """The prompt's text.
+    """Return the text of the prompt.
 
     Raises:
-        BadRequest: the template cannot render these messages.
+        BadRequest: The template cannot render these messages.
     """
     options = {"add_generation_prompt": True, **variables}
-    render: Callable[..., object] = tokenizer.apply_chat_template  # a client's messages and variables are of any type
+    render: Callable[..., object] = tokenizer.apply_chat_template  # messages and variables of a client have any type
     try:
         return str(render(messages, tools=tools, tokenize=False, **options))
-    except Exception as error:  # whatever a template does with what a client sent
+    except Exception as error:  # a template may raise any exception for the input of a client
         raise BadRequest(f"the model's chat template rejected these messages: {error}") from error
 
 
 @routes.post("/v1/completions")
 async def completions(request: web.Request) -> web.StreamResponse:
-    """POST /v1/completions; the prompt is text or token ids, one or several."""
+    """Complete one prompt or several, each given as text or token ids."""
     loaded, body = request.app[LOADED], await body_of(request)
     prompt = body.get("prompt")
     if not prompt or not isinstance(prompt, str | list):
@@ -120,9 +121,9 @@ _COUNT = fields.whole(0, 2**31 - 1)
 
 
 def _native(body: Mapping[str, object], vocab_size: int) -> dict[str, object]:
-    """A body of ``/generate``, without the prompt."""
+    """Convert a body to a body of ``/generate`` without the prompt."""
     sampling = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    parse_sampling_params(sampling, vocab_size, where="")  # errors with the names that the client used
+    parse_sampling_params(sampling, vocab_size, where="")  # for errors with the names that the client used
     limits = [fields.take(body, name, _COUNT, 0) for name in ("max_completion_tokens", "max_tokens")]
     sampling["max_new_tokens"] = next((limit for limit in limits if limit), 128)
     sampling["sampling_seed"] = fields.take(body, "seed", fields.whole(-(2**63), 2**63 - 1), None)
@@ -195,7 +196,7 @@ def _usage(answers: list[Answer]) -> dict[str, int]:
 async def _deltas(
     loaded: Loaded, parsed: GenerateBody, head: Mapping[str, object], kind: Kind
 ) -> AsyncIterator[tuple[int, dict[str, object]]]:
-    """Yield the index of a request and what is new in its answer, in OpenAI's form."""
+    """Yield the index of a request and a chunk with its new text, in OpenAI's format."""
     chat = kind == "chat.completion"
     async for index, answer in answers_as_they_come(loaded, parsed.requests):
         new, finish = answer["text"], answer["meta_info"]["finish_reason"]
@@ -207,7 +208,6 @@ async def _deltas(
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
     loaded = request.app[LOADED]
     card = {"id": loaded.options.model_path, "object": "model", "created": 0, "owned_by": "slime"}
     return json_answer({"object": "list", "data": [{**card, "max_model_len": loaded.context_len}]})

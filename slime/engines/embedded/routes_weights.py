@@ -1,4 +1,4 @@
-"""Weight updates over HTTP: brackets, tensors by handle, by broadcast or from disk, checksums and comparison."""
+"""Routes for weights: begin and end an update, load tensors (by handle, broadcast or from disk), and check them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ GROUP_TIMEOUT = timedelta(seconds=120)
 ACTIONS = ("checksum", "snapshot", "reset_tensors", "reset", "compare")
 MAX_GROUPS = 4
 FLAT = "flattened_bucket"
-_NAME = text(4096)  # of a tensor, a group, a version
+_NAME = text(4096)  # the name of a tensor, group or version
 _joiners = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="weight-group")
-"""Joining a group waits for all of its members, up to the deadline; nothing else waits in these threads."""
+"""Threads that join groups. Joining waits for all members of the group, so it must delay nothing else."""
 
 GROUPS: web.AppKey[dict[str, ProcessGroup | None]] = web.AppKey("groups", dict)
-"""Process groups by name; None while the group is being joined."""
+"""The process groups by name. The value is None while the group is being joined."""
 
 
 @routes.post("/begin_weight_update")
@@ -65,7 +65,7 @@ async def _abort_if_asked(request: web.Request, body: Mapping[str, object]) -> N
 
 @routes.post("/update_weights_from_tensor")
 async def update_weights_from_tensor(request: web.Request) -> web.Response:
-    """Handles to tensors (see :mod:`slime.engines.tensor_payload`), or a request to load a published delta."""
+    """Load tensors from handles (see :mod:`slime.engines.tensor_payload`), or load a published delta."""
     body = await body_of(request)
     delta = need(body, "loader_request", text(65536)) if body.get("load_format") == DELTA_LOADER else None
     version = take(body, "weight_version", _NAME, None)
@@ -104,7 +104,7 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
         take(body, "backend", one_of("nccl", "gloo"), "nccl"),
         GROUP_TIMEOUT,
     )
-    groups[name] = None  # being joined
+    groups[name] = None  # reserves the name and one of MAX_GROUPS while the join waits
     try:
         groups[name] = await asyncio.get_running_loop().run_in_executor(_joiners, lambda: join_group(*arguments))
     except RuntimeError as error:
@@ -118,10 +118,10 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
 def join_group(
     address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta
 ) -> ProcessGroup:
-    """Rendezvous at ``tcp://address:port`` and return the group; all members must call this together.
+    """Join a process group with a rendezvous at ``tcp://address:port``. All members must call this at the same time.
 
-    The store's keys are prefixed by ``name``, which is how SGLang's ``init_custom_process_group`` does it, so
-    members of either kind meet.
+    The keys in the store have the prefix ``name``, as in SGLang's ``init_custom_process_group``, so that both kinds of
+    members can join the same group.
     """
     url = f"tcp://{address}:{port}"
     store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=timeout))
@@ -132,7 +132,7 @@ def join_group(
         [],
         c10d.Backend(backend),
         c10d.PrefixStore(name, store),
-        group_name=cast(Any, name),  # the alias of its type differs between torch versions
+        group_name=cast(Any, name),  # the annotated type differs between versions of torch
         backend_options=None,
         timeout=timeout,
     )
@@ -146,8 +146,11 @@ def _group_name(body: Mapping[str, object]) -> str:
 
 @routes.post("/update_weights_from_distributed")
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
-    """One broadcast from rank 0 per tensor, in the order of ``names``; with the ``load_format`` "flattened_bucket" one
-    of all tensors end to end."""
+    """Receive and load tensors that rank 0 broadcasts.
+
+    There is one broadcast per tensor, in the order of ``names``. With the ``load_format`` "flattened_bucket" there is
+    one broadcast with the bytes of all tensors, without gaps.
+    """
     body = await body_of(request)
     names = need(body, "names", list_of(_NAME, MAX_TENSORS))
     dtypes = need(body, "dtypes", list_of(one_of(*DTYPES), MAX_TENSORS))
@@ -189,7 +192,7 @@ def _receive(
 
 
 def _require_aligned(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
-    """Tensors that lie end to end without gaps must start at multiples of their element sizes."""
+    """Check that each tensor of a buffer without gaps starts at a multiple of its element size, which a view needs."""
     offset = 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         size = DTYPES[dtype].itemsize
@@ -271,7 +274,11 @@ async def get_weights_by_name(request: web.Request) -> web.Response:
 @routes.post("/weights_checker")
 @routes.get("/weights_checker")
 async def weights_checker(request: web.Request) -> web.Response:
-    """``checksum``; or ``snapshot``, ``reset_tensors`` and ``compare``: was every tensor written?"""
+    """Return checksums, or test whether an update writes every tensor.
+
+    The test has three actions: ``snapshot`` keeps a copy of all tensors, ``reset_tensors`` overwrites the tensors, and
+    after the update ``compare`` compares them with the copy.
+    """
     body = await body_of(request)
     action = take(body, "action", one_of(*ACTIONS), "checksum")
     skip = take(body, "skip_tensor_list", list_of(_NAME, MAX_TENSORS), [])

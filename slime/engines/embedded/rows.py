@@ -1,4 +1,4 @@
-"""From a plan to the rows of a forward: where each token goes, and how its attention is grouped."""
+"""Convert a plan to the rows of a forward: the slot and position of each token, and the groups for attention."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from slime.engines.embedded.attention import RowGroup, Segment, StepContext
 from slime.engines.embedded.kv_cache import KVCache
 from slime.engines.embedded.scheduler import Work
 
-CALL_COST = {"cpu": 700, "cuda": 500_000}  # of one attention call, in positions that one row looks at
-GROUP_AREA = {"cpu": 8192, "cuda": 2**31}  # rows times length of one call; on a CPU more falls out of the cache
-LENGTH_STEP = 16  # attention lengths are rounded up to this
-FIXED_LENGTH_STEP = 64  # the same where shapes may depend on a row's own length only
+CALL_COST = {"cpu": 700, "cuda": 500_000}  # of one attention call, as the number of positions that cost as much
+GROUP_AREA = {"cpu": 8192, "cuda": 2**31}  # the most rows times length of one call; more does not fit a CPU's caches
+LENGTH_STEP = 16  # attention lengths are rounded up to a multiple of this
+FIXED_LENGTH_STEP = 64  # the same for deterministic mode, where shapes may depend on a row's own length only
 
 
 @dataclass
 class Rows:
-    """One forward.
+    """The rows of one forward; each list except ``wanted`` and ``owners`` has one entry per row.
 
-    ``wanted`` are the rows whose logits are needed, in order; row ``i`` of them belongs to work
-    ``owners[i]``, position ``positions[wanted[i]]``.
+    Attributes:
+        positions: The position of each row in its sequence.
+        shifts: What to add to the position for the rotary embedding of models with multimodal positions.
+        wanted: The rows whose logits are needed, in order.
+        owners: For each of these rows, the index of the work that it belongs to.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -36,7 +39,7 @@ class Rows:
         return len(self.tokens)
 
     def pad(self, count: int, bin_slot: int) -> None:
-        """Rows that write to the bin, up to ``count`` rows."""
+        """Add rows up to ``count``. They write to the bin slot, so they change no KV of a sequence."""
         missing = count - len(self)
         self.tokens += [0] * missing
         self.positions += [0] * missing
@@ -45,7 +48,7 @@ class Rows:
 
 
 def rows_of(works: Sequence[Work]) -> Rows:
-    """All tokens of a plan, in order, with the logits they must give."""
+    """Return the rows of all tokens of a plan, in order. Wanted are rows for prompt log-probs and for sampling."""
     rows = Rows()
     for owner, work in enumerate(works):
         seq = work.sequence
@@ -64,7 +67,7 @@ def rows_of(works: Sequence[Work]) -> Rows:
 
 
 def blocks_of(rows: Rows, size: int) -> list[Rows]:
-    """Cut into forwards of at most ``size`` rows; later ones may look at what earlier ones stored."""
+    """Divide rows into forwards of at most ``size`` rows, to compute in order: rows attend to KV of earlier forwards."""
     blocks = []
     for start in range(0, len(rows), size):
         end = min(start + size, len(rows))
@@ -83,11 +86,11 @@ def blocks_of(rows: Rows, size: int) -> list[Rows]:
 
 
 def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) -> StepContext:
-    """Every row attends for itself.
+    """Return a context in which every row attends separately, in groups of rows that share an attention call.
 
     Args:
-        fixed: to a length that depends on nothing but its own position.
-        alone: in a call of its own, instead of with its neighbours.
+        fixed: Whether the attention length of a row must depend on its own position only.
+        alone: Whether each row is computed in its own call.
     """
     slots, positions = torch.tensor(rows.slots), torch.tensor(rows.positions)
     step = FIXED_LENGTH_STEP if fixed else LENGTH_STEP
@@ -112,7 +115,7 @@ def row_context(cache: KVCache, rows: Rows, fixed: bool, alone: bool = False) ->
 
 
 def _neighbours(rows: Rows, start: int) -> int:
-    """End of the rows from ``start`` on that are all in one slot, or in slots that follow one another."""
+    """Return the end of the longest range of rows from ``start`` that are in one slot, or in consecutive slots."""
     end = start + 1
     stride = None
     while end < len(rows):
@@ -125,7 +128,7 @@ def _neighbours(rows: Rows, start: int) -> int:
 
 
 def _fixed_group_end(rows: Rows, start: int) -> int:
-    """Neighbours that attend to the same rounded length."""
+    """Return the end of the neighbors from ``start`` that attend to the same rounded length."""
     end, last = start + 1, _neighbours(rows, start)
     block = rows.positions[start] // FIXED_LENGTH_STEP
     while end < last and rows.positions[end] // FIXED_LENGTH_STEP == block:
@@ -134,10 +137,10 @@ def _fixed_group_end(rows: Rows, start: int) -> int:
 
 
 def _near_group_end(rows: Rows, start: int, device: str) -> int:
-    """Neighbours of similar length: padding them all to the longest costs less than another call."""
+    """Return the end of the neighbors from ``start`` for which padding to the longest costs less than another call."""
     end, last = start + 1, _neighbours(rows, start)
     longest = rows.positions[start] + 1
-    # One call over n rows reads n times the longest length; a call of its own for the next row costs CALL_COST more.
+    # One call for n rows reads n times the longest length. A separate call for the next row adds CALL_COST.
     while end < last:
         length = rows.positions[end] + 1
         count, together = end - start, (end - start + 1) * max(longest, length)
@@ -149,7 +152,7 @@ def _near_group_end(rows: Rows, start: int, device: str) -> int:
 
 
 def segment_context(cache: KVCache, works: Sequence[Work], rows: Rows) -> StepContext:
-    """The tokens of each work attend together, causally."""
+    """Return a context in which the tokens of each work attend together with a causal mask."""
     index = torch.tensor(rows.slots) * cache.capacity + torch.tensor(rows.positions)
     segments = []
     start = 0

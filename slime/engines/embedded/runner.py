@@ -1,4 +1,4 @@
-"""The model's forward for one plan: packed rows in, logits of the wanted rows out."""
+"""Compute the model's forward for one plan: packed rows in, logits of the wanted rows out."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIXED_ROWS = (1, 8, 16, 32, 64)
-"""Row counts that deterministic mode may use; start-up keeps those that give equal bits."""
+"""The row counts that deterministic mode may use. At startup, those that give the same bits are selected."""
 
 
 @dataclass
 class Logits:
-    """Logits of some wanted rows: ``values`` is ``[≥ len(owners), vocab]`` (padding rows at the end)."""
+    """The logits of some wanted rows. ``values`` is ``[≥ len(owners), vocab]``, with padding rows at the end."""
 
     values: torch.Tensor
     owners: list[int]
@@ -35,7 +35,7 @@ class Logits:
 
 
 class Runner:
-    """Owns model, KV cache and packed weights; knows nothing of requests beyond their tokens."""
+    """Owns the model, the KV cache and the packed weights, and computes plans."""
 
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype, device: torch.device, deterministic: bool = False
@@ -55,7 +55,10 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Iterator[Logits]:
-        """Compute a plan. Copies of shared prompts are made before the last logits are yielded."""
+        """Compute a plan, and yield the logits of its wanted rows.
+
+        The KV of shared prompts is copied to the followers before the last logits are yielded.
+        """
         self.cache.resize(plan.num_slots, plan.capacity)
         self.cache.move(plan.moves)
         if self.packed is not None:
@@ -84,7 +87,7 @@ class Runner:
         else:
             blocks = [rows]
             outputs = [self.forward(rows, segment_context(self.cache, works, rows), rows.wanted)]
-        # Followers get their copy before the logits go out: what the next plan moves may overwrite the leader's slot.
+        # The followers get their copy now, because the moves of the next plan may overwrite the leader's slot.
         self.cache.move(copies)
         for block, values in zip(blocks, outputs, strict=True):
             if values is not None:
@@ -92,7 +95,7 @@ class Runner:
                 yield Logits(values, owners, [block.positions[row] for row in block.wanted])
 
     def _fixed_block(self, block: Rows) -> torch.Tensor | None:
-        """Run one forward with a row count of ``row_counts``, whatever else is running."""
+        """Compute a block padded to one of ``row_counts``. The rows for the logits are padded too."""
         wanted = list(block.wanted)
         block.pad(self.fixed_count(len(block)), self.cache.bin_slot)
         wanted += [len(block) - 1] * (self.fixed_count(len(wanted)) - len(wanted))
@@ -102,13 +105,13 @@ class Runner:
         return min((count for count in self.row_counts if count >= rows), default=max(self.row_counts))
 
     def stack(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Logits of several sequences as one block; padded to a fixed row count in deterministic mode."""
+        """Stack the logits of several sequences. In deterministic mode they are padded to a fixed row count."""
         if self.deterministic:
             rows = [*rows, *[rows[-1]] * (self.fixed_count(len(rows)) - len(rows))]
         return torch.stack(list(rows))
 
     def forward(self, rows: Rows, step: attention.StepContext, wanted: Sequence[int]) -> torch.Tensor | None:
-        """Logits ``[len(wanted), vocab]`` in the model's dtype; None when none are wanted."""
+        """Return the logits ``[len(wanted), vocab]`` in the dtype of the model, or None if no rows are wanted."""
         attention.set_step(step)
         try:
             output = self.model(
@@ -128,13 +131,13 @@ class Runner:
         return torch.tensor([[shifted]], device=self.device).expand(self.position_axes, 1, -1)
 
     def _image_prefill(self, work: Work) -> Logits:
-        """Compute one whole prompt with images, through the model's own merging of image features."""
+        """Compute one whole prompt with images. The model merges the image features into the embeddings itself."""
         seq = work.sequence
         part = Work(seq, 0, work.end, work.sample)
         rows = rows_of([part])
         step = segment_context(self.cache, [part], rows)
         inner = getattr(self.model, "model", self.model)
-        if hasattr(inner, "rope_deltas"):
+        if hasattr(inner, "rope_deltas"):  # otherwise the model would use the deltas of the last prompt
             inner.rope_deltas = None
         attention.set_step(step)
         try:
@@ -153,7 +156,10 @@ class Runner:
 
 
 def _extended(inputs: Mapping[str, object], length: int) -> dict[str, object]:
-    """Per-token inputs of the processor (``[1, prompt]``) with zeros for tokens generated before a retract."""
+    """Return the inputs of the processor, with per-token inputs (``[1, prompt]``) padded to ``length``.
+
+    A sequence that was retracted has output tokens that are computed together with its prompt. They have type 0.
+    """
     out = {}
     for key, value in inputs.items():
         if key in ("input_ids", "attention_mask"):
@@ -165,7 +171,7 @@ def _extended(inputs: Mapping[str, object], length: int) -> dict[str, object]:
 
 
 def _position_axes(config: PretrainedConfig) -> int:
-    """Rotary position axes (time, height, width) of vision-language models that have them; 0 for plain positions."""
+    """Return the number of rotary position axes: 3 (time, height, width) in some vision-language models, otherwise 0."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or {}
     return 3 if isinstance(rope, dict) and "mrope_section" in rope else 0

@@ -1,9 +1,9 @@
-"""Sampling tokens from logits, and the log-probs of the sampled tokens.
+"""Sample tokens from logits, and compute the log-probs of the sampled tokens.
 
-Output token ``t`` of a request is sampled with one uniform number that depends on its seed and ``t`` only, taken
-through the inverse of the cumulative distribution: no sort is needed unless the request filters.
-Log-probs are those of the whole distribution at the request's temperature, as SGLang returns them; with
-``return_top_p_token_ids`` those of what the filters left, which the trainer then scores again.
+Output token ``t`` of a request is sampled with one uniform number, which depends only on the seed of the request and
+on ``t``. The token is found with the inverse of the cumulative distribution, so no sort is needed unless the request
+uses top-k, top-p or min-p. The log-probs are those of the whole distribution at the request's temperature, as in
+SGLang. With ``return_top_p_token_ids`` they are those of the filtered distribution, which the trainer computes too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import torch
 from slime.engines.embedded.scheduler import SampledToken
 from slime.engines.embedded.sequence import Sequence
 
-_BLOCK = 128  # the cumulative sum is taken over blocks first
-_CANDIDATES = 1024  # top-p sorts only so many tokens, where they hold enough of the mass
+_BLOCK = 128  # tokens per block of the first cumulative sum
+_CANDIDATES = 1024  # top-p sorts only the best so many tokens, if their total probability is large enough
 
 
 def uniforms(seeds: Rows[int], steps: Rows[int]) -> np.ndarray:
-    """One number in [0, 1) per (seed, step): splitmix64 over both, 53 bits, float64.
+    """Return one number in [0, 1) per pair of seed and step, as float64 with 53 random bits.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    The numbers are computed with splitmix64 over seed and step. Source: Steele, Lea, Flood, "Fast splittable
+    pseudorandom number generators", OOPSLA 2014.
     """
     with np.errstate(over="ignore"):
         state = np.array([seed % 2**64 for seed in seeds], dtype=np.uint64)
@@ -43,8 +44,8 @@ def sample_tokens(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozense
     """Sample one token per sequence.
 
     Args:
-        logits: ``[rows ≥ len(sequences), vocab]``; rows beyond the sequences are padding. Overwritten.
-        eos: tokens that ``min_new_tokens`` keeps away.
+        logits: ``[rows ≥ len(sequences), vocab]``. Rows after those of the sequences are padding. May be overwritten.
+        eos: The end-of-sequence tokens, which are not sampled before ``min_new_tokens``.
     """
     scores = logits.float()
     count = len(sequences)
@@ -70,12 +71,14 @@ def sample_tokens(logits: torch.Tensor, sequences: Rows[Sequence], eos: frozense
 
 
 def token_logprobs(scores: torch.Tensor, probs: torch.Tensor, best: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs ``[len(tokens)]`` of one token per row, as exact as log_softmax, from a softmax that is there already.
+    """Return the log-probs ``[len(tokens)]`` of one token per row, as exact as log_softmax, from a given softmax.
 
-    ``log p(token) = (score(token) - score(best)) + log p(best)``, where ``p(best)`` is never small.
+    ``log p(token) = (score(token) - score(best)) + log p(best)``. The logarithm of ``p(token)`` itself would be
+    inexact for small probabilities; ``p(best)`` is never small.
 
     Args:
-        scores, probs: ``[rows ≥ len(tokens), vocab]``; best: ``[rows]``, the argmax of ``scores``.
+        scores, probs: ``[rows ≥ len(tokens), vocab]``.
+        best: ``[rows]``, the argmax of ``scores``.
     """
     rows = tokens.shape[0]
     best = best[:rows, None]
@@ -86,7 +89,7 @@ def token_logprobs(scores: torch.Tensor, probs: torch.Tensor, best: torch.Tensor
 def top_and_chosen(
     logprobs: torch.Tensor, top: int, chosen: Rows[int]
 ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
-    """The ``top`` best (log-prob, id) of one position, and those of the ``chosen`` ids."""
+    """Return (log-prob, id) of the ``top`` best tokens at one position, and of the ``chosen`` ids."""
     best: list[tuple[float, int]] = []
     if top:
         values, ids = torch.topk(logprobs, min(top, logprobs.shape[-1]))
@@ -96,7 +99,7 @@ def top_and_chosen(
 
 
 def _adjust(scores: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]) -> None:
-    """Penalties, logit bias, and no end before ``min_new_tokens``; in place, only where asked for."""
+    """Apply penalties and logit bias, and exclude end tokens before ``min_new_tokens``. ``scores`` is changed."""
     for row, seq in enumerate(sequences):
         params = seq.request.params
         if params.penalised:
@@ -109,7 +112,11 @@ def _adjust(scores: torch.Tensor, sequences: Rows[Sequence], eos: frozenset[int]
 
 
 def _penalise(row: torch.Tensor, seq: Sequence) -> None:
-    """Frequency and presence count output tokens; repetition counts prompt and output (as in SGLang)."""
+    """Apply the penalties to the scores of one sequence.
+
+    As in SGLang, the frequency and presence penalties count output tokens, and the repetition penalty counts tokens of
+    prompt and output.
+    """
     params = seq.request.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(seq.tokens)), device=row.device)
@@ -124,7 +131,7 @@ def _penalise(row: torch.Tensor, seq: Sequence) -> None:
 def _choose(
     probs: torch.Tensor, best: torch.Tensor, sequences: Rows[Sequence]
 ) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """A token per sequence, and by row the ids that a filtered one was sampled from."""
+    """Return one token per sequence, and for each row that was filtered the ids left by the filters."""
     count = len(sequences)
     tokens = [0] * count
     nuclei: dict[int, torch.Tensor] = {}
@@ -136,6 +143,7 @@ def _choose(
         for row in greedy:
             tokens[row] = top[row]
     if plain:
+        # All rows are computed, including padding: in deterministic mode the shapes must not depend on the batch.
         padded = np.zeros(probs.shape[0])
         padded[:count] = numbers
         chosen = inverse_cdf(probs, torch.from_numpy(padded)).tolist()
@@ -148,10 +156,12 @@ def _choose(
 
 
 def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """``[rows]`` int64: the token at which the cumulative sum of ``probs`` (``[rows, vocab]``) passes ``uniform``.
+    """Return ``[rows]`` int64: the token at which the cumulative sum of ``probs`` (``[rows, vocab]``) exceeds
+    ``uniform``.
 
-    Sums of blocks first, in float64, then the one block that the number falls into: two small passes instead
-    of a cumulative sum over the vocabulary. A token of probability zero is never sampled.
+    To avoid a cumulative sum over the whole vocabulary, the function first finds the block of tokens that contains
+    the number, from the sums of the blocks in float64, and then the token in this block. A token with probability zero
+    is never sampled.
     """
     rows, vocab = probs.shape
     blocks = -(-vocab // _BLOCK)
@@ -165,19 +175,21 @@ def inverse_cdf(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     inside = parts.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double()
     cumulative = before + inside.cumsum(dim=-1)
     offset = torch.searchsorted(cumulative, target, right=True)
-    last = (_BLOCK - 1) - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)  # rounding must not run past it
+    # Rounding may put the target beyond the last sum, so the result is limited to the last token with a probability.
+    last = (_BLOCK - 1) - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)
     return (block * _BLOCK + torch.minimum(offset, last))[:, 0]
 
 
 def _filtered(probs: torch.Tensor, seq: Sequence, uniform: float) -> tuple[int, torch.Tensor]:
-    """Draw from what top-k, top-p and min-p leave, renormalised (top-k first, then top-p: SGLang's order).
+    """Sample from the tokens that top-k, top-p and min-p leave, with renormalized probabilities.
 
-    Returns the token and the ids that were left.
+    The order is that of SGLang: top-k is applied first, then top-p. Returns the token and the ids that were left.
     """
     params = seq.request.params
     vocab = probs.shape[-1]
     width = min(params.top_k, vocab) if params.top_k > 0 else min(_CANDIDATES, vocab)
     values, ids = torch.topk(probs, width)
+    # Sort the whole vocabulary only if the candidates may not contain all tokens that the filters leave.
     if params.top_k <= 0 and width < vocab and (params.min_p > 0 or float(values.sum()) < params.top_p):
         values, ids = torch.sort(probs, descending=True, stable=True)
     mass = values.double()
@@ -192,9 +204,10 @@ def _filtered(probs: torch.Tensor, seq: Sequence, uniform: float) -> tuple[int, 
 
 @torch.inference_mode()
 def score_prompt(logits: torch.Tensor, seq: Sequence, positions: Rows[int]) -> None:
-    """Add the log-probs of the prompt tokens after ``positions`` (at temperature 1) to the sequence.
+    """Append the log-probs of the prompt tokens after ``positions`` to the sequence, at temperature 1.
 
-    ``logits``: ``[≥ len(positions), vocab]``.
+    Args:
+        logits: ``[≥ len(positions), vocab]``, the logits at ``positions``.
     """
     scores, request = logits.float(), seq.request
     tokens = torch.tensor([request.input_ids[position + 1] for position in positions], device=scores.device)

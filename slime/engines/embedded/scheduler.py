@@ -1,8 +1,8 @@
-"""Continuous batching: which tokens the next forward computes. Pure logic; no torch, no clock, no HTTP.
+"""Continuous batching: the scheduler selects the tokens that the next forward computes.
 
-A step either extends (computes the prompts of newly admitted sequences) or decodes (one token for every
-running sequence). Admission is first come, first served; a sequence is admitted when its longest possible
-length fits, so nothing ever has to be thrown out half way.
+This file is pure logic without torch, clock or HTTP. A step either extends, which means that it computes prompts of
+newly admitted sequences, or it decodes one token for every running sequence. Sequences are admitted in the order of
+arrival. A sequence is admitted when its longest possible length fits, so no sequence has to be evicted later.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from slime.engines.embedded.sequence import FinishReason, Sequence, VersionEvent
 from slime.engines.embedded.slots import Move, SlotTable
 
 MatchStop = Callable[[Sequence], str | None]
-"""The stop string that the output of a sequence now holds, if any."""
+"""Returns the stop string that the end of a sequence's output contains, or None."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Compute ``tokens[start:end]`` of a sequence; ``sample`` when that reaches its last token.
+    """The computation of ``tokens[start:end]`` of a sequence in one step.
 
-    ``followers`` have the same tokens: they get a copy of the KV, and sample from the same logits.
+    Attributes:
+        sample: Whether a token is sampled, because ``end`` is the end of the sequence.
+        followers: Sequences with the same tokens. They get a copy of the KV and sample from the same logits.
     """
 
     sequence: Sequence
@@ -37,7 +39,7 @@ class Work:
 
 @dataclass
 class Plan:
-    """One step: first the moves between slots, in order, then the forward."""
+    """One step: first the moves between slots, in order, then the forward of all works."""
 
     moves: list[Move]
     works: list[Work]
@@ -53,7 +55,7 @@ class Plan:
 
 @dataclass
 class SampledToken:
-    """The token that one sequence got in a step."""
+    """The token that was sampled for one sequence in a step, with its log-probs."""
 
     token: int
     logprob: float
@@ -67,12 +69,13 @@ class Scheduler:
     """All sequences of the engine.
 
     Args:
-        max_running: sequences decoded together.
-        max_total_tokens: bound on running slots times their capacity.
-        context_len: longest sequence that the model takes.
-        eos_token_ids: end a sequence unless it says ``ignore_eos``.
-        prefill_tokens: most prompt tokens of one step.
-        score_tokens: the same where log-probs of the prompt are wanted (they need logits at each position).
+        max_running: The most sequences to decode together.
+        max_total_tokens: The most tokens of KV cache: the number of slots times their capacity.
+        context_len: The longest sequence that the model supports.
+        eos_token_ids: Tokens that end a sequence unless it has ``ignore_eos``.
+        prefill_tokens: The most prompt tokens of one step.
+        score_tokens: The same for one sequence with prompt log-probs, which need logits at each position.
+        share_prefixes: Whether sequences may share the KV of common prefixes.
     """
 
     max_running: int
@@ -86,12 +89,12 @@ class Scheduler:
     share_prefixes: bool = True
 
     waiting: deque[Sequence] = field(default_factory=deque)
-    running: list[Sequence] = field(default_factory=list)  # by slot
+    running: list[Sequence] = field(default_factory=list)  # the index is the slot
     paused: bool = False
-    alone: Sequence | None = None  # only this one is computed
+    alone: Sequence | None = None  # if it is set, only this sequence is computed
     arrivals: int = 0
-    moves: list[Move] = field(default_factory=list)
-    extended_last: bool = False
+    moves: list[Move] = field(default_factory=list)  # for the next plan
+    extended_last: bool = False  # whether the last step extended
 
     def __post_init__(self) -> None:
         self.table = SlotTable(self.max_running, self.max_total_tokens)
@@ -102,7 +105,7 @@ class Scheduler:
         """Queue a sequence.
 
         Raises:
-            BadRequest: it can never fit.
+            BadRequest: The prompt is too long for this engine.
         """
         limit = min(self.context_len, self.max_total_tokens)
         if sequence.prompt_len >= limit:
@@ -116,14 +119,14 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute: no sequence, or only sequences that wait for other weights."""
+        """Whether there is nothing to compute: there is no sequence, or all sequences wait for other weights."""
         return all(self._held(sequence) for sequence in [*self.running, *self.waiting])
 
     def _held(self, sequence: Sequence) -> bool:
         return self.waits(sequence) or (self.alone is not None and sequence is not self.alone)
 
     def waits(self, sequence: Sequence) -> bool:
-        """Whether the next token of a sequence must come from weights that are not loaded yet."""
+        """Return whether the next token of a sequence must come from weights that are not loaded yet."""
         planned = sequence.planned_version if sequence.request.version_plan else None
         return planned is not None and planned != self.weight_version
 
@@ -133,7 +136,12 @@ class Scheduler:
         return sum(sequence.num_output > 0 and self.waits(sequence) for sequence in [*self.running, *self.waiting])
 
     def abort(self, rid: str | None, exact: bool = False, message: str = "Aborted") -> list[Sequence]:
-        """End the requests whose id starts with ``rid``, as SGLang does (with ``exact``: is ``rid``); None ends all."""
+        """Abort requests and return their sequences.
+
+        Args:
+            rid: Abort the requests whose id starts with this string, as in SGLang. None aborts all requests.
+            exact: Abort only the request whose id is ``rid``.
+        """
 
         def meant(name: str) -> bool:
             return rid is None or (name == rid if exact else name.startswith(rid))
@@ -145,34 +153,37 @@ class Scheduler:
         return doomed
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue or out of its slot."""
-        if sequence.slot < 0:  # it has not been admitted
+        """Remove a sequence from the queue or from its slot."""
+        if sequence.slot < 0:  # it has not been admitted, or has left its slot already
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
             return
-        # The tokens of an image's placeholders do not say which image they stand for, so such KV is never shared.
+        # The same placeholder tokens may stand for different images, so KV of prompts with images is never shared.
         shared = sequence.computed if self.share_prefixes and not sequence.has_images else 0
         last = self.running[-1]
         self.moves += self.table.free(sequence.slot, sequence.tokens, shared, last.computed)
-        # As in the table: the last running sequence takes the place that becomes free.
+        # As in the table, the last running sequence moves to the slot that becomes free.
         self.running[sequence.slot] = last
         self.running.pop()
         last.slot, sequence.slot = sequence.slot, -1
 
     def pause(self, mode: str) -> list[Sequence]:
-        """Stop planning. ``abort`` ends all, ``retract`` puts running ones back in the queue, ``in_place`` keeps them
-        where they are."""
+        """Pause generation, and return the sequences that this ends.
+
+        ``abort`` ends all sequences, ``retract`` puts running sequences back into the queue, and ``in_place`` keeps
+        them in their slots.
+        """
         self.paused = True
         if mode == "abort":
             return self.abort(None)
         if mode == "retract":
-            # From the last slot on, so that no other sequence has to be moved.
+            # The last slot is freed first, so that no other sequence has to be moved.
             for sequence in reversed(self.running.copy()):
                 self.leave(sequence)
                 sequence.retractions += 1
                 sequence.computed = 0
                 self.waiting.append(sequence)
-            # Retracted sequences came before those that were waiting already, and go first again.
+            # Retracted sequences arrived before those that were still waiting, so they are admitted first again.
             self.waiting = deque(sorted(self.waiting, key=lambda seq: seq.order))
         return []
 
@@ -182,73 +193,73 @@ class Scheduler:
     # --- weights -----------------------------------------------------------------------------
 
     def weights_changed(self, version: str | None) -> None:
-        """Note that the KV so far was computed with older weights, and that later tokens are of ``version``."""
+        """Record that existing KV was computed with old weights and must not be shared, and set ``version`` if given."""
         self.table.forget_free()
         if version is not None:
             self.name_version(version)
 
     def name_version(self, version: str) -> None:
-        """Tokens from here on carry ``version``."""
-        # Only a change between two tokens of a response divides it: without output there is nothing to divide yet.
+        """Set the weight version of all later tokens."""
+        # A version event marks a change between two tokens of a response, so a sequence without output needs none.
         for sequence in [*self.running, *self.waiting]:
             if sequence.num_output:
                 sequence.version_events.append(VersionEvent(self.weight_version, sequence.num_output))
         self.weight_version = version
 
     def flush(self) -> bool:
-        """Drop all cached prefixes; False (and nothing done) while something runs or, unless paused, waits."""
+        """Drop all cached prefixes. Return False and drop nothing while requests run or, unless paused, wait."""
         if self.running or (self.waiting and not self.paused):
             return False
         self.table.forget_free()
         return True
 
     def drop_slots(self) -> None:
-        """Forget every slot, because the KV cache was freed. No sequence may be running."""
+        """Reset all slots, because the KV cache was freed. No sequence may be running."""
         self.moves.clear()
         self.table = SlotTable(self.max_running, self.max_total_tokens)
 
     # --- one step ----------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """What to compute next; None when generation is paused or there is nothing to compute."""
+        """Return the next step, or None if generation is paused or there is nothing to compute."""
         if self.paused:
             return None
         self._admit()
         running = [seq for seq in self.running if not self._held(seq)]
-        # A sequence decodes when all its tokens but the newest have their KV. One that was retracted has output tokens
-        # whose KV is missing, so it extends again although it has been running before.
+        # A sequence can be decoded if all its tokens except the last have KV. After a retraction the KV of output
+        # tokens is missing, so the sequence is extended again.
         decodable = [seq for seq in running if seq.computed == len(seq.tokens) - 1 >= seq.prompt_len]
         extending = [seq for seq in running if seq not in decodable] if len(decodable) < len(running) else []
         if not running:
             return None
-        # New prompts go first, so that they join the batch of the next decode step. Prompts that take several steps
-        # alternate with decode steps; otherwise a stream of long prompts would stop all running responses.
+        # New prompts come first, so that they join the batch of the next decode step. Prompts that need several steps
+        # alternate with decode steps; otherwise a stream of long prompts would block all running responses.
         decode = not extending or (self.extended_last and bool(decodable) and self._long(extending))
         self.extended_last = not decode
         if decode:
             works = [Work(seq, seq.computed, len(seq.tokens), True) for seq in decodable]
         else:
             works = self._extend(extending)
-        # Moves pile up between steps; the cache is only touched here, on the way to the next forward.
+        # Moves are collected between steps. The runner executes them before the forward, and nothing else does.
         moves, self.moves = self.moves, []
         return Plan(moves, works, decode, self.table.capacity, len(self.table.slots))
 
     def _long(self, extending: list[Sequence]) -> bool:
-        """Whether the prompts take several steps; decode steps then alternate with them."""
+        """Return whether the prompts need several steps."""
         return sum(len(seq.tokens) - seq.computed for seq in extending) > self.prefill_tokens
 
     def _admit(self) -> None:
         while (sequence := next((seq for seq in self.waiting if not self._held(seq)), None)) is not None:
-            # Reserved for the longest response that the request allows. To admit more, and to retract when memory runs
-            # out, would compute prompts and responses twice.
+            # Reserve memory for the longest response that the request allows. The alternative, to admit more sequences
+            # and to retract some when memory runs out, would compute prompts and responses twice.
             reserve = min(sequence.reserve(self.context_len), self.max_total_tokens)
             if not self.table.fits(reserve):
-                return  # and nobody overtakes it: a long request would otherwise wait for ever
+                return  # later requests must not overtake it; otherwise a long request might wait forever
             self.waiting.remove(sequence)
             self.table.make_room(reserve)
             tokens = np.asarray(sequence.tokens, dtype=np.int64)
-            # A shared prefix ends before the last token, whose logits give the next one, and before the first position
-            # whose logits are wanted for prompt log-probs: logits are computed, never cached.
+            # A shared prefix must end before the first position whose logits are needed, because logits are not
+            # cached. These are the logits of the last token and those for prompt log-probs.
             limit = min(len(tokens) - 1, sequence.score_from) if self.share_prefixes else 0
             if sequence.has_images:
                 tokens, limit = tokens[:0], 0
@@ -258,25 +269,25 @@ class Scheduler:
             self.running.append(sequence)
 
     def _extend(self, extending: list[Sequence]) -> list[Work]:
-        """Take prompts up to the budget; sequences with the same tokens follow the first of them."""
+        """Return the works of prompts up to the budget. Sequences with the same tokens become followers of the first."""
         works: list[Work] = []
         budget = self.prefill_tokens
         leaders: dict[tuple[int, ...], int] = {}
         for sequence in extending:
             key = tuple(sequence.tokens)
             plain = self.share_prefixes and not sequence.wants_input_logprobs and not sequence.has_images
-            # The samples of a group have one prompt. It is computed once; the others copy its KV and sample from the
-            # same logits, each with its own seed.
+            # The samples of a group have the same prompt. It is computed once. The followers copy its KV and sample
+            # from the same logits, each with its own seed.
             if plain and key in leaders:
                 index = leaders[key]
                 work = works[index]
                 works[index] = Work(work.sequence, work.start, work.end, True, (*work.followers, sequence))
                 continue
             if budget <= 0:
-                continue  # not break: a later sequence may still follow one of this step for free
+                continue  # not break: a later sequence may still become a follower, which costs nothing
             chunk = min(budget, self.score_tokens if sequence.wants_input_logprobs else budget)
             if sequence.has_images:
-                chunk = len(sequence.tokens)  # the processor's placeholders cannot be cut
+                chunk = len(sequence.tokens)  # the placeholders of an image cannot be divided
             end = min(sequence.computed + chunk, len(sequence.tokens))
             budget -= end - sequence.computed
             done = end == len(sequence.tokens)
@@ -286,7 +297,7 @@ class Scheduler:
         return works
 
     def commit(self, plan: Plan, tokens: list[SampledToken]) -> list[Sequence]:
-        """Append the sampled tokens; returns the sequences that finished, now without a slot."""
+        """Append the sampled tokens, and return the sequences that finished, which have left their slots."""
         for work in plan.works:
             work.sequence.computed = work.end
             for follower in work.followers:
@@ -317,7 +328,7 @@ class Scheduler:
             sequence.output_nuclei.append(sampled.nucleus)
 
     def _check_finish(self, sequence: Sequence) -> None:
-        """A stop string beats a stop token, which beats the length: SGLang's order."""
+        """Set the finish reason, if any. In SGLang's order: stop string, stop token, length."""
         params = sequence.request.params
         token, count = sequence.tokens[-1], sequence.num_output
         stops: FinishReason | None = None

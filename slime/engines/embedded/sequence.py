@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and the version spans of its tokens."""
+"""The state of one request in the engine, and the version spans of its tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from slime.engines.embedded.protocol import GenerateRequest
 
 
 class FinishReason(TypedDict, total=False):
-    """Why a sequence ended, in SGLang's form."""
+    """The reason why a sequence ended, in SGLang's format."""
 
     type: Required[str]  # "stop", "length" or "abort"
-    matched: int | str  # of stop: the token or the stop string
-    length: int
-    message: str  # of abort
+    matched: int | str  # for "stop": the token or the stop string
+    length: int  # for "length": the number of output tokens
+    message: str  # for "abort"
     status_code: int | None
     err_type: str | None
 
 
 class VersionSpan(TypedDict):
-    """Output tokens ``start`` to ``end`` were made by the weights ``version``."""
+    """Output tokens ``start`` to ``end - 1`` were generated with the weights ``version``."""
 
     version: str
     start: int
@@ -29,13 +29,13 @@ class VersionSpan(TypedDict):
 
 
 def aborted(message: str, status_code: int | None = None) -> FinishReason:
-    """The finish reason of a sequence that did not come to its own end."""
+    """Return the finish reason of a sequence that was aborted."""
     return {"type": "abort", "message": message, "status_code": status_code, "err_type": None}
 
 
 @dataclass
 class VersionEvent:
-    """The weights changed when ``num_output_tokens`` tokens had been made with ``old_version``."""
+    """A change of the weights after the first ``num_output_tokens`` output tokens, the last with ``old_version``."""
 
     old_version: str
     num_output_tokens: int
@@ -43,14 +43,21 @@ class VersionEvent:
 
 @dataclass(eq=False)
 class Sequence:
-    """State of one request.
+    """The state of one request.
 
-    ``tokens`` is prompt + output. ``computed`` tokens of it have their KV in ``slot``; the next forward
-    computes ``tokens[computed:]``, and the logits of the last one give the next token.
+    Attributes:
+        order: The number of the request in the order of arrival.
+        tokens: The tokens of prompt and output.
+        slot: The slot of the KV cache; -1 while the sequence is queued.
+        computed: The number of tokens with KV in the slot. The next forwards compute ``tokens[computed:]``, and the
+            next token is sampled from the logits of the last one.
+        cached_tokens: The most prompt tokens whose KV was copied instead of computed.
+        retractions: How often a pause has put the sequence back into the queue.
+        position_shift: The difference between rotary position and token position after a prompt with images.
     """
 
     request: GenerateRequest
-    order: int  # of arrival
+    order: int
     seed: int
     created: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
@@ -59,14 +66,14 @@ class Sequence:
     cached_tokens: int = 0
     output_logprobs: list[float] = field(default_factory=list)
     output_top: list[list[tuple[float, int]]] = field(default_factory=list)
-    output_chosen: list[list[tuple[float, int]]] = field(default_factory=list)  # of token_ids_logprob
+    output_chosen: list[list[tuple[float, int]]] = field(default_factory=list)  # for token_ids_logprob
     output_nuclei: list[list[int]] = field(default_factory=list)
-    input_logprobs: list[float] = field(default_factory=list)  # of tokens[start + 1], ...
+    input_logprobs: list[float] = field(default_factory=list)  # of the tokens from logprob_start_len + 1 on
     input_top: list[list[tuple[float, int]]] = field(default_factory=list)
     version_events: list[VersionEvent] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     retractions: int = 0
-    position_shift: int = 0  # multimodal rotary positions run ahead of or behind the token count
+    position_shift: int = 0
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -90,7 +97,7 @@ class Sequence:
 
     @property
     def planned_version(self) -> str | None:
-        """The weights that must make the next token, in a replay; None when any weights may."""
+        """In a replay, the weight version that must generate the next token; None if any version may."""
         return next((v for start, v in reversed(self.request.version_plan) if start <= self.num_output), None)
 
     @property
@@ -99,18 +106,23 @@ class Sequence:
 
     @property
     def score_from(self) -> int:
-        """The first position whose logits are still needed for prompt log-probs; ``prompt_len`` when there is none."""
+        """The first position whose logits are still needed for prompt log-probs; ``prompt_len`` if there is none."""
         if not self.wants_input_logprobs:
             return self.prompt_len
         return self.request.logprob_start_len + len(self.input_logprobs)
 
     def reserve(self, context_len: int) -> int:
-        """The largest number of tokens that the slot may have to hold."""
+        """Return the largest number of tokens that the slot may have to hold."""
         return min(self.prompt_len + self.request.params.max_new_tokens, context_len)
 
 
 def version_spans(events: list[VersionEvent], current: str, num_output: int) -> list[VersionSpan]:
-    """Which weights made which output tokens: ``[{version, start, end}, ...]`` without gaps (SGLang 0.5.23)."""
+    """Return the weight versions of the output tokens as spans without gaps, in the format of SGLang 0.5.23.
+
+    Args:
+        current: The version after the last event.
+        num_output: The number of output tokens to describe.
+    """
     spans: list[VersionSpan] = []
     for version, count in [*((e.old_version, e.num_output_tokens) for e in events), (current, num_output)]:
         end = min(count, num_output)

@@ -1,4 +1,4 @@
-"""``python -m slime.engines.embedded.server``: one engine process."""
+"""``python -m slime.engines.embedded.server``: the process of one embedded engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slime.models.cpu_memory import HUGE_PAGES, bound_kernel_caches
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line; names are SGLang's where SGLang has them."""
+    """Return the parser of the command line. Options that SGLang has too have SGLang's names."""
     parser = argparse.ArgumentParser(prog="python -m slime.engines.embedded.server", description=__doc__)
     parser.add_argument("--model-path", required=True, help="Hugging Face folder or hub id")
     parser.add_argument("--host", default="127.0.0.1")
@@ -44,12 +44,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_with_parent(options.parent_pid)
     if options.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads stall each other on busy cores
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # but a short spin saves a third: many operations take microseconds
+    # These variables must be set before torch is imported. Threads that spin block each other on busy cores. But a
+    # short spin saves a third of the time, because many operations take only microseconds.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault(*HUGE_PAGES)  # torch's large tensors from huge pages
+    os.environ.setdefault(*HUGE_PAGES)  # huge pages for the large tensors of torch
     bound_kernel_caches()
-    if options.deterministic:  # MKL: the same bits however buffers are aligned; costs nothing measurable here
+    if options.deterministic:  # with it, MKL gives the same bits for every alignment of buffers, at no measurable cost
         os.environ.setdefault("MKL_CBWR", "AUTO")
     logging.basicConfig(
         level=options.log_level.upper(), format="[%(asctime)s] %(levelname)s %(name)s: %(message)s", stream=sys.stderr
@@ -67,7 +69,7 @@ def _serve(options: argparse.Namespace, started: float) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.multiprocessing.set_sharing_strategy("file_system")
-    sys.setswitchinterval(0.001)  # the model's thread takes the interpreter back after each operator
+    sys.setswitchinterval(0.001)  # the model thread needs the interpreter lock again after each operator
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     loaded = load_engine(EngineOptions(**{field.name: getattr(options, field.name) for field in fields(EngineOptions)}))

@@ -1,8 +1,8 @@
-"""Which KV slot holds what: allocation, shared prefixes, compaction. Pure bookkeeping, no tensors.
+"""The contents of the KV slots: allocation, shared prefixes and compaction. This file has no tensors.
 
-A slot is a row of the KV cache with room for ``capacity`` tokens. Running sequences always fill the
-slots ``0 .. active-1``, so that a decode step reads one contiguous block; slots behind them keep what
-finished sequences left, until they are needed, as prefixes to share.
+A slot is a row of the KV cache with space for ``capacity`` tokens. Running sequences always use the slots
+``0 .. active-1``, so that a decode step reads one contiguous block. The slots after them keep the KV of finished
+sequences, as prefixes to share, until they are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Swap:
-    """Exchange two slots, of which ``length_a`` and ``length_b`` tokens count."""
+    """Exchange slots ``a`` and ``b``, which have ``length_a`` and ``length_b`` valid tokens."""
 
     a: int
     b: int
@@ -39,17 +39,17 @@ Move = Copy | Swap
 
 @dataclass
 class Slot:
-    """``tokens[:valid]`` have their KV here. ``stale``: computed with older weights, never shared."""
+    """The contents of one slot. ``tokens[:valid]`` have their KV here."""
 
     tokens: np.ndarray = field(default_factory=lambda: _NOTHING)
     valid: int = 0
-    stale: bool = False
-    used: int = 0  # when it was last of use
+    stale: bool = False  # the KV was computed with old weights and is never shared
+    used: int = 0  # the clock of the table at the last use
 
 
 @dataclass
 class SlotTable:
-    """Slots ``0 .. active-1`` run; the rest are free but may hold a prefix."""
+    """All slots. The slots ``0 .. active-1`` are used by running sequences; the others may hold a prefix."""
 
     max_slots: int
     max_total_tokens: int
@@ -59,7 +59,7 @@ class SlotTable:
     clock: int = 0
 
     def fits(self, reserve: int) -> bool:
-        """Whether one more sequence of up to ``reserve`` tokens can run now."""
+        """Return whether one more sequence of up to ``reserve`` tokens can run now."""
         capacity = self._capacity_for(reserve)
         return self.active < self._count_for(capacity)
 
@@ -71,28 +71,29 @@ class SlotTable:
         return min(self.max_slots, self.max_total_tokens // capacity)
 
     def make_room(self, reserve: int) -> None:
-        """Let every slot hold ``reserve`` tokens; doubles, so that growing stays rare. Call when ``fits``."""
+        """Give every slot space for ``reserve`` tokens. :meth:`fits` must be true."""
         need = self._capacity_for(reserve)
         wanted = max(need, self.capacity)
         if need > self.capacity:
-            # All slots grow, which copies the whole cache. Doubling keeps that rare, unless it would leave too few
-            # slots for the sequences that run now.
+            # Growing copies the whole cache, so the capacity is doubled to make this rare, unless there would then be
+            # too few slots for the running sequences.
             doubled = max(need, 2 * self.capacity)
             wanted = doubled if self.active < self._count_for(doubled) else need
         if self.active == 0 and self._count_for(wanted) < self.max_slots:
-            wanted = need  # nobody needs the long slots any more: have more of them again
+            wanted = need  # no sequence needs long slots any more, so shorter ones allow more sequences again
         if wanted != self.capacity or not self.slots:
             if wanted < self.capacity:
-                self.slots = []  # what they hold may be longer than the new capacity
+                self.slots = []  # their contents may be longer than the new capacity
             self.capacity = wanted
             count = self._count_for(wanted)
             self.slots = self.slots[:count] + [Slot() for _ in range(count - len(self.slots))]
 
     def best_prefix(self, tokens: np.ndarray, limit: int) -> tuple[int, int]:
-        """(slot, length) of the longest prefix of ``tokens[:limit]`` whose KV is here; length 0 when none."""
+        """Return slot and length of the longest prefix of ``tokens[:limit]`` with KV in a slot, or (-1, 0)."""
         best, best_length = -1, 0
         for index, slot in enumerate(self.slots):
-            # Comparing the token at the best length so far first skips most slots without comparing whole arrays.
+            # A longer match must include the token at the best length so far. Comparing this token first skips most
+            # slots without comparing whole arrays.
             room = min(slot.valid, limit)
             if slot.stale or room <= best_length or slot.tokens[best_length] != tokens[best_length]:
                 continue
@@ -103,9 +104,11 @@ class SlotTable:
         return best, best_length
 
     def allocate(self, tokens: np.ndarray, share_limit: int) -> tuple[int, int, list[Move]]:
-        """Take the slot after the running ones.
+        """Allocate the slot after those of the running sequences.
 
-        Returns the slot, how many tokens of it are filled by copying, and the copies to make first.
+        Returns:
+            The slot, the number of its tokens that already have KV from a shared prefix, and the copies to make before
+            the next forward.
         """
         target = self.active
         source, length = self.best_prefix(tokens, share_limit)
@@ -113,7 +116,7 @@ class SlotTable:
         self.clock += 1
         if source >= 0:
             self.slots[source].used = self.clock
-        # Moves are carried out in order, so what the target holds is saved before the copy overwrites it. When the
+        # Moves are executed in order, so the contents of the target are saved before the copy overwrites them. If the
         # target itself is the source, the prefix is there already.
         if source != target and self.slots[target].valid:
             self._keep_elsewhere(target, source, moves)
@@ -124,25 +127,27 @@ class SlotTable:
         return target, length, moves
 
     def _keep_elsewhere(self, target: int, source: int, moves: list[Move]) -> None:
-        """Save what the target slot holds in the least recently used free slot, if that one is older."""
+        """Move the contents of the target slot to the least recently used free slot, if that was used earlier."""
         free = range(target + 1, len(self.slots))
         victim = min(free, key=lambda i: self.slots[i].used, default=-1)
-        # The source is about to be copied from, and what was used later is more likely to be shared again.
+        # The source must not be overwritten before it is copied. And of two prefixes, the one used later is more likely
+        # to be shared again.
         if victim < 0 or victim == source or self.slots[victim].used > self.slots[target].used:
             return
         moves.append(Copy(target, victim, self.slots[target].valid))
         self.slots[victim] = self.slots[target]
 
     def free(self, slot: int, tokens: list[int], computed: int, last_computed: int) -> list[Move]:
-        """Give a running slot back, and let the last running one take its place.
+        """Free the slot of a running sequence, and move the last running sequence to it.
 
         Args:
-            tokens: of the sequence that ends; its first ``computed`` stay as a prefix to share (0: none).
-            last_computed: tokens with KV in the last running slot.
+            tokens: The tokens of the sequence that ends.
+            computed: Keep so many of the tokens as a prefix to share; 0 for none.
+            last_computed: The number of tokens with KV in the last running slot.
         """
         self.clock += 1
         kept = self.slots[slot]
-        computed = 0 if kept.stale else computed  # KV of older weights must not reach a new sequence
+        computed = 0 if kept.stale else computed  # a new sequence must not use KV of old weights
         kept.tokens, kept.valid = np.asarray(tokens[:computed], dtype=np.int64), computed
         kept.stale = False
         kept.used = self.clock
@@ -155,14 +160,14 @@ class SlotTable:
         return [Swap(slot, last, kept.valid, last_computed)]
 
     def forget_free(self) -> None:
-        """Drop every shareable prefix."""
+        """Drop all prefixes that could be shared."""
         for slot in self.slots[self.active :]:
             slot.valid = 0
-        # Running sequences may go on with the KV that they have (pause mode in_place), but nobody may share it.
+        # Running sequences may continue with their own KV (pause mode in_place), but no other sequence may share it.
         for slot in self.slots[: self.active]:
             slot.stale = True
 
     def note_computed(self, slot: int, computed: int) -> None:
-        """More tokens of a running slot have their KV (only those known at allocation can be shared)."""
+        """Record that more tokens of a running slot have KV. Only tokens known at allocation can be shared."""
         entry = self.slots[slot]
         entry.valid = min(computed, len(entry.tokens))

@@ -1,8 +1,8 @@
-"""Opens the buffers that ``/update_weights_from_tensor`` names; see :mod:`slime.engines.tensor_payload`.
+"""Open the buffers of ``/update_weights_from_tensor``; see :mod:`slime.engines.tensor_payload`.
 
-Everything in such a request is data: JSON with the name of a shared memory file (CPU) or a CUDA IPC handle, and the
-dtype, shape and place of each tensor. Nothing of it is unpickled or imported. A pickle, as SGLang takes it, would let
-everyone who reaches the port run code.
+Such a request contains data only: JSON with the name of a shared memory file (CPU) or a CUDA IPC handle, and the dtype,
+shape and place of each tensor. Nothing in it is unpickled or imported. With pickles, which SGLang accepts, everyone who
+can reach the port could execute code.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from slime.engines.tensor_payload import HANDLES
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_NAME = re.compile(r"/torch_[0-9]+_[0-9]+_[0-9]+\Z")
-_HEADER_BYTES = 64  # of torch before the data in a shared memory file
-MAX_TENSORS = 2**20  # of one request
-_SIZE = whole(0, 2**48)  # bytes, far beyond any buffer
+_HEADER_BYTES = 64  # the size of torch's header before the data in a shared memory file
+MAX_TENSORS = 2**20  # per request
+_SIZE = whole(0, 2**48)  # bytes; larger than any buffer
 _NAME = text(4096)
 _SHAPE = list_of(whole(0, 2**48), 16)
 DTYPES: dict[str, torch.dtype] = {
@@ -45,10 +45,10 @@ _DTYPE = one_of(*DTYPES)
 
 
 def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a body made by :func:`slime.engines.tensor_payload.handles` names, as views of its buffer.
+    """Return the tensors of a body made by :func:`slime.engines.tensor_payload.handles`, as views of its buffer.
 
     Raises:
-        BadRequest: another form of body, or a handle that does not fit what it names.
+        BadRequest: The body has another format, or a handle does not fit the memory that it names.
     """
     if body.get("load_format") != HANDLES:
         raise BadRequest(
@@ -68,12 +68,12 @@ def read_tensors(body: Mapping[str, object]) -> list[tuple[str, torch.Tensor]]:
 def _view(place: Entry, flat: torch.Tensor) -> torch.Tensor:
     part = flat[place.offset : place.offset + place.nbytes]
     if part.storage_offset() % DTYPES[place.dtype].itemsize:
-        part = part.clone()  # a view of another dtype needs an aligned start
+        part = part.clone()  # a view with another dtype needs an aligned start
     return part.view(DTYPES[place.dtype]).reshape(place.shape)
 
 
 def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
-    """One tensor's description, checked against a buffer of ``nbytes`` bytes."""
+    """Return the place of one tensor after checking that it lies in a buffer of ``nbytes`` bytes."""
     name, dtype = need(described, "name", _NAME, f"{where}."), need(described, "dtype", _DTYPE, f"{where}.")
     shape = need(described, "shape", _SHAPE, f"{where}.")
     offset, size = need(described, "offset", _SIZE, f"{where}."), need(described, "nbytes", _SIZE, f"{where}.")
@@ -86,13 +86,17 @@ def _entry(described: Mapping[str, object], where: str, nbytes: int) -> Entry:
 
 
 def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
-    """A file of torch's that belongs to this user, mapped; it is counted down when the tensor goes."""
+    """Map a shared memory file of torch that belongs to this user.
+
+    Its reference count is decreased when the tensor is freed.
+    """
     manager, name = need(buffer, "manager", _ascii, "buffer."), need(buffer, "name", _ascii, "buffer.")
     size, offset = need(buffer, "storage_nbytes", _SIZE, "buffer."), need(buffer, "offset", _SIZE, "buffer.")
     if not _FILE_NAME.match(name):
         raise BadRequest(f"buffer.name {name!r} is not the name of a shared memory file of torch")
     if offset + nbytes > size:
         raise BadRequest(f"buffer: {nbytes} bytes at {offset} do not fit into storage_nbytes {size}")
+    # Only a regular file and a socket of this user are opened. With lstat(), a link is not a regular file.
     try:
         file, service = os.lstat(_SHARED_MEMORY / name[1:]), os.stat(manager)
     except (OSError, ValueError) as error:
@@ -106,7 +110,7 @@ def _open_shared_memory(buffer: Mapping[str, object], nbytes: int) -> torch.Tens
 
 
 def _open_cuda(buffer: Mapping[str, object], nbytes: int) -> torch.Tensor:
-    """Memory of another process on a GPU that both see; torch checks the handle."""
+    """Open memory of another process on a GPU that both processes see. torch checks the handle."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     device = need(buffer, "device", _ascii, "buffer.")

@@ -1,4 +1,4 @@
-"""Tokens to text: answers, stop strings, and text while it streams."""
+"""Convert tokens to text, for responses, stop strings and streaming."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "�"
-_MOST_BYTES = 4  # of one character
-_MOST_UNREAD = 64  # tokens that all end within a character: they are no text
+_MOST_BYTES = 4  # the most bytes of one character in UTF-8
+_MOST_UNREAD = 64  # after so many tokens without a complete character, they are not text
 
 
 class Detokenizer:
-    """Wraps a Hugging Face tokenizer."""
+    """Decodes tokens with a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -32,14 +32,18 @@ class Detokenizer:
         )
 
     def match_stop(self, sequence: Sequence) -> str | None:
-        """The stop string in the last tokens, enough of them to hold the longest (a token is a byte or more)."""
+        """Return the stop string in the last tokens of the output, or None."""
         params = sequence.request.params
+        # A token is at least one byte, so the window contains the longest stop string.
         window = max(len(stop.encode()) for stop in params.stop) + 4
         tail = self.decode(sequence.tokens[max(sequence.prompt_len, len(sequence.tokens) - window) :], params)
         return next((stop for stop in params.stop if stop in tail), None)
 
     def output_text(self, sequence: Sequence, count: int, finish: FinishReason | None) -> str:
-        """The text of the first ``count`` output tokens, without the stop string or token (unless ``no_stop_trim``)."""
+        """Return the text of the first ``count`` output tokens.
+
+        The stop string or stop token at the end is removed unless the request has ``no_stop_trim``.
+        """
         params = sequence.request.params
         ids = sequence.tokens[sequence.prompt_len : sequence.prompt_len + count]
         matched = None if finish is None else finish.get("matched")
@@ -55,24 +59,25 @@ class Detokenizer:
 
 
 class StreamedText:
-    """The text of one sequence piece by piece, in time linear in its length.
+    """Decodes the text of one sequence piece by piece, in time linear in its length.
 
-    Each piece is decoded with the tokens of the piece before it, for a tokenizer may write a token otherwise at the
-    beginning of a text. Held back are what may be half a character and what a stop string may begin with, so the
-    pieces together are the text of :meth:`Detokenizer.output_text`.
+    Each piece is decoded together with the tokens of the piece before it, because a tokenizer may decode a token
+    differently at the beginning of a text. An incomplete character and a possible beginning of a stop string are held
+    back, so that all pieces together are the text of :meth:`Detokenizer.output_text`.
     """
 
     def __init__(self, detokenizer: Detokenizer, sequence: Sequence) -> None:
         self.detokenizer, self.sequence = detokenizer, sequence
         params = sequence.request.params
         self._stops = () if params.no_stop_trim else tuple(params.stop)
-        self._start = self._read = 0  # output tokens: where the decoded window begins, and what was read to its end
-        self._done = 0  # characters of the window that were read
+        # Output tokens: the window that is decoded starts at _start, and its tokens before _read are returned already.
+        self._start = self._read = 0
+        self._done = 0  # the number of characters of the window that are returned already
         self._held = ""
         self._parts: list[str] = []
 
     def piece(self, count: int, finish: FinishReason | None) -> str:
-        """What the tokens up to ``count`` add; with ``finish`` all that is left."""
+        """Return the new text of the tokens up to ``count``; with ``finish``, all text that is left."""
         if finish is not None:
             whole, sent = self.detokenizer.output_text(self.sequence, count, finish), "".join(self._parts)
             return whole[len(sent) :]
@@ -101,5 +106,5 @@ class StreamedText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that ``stop`` begins with."""
+    """Return how many characters at the end of ``text`` are a beginning of ``stop``."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

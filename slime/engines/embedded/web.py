@@ -1,4 +1,4 @@
-"""Small things that all routes share."""
+"""Helpers that all routes use."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def json_answer(content: object, status: int = 200) -> web.Response:
 
 
 def outcome(success: bool, message: str, **more: object) -> web.Response:
-    """SGLang's answer to a control call."""
+    """Return the response to a control call, in SGLang's format."""
     return json_answer({"success": success, "message": message, **more}, 200 if success else 400)
 
 
 async def body_of(request: web.Request) -> dict[str, object]:
-    """The JSON object of a request; an empty body is an empty object.
+    """Return the JSON object in the body of a request; an empty body is an empty object.
 
     Raises:
-        BadRequest: it is something else.
+        BadRequest: The body is not a JSON object.
     """
     raw = await request.read()
     if not raw.strip():
@@ -48,7 +48,7 @@ async def body_of(request: web.Request) -> dict[str, object]:
 
 @web.middleware
 async def errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """400 with a sentence for what the client can mend, 500 with a sentence for the rest."""
+    """Convert exceptions to JSON responses: 400 for mistakes of the client, 503 for a full queue, 500 for the rest."""
     try:
         return await handler(request)
     except (BadRequest, WeightError, TooManyRequests, StepFailed) as error:  # the engine has logged a failed step

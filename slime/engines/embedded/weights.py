@@ -1,4 +1,4 @@
-"""The weights by the names of the checkpoint: load, hash, compare."""
+"""Load, hash and compare the weights of a model by the tensor names of its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class WeightError(ValueError):
-    """An update does not fit this model; the message names the tensor."""
+    """An update does not fit this model. The message names the tensor."""
 
 
 class Weights:
-    """Views of a model's parameters under the names that they have on disk.
+    """Views of a model's parameters, by the names of the tensors in the checkpoint.
 
-    transformers may keep several tensors of a checkpoint in one parameter (the experts of a layer, say).
-    Each name maps to a view of the parameter, so an update writes just that part, in place.
+    transformers may keep several tensors of a checkpoint in one parameter (for example the experts of a layer). Each
+    name maps to a view of the parameter, so an update writes only that part, in place.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -36,15 +36,15 @@ class Weights:
         self.aliases: dict[str, str] = {}
         self.views = self._checkpoint_views()
         self.stale: set[str] = set()
-        """Names that have not been written since an update broke off half-way; while there are any, the model holds
-        no version's weights."""
+        """The tensors not yet written again after an update failed halfway. While there are any, the weights of the
+        model belong to no version."""
 
     def _checkpoint_views(self) -> dict[str, torch.Tensor]:
         views: dict[str, torch.Tensor] = {}
         seen: dict[tuple[int, int], str] = {}
         for name, parameter in self.model.state_dict(keep_vars=False).items():
             place = (parameter.data_ptr(), parameter.numel())
-            if parameter.numel() and place in seen:  # tied: one tensor on disk, under the first name
+            if parameter.numel() and place in seen:  # tied parameters are one tensor on disk, with the first name
                 self.aliases[name] = seen[place]
                 continue
             seen[place] = name
@@ -52,10 +52,10 @@ class Weights:
         return _on_disk_views(self.model, views)
 
     def resolve(self, name: str) -> torch.Tensor:
-        """The tensor behind a checkpoint name.
+        """Return the tensor for a name in the checkpoint.
 
         Raises:
-            WeightError: no such name.
+            WeightError: There is no such name.
         """
         view = self.views.get(self.aliases.get(name, name))
         if view is None:
@@ -66,9 +66,13 @@ class Weights:
 
     @torch.no_grad()
     def load(self, tensors: Iterable[NamedTensor]) -> int:
-        """Copy tensors in; returns how many. Nothing is written when a name or shape is wrong."""
+        """Copy tensors into the model, and return their number.
+
+        Raises:
+            WeightError: A name or shape is wrong. In this case nothing is written.
+        """
         pairs = [(name, self.resolve(name), tensor) for name, tensor in tensors]
-        # All shapes are checked before the first copy, so a wrong request leaves the weights of one version.
+        # All shapes are checked before the first copy, so that an invalid request does not mix two versions.
         for name, view, tensor in pairs:
             if view.shape != tensor.shape:
                 raise WeightError(f"{name!r} has shape {tuple(tensor.shape)}, but the model has {tuple(view.shape)}")
@@ -77,16 +81,17 @@ class Weights:
             self.stale.discard(self.aliases.get(name, name))
         return len(pairs)
 
-    load_weights = load  # the name under which custom weight loaders know it
+    load_weights = load  # the name that custom weight loaders use
 
     def load_folder(self, folder: Path) -> int:
-        """All tensors of the safetensors files in a Hugging Face folder; quantized ones are dequantized.
+        """Load all tensors of the safetensors files in a Hugging Face folder, and return their number.
 
-        Names, shapes and types of all files are compared with the model before anything is written. If reading fails
-        after that, :attr:`stale` says so until all weights have been written again.
+        Quantized tensors are dequantized. Names, shapes and dtypes of all files are compared with the model before
+        anything is written. If reading fails after that, :attr:`stale` has the tensors that were not written, until
+        updates have written them.
 
         Raises:
-            WeightError: a file is damaged, tensors of the model are missing, or they have another shape.
+            WeightError: A file is damaged, tensors of the model are missing, or tensors have another shape.
         """
         try:
             stored = StoredWeights(folder)
@@ -105,7 +110,7 @@ class Weights:
         return len(names)
 
     def _require_all(self, stored: StoredWeights) -> dict[str, str]:
-        """Check that a folder holds all weights of the model; returns each stored name with the view that it fills."""
+        """Check that a folder has all weights of the model, and return the name of the view for each stored tensor."""
         shapes, where = stored.shapes(), str(stored.folder)
         names = {name: self.aliases.get(name, name) for name in shapes}
         names = {name: view for name, view in names.items() if view in self.views}
@@ -126,7 +131,7 @@ class Weights:
         return list(view[:truncate].float().tolist())
 
     def checksums(self, skip: Sequence[str] = ()) -> dict[str, str]:
-        """XXH3-128 of each tensor's bytes, as the engine holds it."""
+        """Return the XXH3-128 of the bytes of each tensor, in the dtype of the engine."""
         return {name: tensor_digest(view) for name, view in self.views.items() if not _skipped(name, skip)}
 
     def take_snapshot(self) -> None:
@@ -134,17 +139,17 @@ class Weights:
 
     @torch.no_grad()
     def reset(self, skip: Sequence[str] = ()) -> None:
-        """Fill all floating-point tensors with noise, so that :meth:`compare` shows what an update did not write."""
+        """Fill all floating-point tensors with noise, so that :meth:`compare` shows tensors that no update wrote."""
         generator = torch.Generator().manual_seed(0)
         for name, view in self.views.items():
             if view.is_floating_point() and not _skipped(name, skip):
                 view.copy_(torch.randn(view.shape, generator=generator))
 
     def compare(self, skip: Sequence[str] = ()) -> list[str]:
-        """Names that differ from the snapshot, which is dropped.
+        """Return the names of the tensors that differ from the snapshot, and drop the snapshot.
 
         Raises:
-            WeightError: there is no snapshot.
+            WeightError: There is no snapshot.
         """
         if self.snapshot is None:
             raise WeightError("there is no snapshot to compare with; use the action 'snapshot' first")
@@ -157,7 +162,7 @@ class Weights:
 
 
 def overall_checksum(checksums: dict[str, str]) -> str:
-    """One digest for all tensors, names included."""
+    """Return one digest of the names and checksums of all tensors."""
     digest = hashlib.sha256()
     for name in sorted(checksums):
         digest.update(name.encode())
@@ -170,15 +175,15 @@ def _skipped(name: str, skip: Sequence[str]) -> bool:
 
 
 def _is_weight(model: PreTrainedModel, name: str) -> bool:
-    """Parameters must be in a checkpoint; buffers may be computed."""
+    """Return whether a checkpoint must contain a tensor. Buffers need not be in it, because the model computes them."""
     return name not in {key for key, _ in model.named_buffers()}
 
 
 def _on_disk_views(model: PreTrainedModel, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rename and split parameters as ``save_pretrained`` would, but as views.
+    """Rename and split parameters as ``save_pretrained`` does, but as views.
 
-    Where transformers' own reverse conversion does more than rename, it runs on a tensor of element numbers; if
-    the outcome is a regular part of the parameter, it tells that part's offset and strides.
+    If the reverse conversion of transformers does more than rename, it is applied to a tensor that contains the flat
+    index of each element. The resulting indices give the offset and strides of each part, if it is a regular part.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, revert_weight_conversion
@@ -202,7 +207,11 @@ def _on_disk_views(model: PreTrainedModel, views: dict[str, torch.Tensor]) -> di
 
 
 def _strided_view(name: str, parameter: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The view of ``parameter`` whose elements have the flat indices ``numbers``."""
+    """Return the view of ``parameter`` whose elements have the flat indices ``numbers``.
+
+    Raises:
+        WeightError: No strides describe these indices.
+    """
     flat = parameter.view(-1)
     if numbers.numel() == 0:
         return parameter

@@ -1,5 +1,5 @@
-"""SGLang as the inference engine: stock PyPI releases, one server process (tree) per engine.
+"""SGLang as the inference engine: unmodified releases from PyPI, with one server process and its children per engine.
 
-slime's own process never imports SGLang; only the server (:mod:`slime.engines.sglang.server`) and the check of
-the options (:mod:`slime.engines.sglang.check`) do, in processes of their own.
+The processes of slime never import SGLang. Only the server (:mod:`slime.engines.sglang.server`) and the check of its
+options (:mod:`slime.engines.sglang.check`) do, each in its own process.
 """

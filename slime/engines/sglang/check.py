@@ -1,8 +1,8 @@
-"""Ask the installed SGLang and router, in a process of its own, whether they know what they will be given.
+"""Check in a subprocess whether the installed SGLang and router accept the options that they will be started with.
 
-Parsing needs neither of them (``slime.config.passthrough`` reads generated tables), so a release without a table,
-a value that this release does not take, or a group's overrides are only known here. It is told before any engine
-is started, all at once.
+slime parses its flags without importing either of them (``slime.config.passthrough`` reads generated tables). So some
+errors are only found here: options of a release without a table, values that the release rejects, and the overrides of
+a server group. All errors are reported at once, before any engine is started.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MARK = "@@slime "
 
 
 def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequence[EngineSpec]) -> list[str]:
-    """What the SGLang and the router that are installed here do not take of the user's options, one line each.
+    """Return the options that the SGLang and the router installed here do not accept, one message for each.
 
-    Nothing is asked where nothing was given, nor for engines that run elsewhere.
+    Nothing is checked if the user gave no options, or for software that is not installed on this host.
     """
     from slime.engines.sglang.options import ServerPlace, runs_on_cpu, server_words
 
@@ -60,7 +60,7 @@ def check_launch(settings: EngineSettings, router: RouterSettings, specs: Sequen
 
 
 class _Refused(Exception):
-    """argparse's own words."""
+    """The error message of argparse."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,7 +69,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def problems_of(parser: argparse.ArgumentParser, words: Sequence[str], prefix: str, version: str) -> list[str]:
-    """What ``parser`` does not take of ``words``, as the user typed it (``--sglang-…``)."""
+    """Return the arguments that ``parser`` does not accept, in the form in which the user typed them (``--sglang-…``).
+
+    Args:
+        words: The command-line arguments.
+        prefix: ``sglang`` or ``router``, the prefix of slime's flags for the program.
+    """
     owner = {"sglang": "SGLang", "router": "sglang-router"}[prefix]
     known = list(parser._option_string_actions)
     problems = []
@@ -89,7 +94,7 @@ def problems_of(parser: argparse.ArgumentParser, words: Sequence[str], prefix: s
 
 
 def main() -> None:
-    """Answer the question on stdin; run by :func:`check_launch`."""
+    """Check the options that :func:`check_launch` writes to stdin, and print the problems."""
     asked: dict[str, Any] = json.load(sys.stdin)
     problems: list[str] = []
     if asked["sglang"]:
@@ -104,7 +109,7 @@ def main() -> None:
         problems += [
             p for words in asked["router"] for p in problems_of(parser, words, "router", version("sglang-router"))
         ]
-    print(_MARK + json.dumps(problems), flush=True)
+    print(_MARK + json.dumps(problems), flush=True)  # the mark separates the result from other output on stdout
 
 
 def _ask_sglang(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Lets stock SGLang serve on a CPU where Triton, ``sgl_kernel`` and torchvision do not exist.
+"""Stand-ins for Triton, ``sgl_kernel`` and torchvision, with which unmodified SGLang runs on a CPU.
 
-SGLang imports all three whatever the device, although text models on its torch-native path call none of them. They
-are stood in for in the server's process alone: nothing is installed or edited, and a real package always wins,
-because the finder stands last on ``sys.meta_path``. With all three present :func:`install` changes nothing.
+SGLang imports all three packages on every device, although text models on its torch-native path call none of them. The
+stand-ins exist only in the server's process; nothing is installed or edited. An installed package always takes
+precedence, because the finder is the last one on ``sys.meta_path``. If all three packages are installed,
+:func:`install` changes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ PACKAGES = ("triton", "sgl_kernel", "torchvision")  # PyPI's torchvision does no
 
 
 def install() -> list[str]:
-    """Stand in for what is absent, in this process; returns the names. Call it before SGLang is imported."""
+    """Install stand-ins for the absent packages in this process, and return their names.
+
+    This must be called before SGLang is imported.
+    """
     if any(isinstance(finder, _StandIns) for finder in sys.meta_path):
         return []
     absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -31,7 +35,8 @@ def install() -> list[str]:
 
 
 def _tell_transformers() -> None:
-    """transformers asks once whether there is torchvision, and would take the stand-in for it."""
+    """Let transformers find out now that torchvision is absent. It caches the result, and would later find the
+    stand-in."""
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()
@@ -39,7 +44,7 @@ def _tell_transformers() -> None:
 
 
 class _StandIns:
-    """Finder and loader of the absent packages."""
+    """The finder and loader of the stand-ins."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = tuple(packages)
@@ -49,18 +54,21 @@ class _StandIns:
     ) -> importlib.machinery.ModuleSpec | None:
         package = name.partition(".")[0]
         if package not in self.packages or (package == "sgl_kernel" and name != package):
-            return None  # SGLang goes on without parts of sgl_kernel
+            return None  # SGLang handles the ImportError of a submodule of sgl_kernel
         return importlib.machinery.ModuleSpec(name, self, is_package=package != "sgl_kernel")  # type: ignore[arg-type]
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         return _KernelModule(spec.name) if spec.name == "sgl_kernel" else _mock_module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module is complete as created."""
+        """Do nothing: :meth:`create_module` returns a complete module."""
 
 
 class _KernelModule(ModuleType):
-    """``sgl_kernel``: SGLang names a few of its CPU kernels at import and calls them for speculation only."""
+    """The stand-in for ``sgl_kernel``, of which SGLang looks up a few CPU kernels at import.
+
+    It calls them for speculative decoding only.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if not name.endswith("_cpu"):
@@ -73,7 +81,7 @@ class _KernelModule(ModuleType):
 
 
 def _mock_module(name: str) -> ModuleType:
-    """A module of SGLang's own Triton stand-ins (it has them for Apple's GPUs), with what torch asks for besides."""
+    """Return a module made of the Triton stand-ins that SGLang has for Apple GPUs, with what torch needs in addition."""
     stubs = _sglang_stubs()
     module: ModuleType = stubs._MockModule(name)
     extra: dict[str, dict[str, object]] = {
@@ -102,7 +110,7 @@ class _Constexpr:
 
 
 def _sglang_stubs() -> Any:
-    """``sglang/_platform_stubs.py``, loaded on its own: importing the package would import Triton first."""
+    """Load ``sglang/_platform_stubs.py`` by its path, because importing the package would import Triton first."""
     name = "_slime_sglang_platform_stubs"
     if name not in sys.modules:
         package = importlib.util.find_spec("sglang")
@@ -113,6 +121,6 @@ def _sglang_stubs() -> Any:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # its dataclasses look themselves up
+        sys.modules[name] = module  # needed before exec_module(): dataclasses look up their module there
         spec.loader.exec_module(module)
     return sys.modules[name]

@@ -1,4 +1,4 @@
-"""SGLang's own command line for one server: what slime decides, the user's ``--sglang-…``, the group's overrides."""
+"""The command line of an SGLang server: slime's choices, the user's ``--sglang-…`` flags, and the group's overrides."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ if TYPE_CHECKING:
 CPU_DEFAULTS: dict[str, object] = {
     "attention_backend": "torch_native",
     "disable_cuda_graph": True,
-    "max_total_tokens": 32768,  # its own default is a share of all memory
-    "sleep_on_idle": True,  # otherwise an idle scheduler takes a whole core
+    "max_total_tokens": 32768,  # SGLang's default is a share of the whole memory
+    "sleep_on_idle": True,  # otherwise an idle scheduler keeps a whole core busy
 }
-BIND = "SGLANG_CPU_OMP_THREADS_BIND"  # the cores of each rank, separated by |
+BIND = "SGLANG_CPU_OMP_THREADS_BIND"  # the CPU cores of each rank, separated by |
 
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Where one process of a server runs: address, and its part of a server that spans nodes."""
+    """The address of one server process, and its node rank if the server runs on several nodes."""
 
     host: str
     port: int
     node_rank: int = 0
     num_nodes: int = 1
-    dist_init_addr: str | None = None  # host:port of the first node
-    bootstrap_port: int | None = None  # of a prefill server
+    dist_init_addr: str | None = None  # host:port of the rendezvous on the first node
+    bootstrap_port: int | None = None  # for prefill servers only
 
 
 def runs_on_cpu(settings: EngineSettings, spec: EngineSpec) -> bool:
-    """As ``--sglang-device`` says; without it, whether this node has no GPU."""
+    """Return whether ``--sglang-device`` is ``cpu``, or without this flag, whether this node has no GPU."""
     device = {**settings.sglang, **spec.options}.get("device")
     return device == "cpu" if device else not this_machine().cuda
 
 
 def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlace) -> dict[str, object]:
-    """SGLang's options by attribute name. The group's overrides win over the flags, both over slime's own
-    choices."""
+    """Return the options of a server by attribute name.
+
+    The overrides of the group take precedence over the user's flags, and these over the choices of slime.
+    """
     given = {**settings.sglang, **spec.options}
     ours: dict[str, object] = {
         "model_path": spec.model_path,
@@ -54,7 +56,7 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         "skip_server_warmup": True,
         "trust_remote_code": settings.trust_remote_code,
         "enable_return_routed_experts": settings.return_routed_experts,
-        "incremental_streaming_output": True,  # else each event of a stream repeats the whole answer so far
+        "incremental_streaming_output": True,  # otherwise each event of a stream repeats the whole response so far
     }
     if spec.updates:
         ours["dtype"] = settings.dtype
@@ -70,25 +72,26 @@ def server_options(settings: EngineSettings, spec: EngineSpec, place: ServerPlac
         return {**ours, "device": "cpu", **CPU_DEFAULTS, **given}
     if settings.offload:
         ours["enable_memory_saver"] = True
-        ours["enable_weights_cpu_backup"] = not spec.updates  # nobody sends such a model's weights again
+        ours["enable_weights_cpu_backup"] = not spec.updates  # without updates, nobody sends released weights again
     if settings.deterministic:
         ours["enable_deterministic_inference"] = True
     return {**ours, **given}
 
 
 def server_words(settings: EngineSettings, spec: EngineSpec, place: ServerPlace) -> list[str]:
-    """The command line of one server, without the program."""
+    """Return the command-line arguments of one server, without the program."""
     return command_line("sglang", server_options(settings, spec, place))
 
 
 def server_environment(settings: EngineSettings, spec: EngineSpec) -> dict[str, str]:
-    """Environment of a server process."""
+    """Return the environment variables to set for a server process."""
     env = {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE"}
     threads = settings.threads
     if runs_on_cpu(settings, spec):
         env["SGLANG_USE_CPU_ENGINE"] = "1"
-        threads = 1  # two OpenMP threads on busy cores can spin each other to a standstill
-        if spec.num_gpus > 1 and BIND not in os.environ:  # its default is one rank per NUMA node, and no more
+        threads = 1  # on busy cores, OpenMP threads that spin can block each other
+        # SGLang's default allows only one rank per NUMA node.
+        if spec.num_gpus > 1 and BIND not in os.environ:
             env[BIND] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.num_gpus))
     if threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)

@@ -1,6 +1,7 @@
-"""Top-p and top-k of SGLang on a GPU: their kernels are compiled when the first request asks for them.
+"""Warm up the top-p and top-k kernels of SGLang on a GPU, which are compiled at the first request that needs them.
 
-That takes more than a minute the first time on a machine. Until then the engine answers nobody, so it looks dead.
+The first compilation on a machine takes more than a minute. Until then the engine answers no request, so a health
+check would report it as dead.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from slime.engines.process import ServerFailed
 
 
 def warm_up(url: str, seconds: float) -> None:
-    """One request with top-p and top-k.
+    """Send one request with top-p and top-k.
 
     Raises:
-        ServerFailed: it was not answered with 200 within ``seconds``.
+        ServerFailed: The engine did not answer with status 200 within ``seconds``.
     """
     cut_off = {"max_new_tokens": 1, "temperature": 1.0, "top_p": 0.9, "top_k": 2}
     try:

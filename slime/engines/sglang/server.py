@@ -1,7 +1,7 @@
-"""``python -m slime.engines.sglang.server <SGLang's options>``: stock ``sglang.launch_server``, also on the CPU.
+"""``python -m slime.engines.sglang.server <SGLang's options>`` runs ``sglang.launch_server``, also on a CPU.
 
-SGLang starts its scheduler and detokenizer by spawning, and each of them runs the top level of this module again
-before anything else: that is where the stand-ins for kernels absent on a CPU must be installed.
+SGLang starts its scheduler and detokenizer with the start method ``spawn``, so each of these processes first runs the
+top level of this module. For this reason the stand-ins for the kernels that are absent on a CPU are installed there.
 """
 
 from __future__ import annotations
