@@ -41,7 +41,7 @@ class SpreadConnector(aiohttp.TCPConnector):
             except aiohttp.ClientConnectorError as error:
                 if error.errno != errno.EADDRNOTAVAIL or tries <= 0:
                     raise
-                # Many requests fail at the same time when the ports run out. Only the first of them changes the address.
+                # Many requests fail at the same time when ports run out. Only the first of them changes the address.
                 if self._source.get(host, 0) == source:
                     self._source[host] = (source + 1) % source_addresses(host)
 

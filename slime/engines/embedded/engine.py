@@ -180,7 +180,7 @@ class Engine:
             self.scheduler.name_version(version)
 
     def release(self, tags: list[str]) -> None:
-        """Release memory. If this includes the KV cache, running requests are queued and computed again after resume."""
+        """Release memory. If the KV cache is released, running requests are queued and computed again after resume."""
         if "kv_cache" in tags:
             self._retract_all()
         self.memory.release(tags)

@@ -59,7 +59,7 @@ class ImageReader:
             made = self.processor(text=[text], images=pictures, return_tensors="pt")
             ids = made["input_ids"][0].tolist()
         else:
-            # The given ids must not change, so they are not decoded and tokenized again: only placeholders are expanded.
+            # Only the placeholders are expanded: the other ids must not change, so they are not tokenized again.
             made = self.processor(text=[self.token * len(pictures)], images=pictures, return_tensors="pt")
             ids = self._expand(ids, pictures, int((made["input_ids"] == self.token_id).sum()))
         inputs = {key: self._place(value) for key, value in made.items() if key not in ("input_ids", "attention_mask")}

@@ -67,7 +67,7 @@ def rows_of(works: Sequence[Work]) -> Rows:
 
 
 def blocks_of(rows: Rows, size: int) -> list[Rows]:
-    """Divide rows into forwards of at most ``size`` rows, to compute in order: rows attend to KV of earlier forwards."""
+    """Divide rows into forwards of at most ``size`` rows. Later forwards attend to the KV of earlier ones."""
     blocks = []
     for start in range(0, len(rows), size):
         end = min(start + size, len(rows))

@@ -171,7 +171,7 @@ def _extended(inputs: Mapping[str, object], length: int) -> dict[str, object]:
 
 
 def _position_axes(config: PretrainedConfig) -> int:
-    """Return the number of rotary position axes: 3 (time, height, width) in some vision-language models, otherwise 0."""
+    """Return the number of rotary position axes: 3 (time, height, width) in some vision-language models, else 0."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     rope = getattr(text, "rope_parameters", None) or {}
     return 3 if isinstance(rope, dict) and "mrope_section" in rope else 0

@@ -193,7 +193,7 @@ class Scheduler:
     # --- weights -----------------------------------------------------------------------------
 
     def weights_changed(self, version: str | None) -> None:
-        """Record that existing KV was computed with old weights and must not be shared, and set ``version`` if given."""
+        """Mark all KV as computed with old weights, so that it is no longer shared, and set ``version`` if given."""
         self.table.forget_free()
         if version is not None:
             self.name_version(version)
@@ -269,7 +269,7 @@ class Scheduler:
             self.running.append(sequence)
 
     def _extend(self, extending: list[Sequence]) -> list[Work]:
-        """Return the works of prompts up to the budget. Sequences with the same tokens become followers of the first."""
+        """Return works for prompts up to the budget. Sequences with the same tokens become followers of the first."""
         works: list[Work] = []
         budget = self.prefill_tokens
         leaders: dict[tuple[int, ...], int] = {}

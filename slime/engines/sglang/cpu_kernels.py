@@ -81,7 +81,7 @@ class _KernelModule(ModuleType):
 
 
 def _mock_module(name: str) -> ModuleType:
-    """Return a module made of the Triton stand-ins that SGLang has for Apple GPUs, with what torch needs in addition."""
+    """Return a module made of SGLang's own Triton stand-ins for Apple GPUs, with the names that torch needs too."""
     stubs = _sglang_stubs()
     module: ModuleType = stubs._MockModule(name)
     extra: dict[str, dict[str, object]] = {
