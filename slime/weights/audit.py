@@ -1,11 +1,13 @@
-"""Do the engines hold what the trainer sent? Asked after each sync; a mismatch ends the run.
+"""Check after each sync that the engines have the weights that the trainer sent. A mismatch ends the run.
 
-(a) :func:`check_probe`: a fixed sequence is scored by every engine and by the trainer.
-(b) :func:`check_engines_agree`: engines of one layout have equal checksums.
-(c) :func:`overwrite` and :func:`check_restored` around a sync of the same weights: every tensor was written.
-(d) :func:`check_digests`: digests by name of what was sent and of what is held, on engines that know checkpoint
-    names and on SGLang where its own names are known (:mod:`slime.weights.fused`).
-(e) :func:`check_changes`: on all other engines, what each rank holds changed with what was sent, and only with it.
+(a) :func:`check_probe`: Every engine and the trainer compute log-probs of the same fixed sequence.
+(b) :func:`check_engines_agree`: Engines with the same layout must have equal checksums.
+(c) :func:`overwrite` and :func:`check_restored`, before and after a sync of the same weights: Every tensor must be
+    written.
+(d) :func:`check_digests`: The digests of the sent tensors must equal those of the engine, by name. This works for
+    engines that report checkpoint names, and for SGLang if its own names are known (:mod:`slime.weights.fused`).
+(e) :func:`check_changes`: On all other engines, the tensors of each rank must change if and only if the sent tensors
+    changed.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ from slime.weights.settings import WeightSyncSettings
 
 PROBE_LENGTH = 64
 THRESHOLDS = {"float32": 1e-3, "float16": 0.25, "bfloat16": 1.0}
-"""Largest difference of a log-prob that rounding explains in any model, by the coarser dtype of trainer and engine;
-:class:`Calibration` learns what it is in this one. SmolLM2 on a probe of 64 random tokens: bfloat16 against float32
-differs by up to 0.4, one zeroed matrix by 3. What is finer than that is found by checksums."""
+"""The largest difference of a log-prob that rounding can explain in any model, by the coarser dtype of trainer and
+engine. :class:`Calibration` learns a smaller limit for the model of the run. With SmolLM2 and a probe of 64 random
+tokens, bfloat16 differs from float32 by up to 0.4, and a zeroed matrix changes a log-prob by 3. Smaller errors in the
+weights are found with checksums."""
 GAP_THRESHOLDS = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1}
-"""Mean difference of the log-probs of a step's samples from which on it is worth a warning, by the coarser dtype."""
+"""The mean difference of the log-probs of a step above which there is a warning, by the coarser dtype."""
 _SHOWN = 5
 
 
 class WeightAuditError(RuntimeError):
-    """An engine holds other weights than the trainer. ``engine``: its URL; ``tensors``: names, where known."""
+    """The weights of an engine differ from those of the trainer.
+
+    Attributes:
+        engine: The URL of the engine.
+        tensors: The names of the tensors that differ, if they are known.
+    """
 
     def __init__(self, message: str, engine: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -46,25 +54,25 @@ class WeightAuditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Probe:
-    """A sequence and the trainer's log-prob of each of its tokens but the first (length ``len(tokens) - 1``)."""
+    """A sequence, and the trainer's log-probs of all its tokens except the first (length ``len(tokens) - 1``)."""
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
 
 
 def probe_tokens(vocab_size: int, seed: int = 0, length: int = PROBE_LENGTH) -> list[int]:
-    """The fixed sequence: random ids, the same for the whole run and on every machine."""
+    """Return the fixed sequence of random ids, which is the same for the whole run and on every machine."""
     generator = random.Random(derive_seed(seed, "weight-probe"))
     return [generator.randrange(vocab_size) for _ in range(length)]
 
 
 @dataclass
 class Calibration:
-    """What rounding makes of the probe in this run, learned from the updates that passed.
+    """The largest difference that rounding causes on the probe in this run, learned from updates that passed.
 
-    The limit by dtype must allow for any model. A run's own differences are far smaller in most cases, so after the
-    first update the limit is ``FACTOR`` times the largest difference so far plus ``MARGIN``, and never more than the
-    limit by dtype.
+    The limit by dtype must be large enough for any model. The differences of one run are much smaller in most cases.
+    So after the first update the limit is ``FACTOR`` times the largest difference so far plus ``MARGIN``, but never
+    more than the limit by dtype.
     """
 
     FACTOR: ClassVar[float] = 3.0
@@ -77,14 +85,14 @@ class Calibration:
         return min(self.FACTOR * self.largest + self.MARGIN, by_dtype)
 
     def passed(self, differences: Iterable[float]) -> None:
-        """Take in the differences of an update that passed."""
+        """Record the differences of an update that passed."""
         finite = [value for value in differences if math.isfinite(value)]
         if finite:
             self.largest = max(*finite, self.largest or 0.0)
 
 
 def threshold(asked: float | None, train_dtype: str | None, infos: Iterable[EngineInfo]) -> float:
-    """``--audit-threshold`` where given, else what the coarsest dtype of trainer and engines allows."""
+    """Return ``--audit-threshold`` if it is given, else the limit for the coarsest dtype of trainer and engines."""
     if asked is not None:
         return asked
     dtypes = [info.dtype.removeprefix("torch.") for info in infos]
@@ -94,25 +102,27 @@ def threshold(asked: float | None, train_dtype: str | None, infos: Iterable[Engi
 
 
 def gap_alarm(metrics: Mapping[str, float], limit: float | None, dtypes: Sequence[str | None]) -> str | None:
-    """A warning when trainer and engine disagree on a step's samples by more than ``--logprob-gap-threshold``
-    in the mean, or when there is no number; None when all is well or no engine gave log-probs.
+    """Return a warning if the log-probs of trainer and engines differ too much on the samples of a step.
+
+    There is a warning if the mean difference exceeds ``limit`` or is NaN. Otherwise, and if no engine returned
+    log-probs, the result is None.
 
     Args:
-        limit: the flag; None for what the coarsest of ``dtypes`` allows.
-        dtypes: of the trainer and the engines, where known.
+        limit: ``--logprob-gap-threshold``; None for the limit of the coarsest of ``dtypes``.
+        dtypes: The dtypes of trainer and engines; None for one that is not known.
     """
     mean = metrics.get("train/train_rollout_logprob_abs_diff")
     if mean is None:
         return None
     if limit is None:
         limit = max(GAP_THRESHOLDS.get(dtype, GAP_THRESHOLDS["bfloat16"]) for dtype in dtypes if dtype)
-    if mean <= limit:  # not for NaN
+    if mean <= limit:  # false for NaN, so that it is reported
         return None
     worst = metrics.get("train/train_rollout_logprob_abs_diff_max", math.nan)
     k3 = metrics.get("train/train_rollout_k3", math.nan)
     return (
-        f"warning: the engines' log-probs and the trainer's differ by {mean:.3g} in the mean (largest {worst:.3g}, k3 "
-        f"{k3:.3g}), over --logprob-gap-threshold {limit:g}: stale samples, other numerics, or other weights"
+        f"warning: log-probs of engines and trainer differ by {mean:.3g} on average (maximum {worst:.3g}, k3 {k3:.3g}),"
+        f" more than --logprob-gap-threshold {limit:g}: samples may be stale, or numerics or weights may differ"
     )
 
 
@@ -123,14 +133,15 @@ async def audit_engines(
     deadline: float,
     asked_always: Sequence[str] = (),
 ) -> dict[str, dict[str, str]]:
-    """Checks (b) and (d), as far as there is something to compare with; returns checksums by engine URL.
+    """Make the checks (b) and (d) as far as there is something to compare, and return checksums by engine URL.
 
     Args:
-        sent: engine URL to digests of what was sent, under the names and by the function of that engine.
-        asked_always: URLs of engines whose checksums are returned in any case.
+        sent: For each engine URL, the digests of the sent tensors, with the names and the hash function of that engine.
+            They are empty for an engine whose checksums cannot be predicted.
+        asked_always: URLs of engines whose checksums are needed even if there is nothing to compare here.
 
     Raises:
-        WeightAuditError: names the engine and the tensors.
+        WeightAuditError: The weights of an engine are wrong. The error names the engine and the tensors.
     """
     asked = engines if len(engines) > 1 else [e for e in engines if sent.get(e.url) or e.url in asked_always]
     sums, failed = await on_each(asked, lambda engine: engine.checksum(), "compute its checksums", deadline)
@@ -148,10 +159,11 @@ async def audit_engines(
 
 
 async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
-    """The engine's log-prob of each token but the first, through ``/generate``."""
+    """Return the engine's log-probs of all tokens except the first, requested with ``/generate``."""
     request = {
         "input_ids": list(tokens),
-        # Not greedy: among requests that are not, SGLang would sample all with top-k, whose kernel it compiles first.
+        # Not greedy: if one request of a batch is greedy and others are not, SGLang samples all of them with top-k,
+        # and it compiles the kernel for top-k at the first use.
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
@@ -161,16 +173,16 @@ async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
     values = [entry[0] for entry in scored if entry[0] is not None]
     if len(values) != len(tokens) - 1:
         raise WeightAuditError(
-            f"engine {engine.url} scored {len(values)} of the {len(tokens) - 1} tokens of the probe", engine.url
+            f"engine {engine.url} returned {len(values)} log-probs for the probe of {len(tokens)} tokens", engine.url
         )
     return [float(value) for value in values]
 
 
 async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: float, deadline: float) -> dict[str, float]:
-    """Score the probe on every engine; returns the largest difference by URL.
+    """Compute the log-probs of the probe on every engine, and return the largest difference of each by URL.
 
     Raises:
-        WeightAuditError: a difference over ``limit``, or no number at all.
+        WeightAuditError: A difference is larger than ``limit`` or NaN.
     """
     scores, failed = await on_each(engines, lambda engine: score(engine, probe.tokens), "score the probe", deadline)
     for error in failed.values():
@@ -178,13 +190,14 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
     gaps = {}
     for url, values in scores.items():
         differences = [abs(ours - theirs) for ours, theirs in zip(probe.log_probs, values, strict=True)]
+        # The first part of the key makes a NaN the largest difference.
         worst = max(range(len(differences)), key=lambda i: (differences[i] != differences[i], differences[i]))
         gaps[url] = differences[worst]
-        if not differences[worst] <= limit:  # also for NaN
+        if not differences[worst] <= limit:  # also true for NaN
             raise WeightAuditError(
-                f"engine {url} and the trainer disagree on the probe after the sync: token {worst + 1} has log-prob "
-                f"{values[worst]:.6f} there and {probe.log_probs[worst]:.6f} here (difference "
-                f"{differences[worst]:.2g}, allowed {limit:.2g}). "
+                f"engine {url} and the trainer disagree on the probe after the sync: the log-prob of token {worst + 1} "
+                f"is {values[worst]:.6f} on the engine and {probe.log_probs[worst]:.6f} on the trainer (the difference "
+                f"is {differences[worst]:.2g}, the limit is {limit:.2g}). "
                 "Either the weights differ, or --audit-threshold is too small for these dtypes",
                 url,
             )
@@ -194,9 +207,10 @@ async def check_probe(engines: Sequence[EngineHandle], probe: Probe, limit: floa
 async def probe_engines(
     settings: WeightSyncSettings, engines: Sequence[EngineHandle], probe: Probe, calibration: Calibration | None = None
 ) -> float:
-    """(a) and (b), for engines that could not generate during the sync; returns the largest difference of (a).
+    """Make the checks (a) and (b) after the engines can generate again, and return the largest difference of (a).
 
-    A server that only prefills or only decodes answers no request alone: it is held to (b) and (d). NaN when all do.
+    A server that only prefills or only decodes cannot answer a request alone, so only (b) and (d) apply to it. The
+    result is NaN if all servers are of this kind.
     """
     deadline = settings.phase_seconds
     infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", deadline)
@@ -209,7 +223,8 @@ async def probe_engines(
     gaps = await check_probe(whole, probe, limit, deadline)
     if calibration is not None:
         calibration.passed(gaps.values())
-    others = [engine for engine in engines if not engine.capabilities.named_checksums]  # these passed (d) already
+    # Engines with named checksums have passed (d) already, which is stricter than (b).
+    others = [engine for engine in engines if not engine.capabilities.named_checksums]
     await audit_engines(others, infos, {}, deadline)
     return max(gaps.values(), default=math.nan)
 
@@ -218,7 +233,7 @@ async def probe_engines(
 
 
 def check_engines_agree(sums: Mapping[str, Mapping[str, str]]) -> None:
-    """Raises :class:`WeightAuditError` for the engine that differs from the majority."""
+    """Raise :class:`WeightAuditError` for an engine whose checksums differ from those of the majority."""
     if len(sums) < 2:
         return
     names = sorted({name for named in sums.values() for name in named})
@@ -232,39 +247,39 @@ def check_engines_agree(sums: Mapping[str, Mapping[str, str]]) -> None:
     for url, tensors in wrong.items():
         if tensors:
             raise WeightAuditError(
-                f"engine {url} holds other weights than the other engines: {_list(tensors)}", url, tensors
+                f"the weights of engine {url} differ from those of the other engines: {_list(tensors)}", url, tensors
             )
 
 
 def check_digests(url: str, sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Compare what was sent with what an engine holds, by checkpoint name.
+    """Compare the digests of the sent tensors with those of an engine, by name.
 
-    Names that only one side has are no difference here: tied weights have one name there, frozen ones are
-    not sent, and :func:`check_restored` shows what was never written.
+    A name that only one side has is not an error here. Tied weights have only one name on the engine, frozen weights
+    are not sent, and :func:`check_restored` finds tensors that are never written.
 
     Raises:
-        WeightAuditError: digests differ, or there is no common name.
+        WeightAuditError: Digests differ, or there is no common name.
     """
     common = sent.keys() & held.keys()
     if not common:
         raise WeightAuditError(
-            f"engine {url} knows none of the {len(sent)} tensors that were sent (e.g. {min(sent)!r}); "
-            f"it has e.g. {min(held, default='nothing')!r}", url
+            f"engine {url} has none of the {len(sent)} tensors that were sent (for example {min(sent)!r}); "
+            f"it has for example {min(held, default='nothing')!r}", url
         )  # fmt: skip
     wrong = sorted(name for name in common if sent[name] != held[name])
     if wrong:
         raise WeightAuditError(
-            f"engine {url} holds other bytes than were sent for {len(wrong)} of {len(common)} tensors: {_list(wrong)}",
+            f"{len(wrong)} of {len(common)} tensors of engine {url} differ from those that were sent: {_list(wrong)}",
             url,
             wrong,
         )
 
 
 def check_changes(url: str, checksums: Mapping[str, str], sent: Mapping[str, Fingerprint], before: Held | None) -> None:
-    """Check (e), see :mod:`slime.weights.changes`; nothing to compare with before the second update of an engine.
+    """Make check (e); see :mod:`slime.weights.changes`. ``before`` is None at the first update of an engine.
 
     Raises:
-        WeightAuditError: a tensor did not change with what was sent, or differs between ranks.
+        WeightAuditError: A tensor did not change with the sent tensors, or differs between ranks.
     """
     if before is None:
         return
@@ -272,14 +287,14 @@ def check_changes(url: str, checksums: Mapping[str, str], sent: Mapping[str, Fin
     if wrong:
         told = "; ".join(f"{_list(names)} {what}" for what, names in wrong.items())
         raise WeightAuditError(
-            f"engine {url} does not hold the weights that were sent: {told}",
+            f"engine {url} does not have the weights that were sent: {told}",
             url,
             [name for names in wrong.values() for name in names],
         )
 
 
 def _layouts(engines: Sequence[EngineHandle], infos: Mapping[str, EngineInfo]) -> list[list[EngineHandle]]:
-    """Engines whose checksums must be equal: same server, dtype and tensor parallel size."""
+    """Group engines whose checksums must be equal, because server, dtype and tensor-parallel size are the same."""
     groups: dict[tuple[str, str, str, int], list[EngineHandle]] = {}
     for engine in engines:
         info = infos[engine.url]
@@ -296,9 +311,9 @@ def _list(names: Sequence[str]) -> str:
 
 
 async def overwrite(engine: EngineHandle) -> dict[str, str]:
-    """Let the engine fill its weights with noise; returns the checksums of what it held.
+    """Let the engine fill its weights with noise, and return the checksums from before.
 
-    Not SGLang's own snapshot and comparison: they need CUDA, and room for a copy of the weights.
+    SGLang's own snapshot and comparison are not used, because they need CUDA and memory for a copy of the weights.
     """
     before = await engine.checksum()
     await engine.check_weights("reset_tensors")
@@ -308,13 +323,13 @@ async def overwrite(engine: EngineHandle) -> dict[str, str]:
 async def check_restored(
     engines: Sequence[EngineHandle], before: Mapping[str, Mapping[str, str]], deadline: float
 ) -> None:
-    """After a sync of the same weights: is every tensor back?
+    """Check after a sync of the same weights that every tensor has its old value again.
 
     Args:
-        before: checksums from before :func:`overwrite`, by engine URL.
+        before: The checksums that :func:`overwrite` returned, by engine URL.
 
     Raises:
-        WeightAuditError: names the engine and the tensors.
+        WeightAuditError: Some tensors differ. The error names the engine and the tensors.
     """
     after, failed = await on_each(engines, lambda engine: engine.checksum(), "compute its checksums", deadline)
     for error in failed.values():
@@ -323,7 +338,7 @@ async def check_restored(
         wrong = sorted(name for name, digest in before[url].items() if held.get(name) != digest)
         if wrong:
             raise WeightAuditError(
-                f"engine {url} does not hold what it held before the sync of the same weights: {len(wrong)} of "
+                f"engine {url} does not have the same weights as before a sync of the same weights: {len(wrong)} of "
                 f"{len(held)} tensors differ: {_list(wrong)}",
                 url,
                 wrong,

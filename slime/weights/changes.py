@@ -1,14 +1,14 @@
-"""Did what an engine holds change where, and only where, the sent weights changed?
+"""Check that the tensors of an engine changed if and only if the sent weights changed.
 
-SGLang shows checksums of its own fused and sharded tensors, which the trainer cannot predict for every model family
-and parallel layout. It can tell which of the sent tensors changed since the last update, and that has consequences
-that hold for any family and layout:
+SGLang reports checksums of its own fused and sharded tensors. The trainer cannot predict these for every model family
+and parallel layout. But it knows which of the sent tensors changed since the last update, and from this some rules
+follow that hold for every family and layout:
 
-* an engine's tensor must change on some rank if any tensor that goes into it changed;
-* it must change on *every* rank if all tensors that go into it changed everywhere: in each of ``2 * tp`` equal parts of
-  their rows and of their columns, so in any part of ``1 / tp`` that a rank may hold;
-* it must not change if none of them did, and it is known where all that changed went;
-* a vector that all ranks hold whole must stay equal on all of them.
+* A tensor of the engine must change on some rank if any tensor that goes into it changed.
+* It must change on *every* rank if all tensors that go into it changed everywhere. Everywhere means in each of
+  ``2 * tp`` equal parts of their rows and of their columns, and so in any part of ``1 / tp`` that a rank may have.
+* It must not change if none of them changed. This rule is only applied if the targets of all changed tensors are known.
+* A vector that all ranks hold as a whole must stay equal on all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from slime.engines.flat import NamedTensor
 
-_BLOCK = 1 << 23  # elements at a time; they are widened to eight bytes
+_BLOCK = 1 << 23  # elements per computation, which bounds the memory: each is converted to eight bytes
 _INTEGERS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 _FUSED = (
     (re.compile(r"\.(q|k|v)_proj\."), ".qkv_proj."),
@@ -33,16 +33,17 @@ _FUSED = (
     (re.compile(r"\.experts\.\d+\.(gate|up)_proj\.weight$"), ".experts.w13_weight"),
     (re.compile(r"\.experts\.\d+\.down_proj\.weight$"), ".experts.w2_weight"),
 )
-_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # padded: a rank may hold hardly any row of it
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")  # with padding, a rank may hold hardly any row of the tensor
 
 
 class Fingerprint(NamedTuple):
-    """Of one tensor's bits. Two that are equal are of equal tensors, but for one chance in 2**40.
+    """A fingerprint of the bits of one tensor. Different tensors have equal fingerprints with probability 2**-40.
 
     Attributes:
-        rows, columns: one number for each of equal parts along the first dimension and along the others: of as many
-            parts as asked for, or as there are rows or columns.
-        divided: the parts of a vector differ from one another, so ranks that hold equal checksums hold all of it.
+        rows, columns: One number for each of several equal parts along the first dimension, and along the others. If
+            there are fewer rows or columns than requested parts, each of them is a part.
+        divided: Whether the parts of a vector differ from one another. If they do, ranks with equal checksums must
+            hold the whole vector.
     """
 
     rows: tuple[int, ...]
@@ -50,21 +51,21 @@ class Fingerprint(NamedTuple):
     divided: bool = False
 
     def is_comparable(self, before: Fingerprint) -> bool:
-        """Whether both are of equally many parts, and not for engines of different numbers of ranks."""
+        """Return whether both have the same number of parts. The number depends on the ranks of the engines."""
         return len(self.rows) == len(before.rows) and len(self.columns) == len(before.columns)
 
     def changed(self, before: Fingerprint) -> bool:
         return (self.rows, self.columns) != (before.rows, before.columns)
 
     def changed_everywhere(self, before: Fingerprint) -> bool:
-        """In all parts along the rows, and for a matrix along the columns."""
+        """Return whether all parts along the rows, and for a matrix along the columns, changed."""
         pairs = [*zip(self.rows, before.rows, strict=True), *zip(self.columns, before.columns, strict=True)]
         return all(now != then for now, then in pairs)
 
 
 @dataclass
 class Held:
-    """What an engine held after an update that was checked."""
+    """The checksums of an engine after an update that passed the check, and the fingerprints of that update."""
 
     checksums: Mapping[str, str]
     sent: Mapping[str, Fingerprint]
@@ -72,11 +73,11 @@ class Held:
 
 @dataclass
 class AuditMemory:
-    """What a sender remembers from one update to the next.
+    """What a sender keeps from one update to the next.
 
     Attributes:
-        sent: fingerprints of the newest version of every tensor.
-        held: engine URL to what was found there after its last complete update.
+        sent: The fingerprint of the newest version of every tensor.
+        held: For each engine URL, the state after its last complete update.
     """
 
     sent: dict[str, Fingerprint] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class AuditMemory:
 
 
 def fingerprints(tensors: Sequence[NamedTensor], ranks: int) -> dict[str, Fingerprint]:
-    """Fingerprints of named tensors on any device, for engines of up to ``ranks`` tensor-parallel ranks."""
+    """Compute fingerprints of tensors on any device, for engines with up to ``ranks`` tensor-parallel ranks."""
     groups: dict[tuple[torch.Size, torch.dtype], list[NamedTensor]] = defaultdict(list)
     for name, tensor in tensors:
         groups[tensor.shape, tensor.dtype].append((name, tensor))
@@ -104,7 +105,7 @@ def _of_one_shape(named: Sequence[NamedTensor], parts: int) -> dict[str, Fingerp
     columns = first.numel() // max(rows, 1)
     integer: torch.dtype = getattr(torch, _INTEGERS[first.element_size()])
     flat = [x.detach().contiguous().view(-1).view(integer).view(rows, columns) for _, x in named]
-    # Other numbers for columns than for rows: with the same ones, opposite changes at [i, j] and [j, i] would cancel.
+    # Columns get other multipliers than rows. With the same ones, opposite changes at [i, j] and [j, i] would cancel.
     by_row, by_column = _multipliers(rows, first.device), _multipliers(columns, first.device, skip=2**40)
     row_part, column_part = _part_of(rows, parts, first.device), _part_of(columns, parts, first.device)
     row_sums = torch.zeros(count, min(rows, parts), dtype=torch.int64, device=first.device)
@@ -133,7 +134,7 @@ def _divided(vector: torch.Tensor, ranks: int) -> bool:
 
 
 def _multipliers(count: int, device: torch.device, skip: int = 0) -> torch.Tensor:
-    """Fixed odd numbers, the same in every call: a multiplicative hash of the position after ``skip``."""
+    """Return odd numbers, the same in every call: a multiplicative hash of the position, starting after ``skip``."""
     import torch
 
     position = torch.arange(skip + 1, skip + count + 1, dtype=torch.int64, device=device)
@@ -151,45 +152,45 @@ def _part_of(count: int, parts: int, device: torch.device) -> torch.Tensor:
 
 
 def wrong_changes(checksums: Mapping[str, str], sent: Mapping[str, Fingerprint], before: Held) -> dict[str, list[str]]:
-    """The engine's tensors that cannot be what was sent, by what is wrong with them.
+    """Return the tensors of an engine that cannot be those that were sent, by the kind of the error.
 
     Args:
-        checksums: what the engine holds now, ``rank<i>.<name>`` where it has several ranks.
-        sent: fingerprints of the newest version of every tensor, also of those that this update left out.
-        before: what was found on the engine after an earlier update.
+        checksums: The checksums of the engine now, named ``rank<i>.<name>`` if it has several ranks.
+        sent: The fingerprint of the newest version of every tensor, including those that this update left out.
+        before: The state of the engine after an earlier update.
     """
     now, then = _by_rank(checksums), _by_rank(before.checksums)
     known = {name for name, is_ in sent.items() if name in before.sent and is_.is_comparable(before.sent[name])}
     changed = {name for name in known if sent[name].changed(before.sent[name])}
     everywhere = {name for name in changed if sent[name].changed_everywhere(before.sent[name])}
     everywhere = {name for name in everywhere if not name.endswith(_VOCABULARY)}
-    # Into which tensors these went is not known.
+    # A changed tensor whose target is unknown may have changed any tensor, so nothing can be said to be unchanged.
     hidden = any(_place(name, now) is None for name in sent if name in changed or name not in known)
     wrong: dict[str, list[str]] = defaultdict(list)
     for tensor, parts in _sources(sent, now).items():
         if now[tensor].keys() != then.get(tensor, {}).keys() or not known.issuperset(parts):
-            continue  # the engine shows another set of tensors, or there is nothing to compare them with
+            continue  # the engine reports other tensors than before, or fingerprints to compare with are missing
         ranks = now[tensor]
         same = [rank for rank in ranks if ranks[rank] == then[tensor][rank]]
         if changed.issuperset(parts) and everywhere.issuperset(parts) and same:
-            wrong["did not change with what was sent"] += [f"{rank}{tensor}" for rank in same]
+            wrong["did not change with the sent weights"] += [f"{rank}{tensor}" for rank in same]
         elif changed.intersection(parts) and len(same) == len(ranks):
-            wrong["did not change with what was sent"].append(tensor)
+            wrong["did not change with the sent weights"].append(tensor)
         elif not hidden and not changed.intersection(parts) and len(same) < len(ranks):
-            wrong["changed, although what was sent did not"] += [f"{r}{tensor}" for r in ranks if r not in same]
+            wrong["changed, although the sent weights did not"] += [f"{r}{tensor}" for r in ranks if r not in same]
         elif _whole_on_every_rank(tensor, then[tensor], before.sent) and len(set(ranks.values())) > 1:
-            wrong["differ between ranks that hold the same tensor"].append(tensor)
+            wrong["differ between ranks that must have the same tensor"].append(tensor)
     return dict(wrong)
 
 
 def unmatched(checksums: Mapping[str, str], sent: Iterable[str]) -> list[str]:
-    """Sent tensors that no tensor of the engine is known to hold, so nothing is known of them."""
+    """Return the sent tensors for which the tensor of the engine is not known, so that they cannot be checked."""
     known = _by_rank(checksums)
     return [name for name in sent if _place(name, known) is None]
 
 
 def _sources(sent: Iterable[str], held: Mapping[str, object]) -> dict[str, list[str]]:
-    """The engine's tensors, and the sent tensors that go into each."""
+    """Return for each tensor of the engine the sent tensors that go into it."""
     sources: dict[str, list[str]] = defaultdict(list)
     for name in sent:
         place = _place(name, held)
@@ -199,7 +200,7 @@ def _sources(sent: Iterable[str], held: Mapping[str, object]) -> dict[str, list[
 
 
 def _place(name: str, held: Mapping[str, object]) -> str | None:
-    """The engine's tensor that a sent tensor goes into, as far as it is known."""
+    """Return the tensor of the engine into which a sent tensor goes, or None if it is not known."""
     for pattern, fused in _FUSED:
         candidate = pattern.sub(fused, name)
         if candidate != name and candidate in held:
@@ -212,7 +213,7 @@ def _whole_on_every_rank(tensor: str, then: Mapping[str, str], sent: Mapping[str
 
 
 def _by_rank(checksums: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Tensor to its checksum by rank (``rank1.``; empty for an engine of one rank)."""
+    """Return for each tensor its checksum by rank (``rank1.``; the empty string if the engine has one rank)."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for name, value in checksums.items():
         match = re.match(r"rank\d+\.", name)

@@ -1,7 +1,7 @@
-"""The ``.metadata`` file of torch's distributed checkpoints, looked at before torch unpickles it.
+"""Check the ``.metadata`` file of torch's distributed checkpoints before torch unpickles it.
 
-The tensors of such a checkpoint are read without running code, but its index is a pickle, and an entry may be of bytes
-that are unpickled again. A snapshot from somebody else could so run code when it is loaded.
+The tensors of such a checkpoint are read without executing code. But its index is a pickle, and an entry may consist of
+bytes that are unpickled too. So a checkpoint of unknown origin could execute code when it is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MODULES = frozenset({
 _CLASSES = frozenset({
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
     "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
-    "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",  # megatron-core keeps its plans
+    "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",  # megatron-core stores its plans in the index
 })  # fmt: skip
 _OTHERS = frozenset({
     ("pathlib", "PosixPath"), ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
@@ -32,7 +32,7 @@ _OTHERS = frozenset({
 
 
 class UnsafeMetadataError(ValueError):
-    """A checkpoint's index asks for something that it has no need of; the message names it."""
+    """The index of a checkpoint contains something that it does not need. The message names it."""
 
 
 class _Reader(pickle.Unpickler):
@@ -45,25 +45,25 @@ class _Reader(pickle.Unpickler):
 
 
 def require_tensors(folder: Path) -> None:
-    """Refuse a checkpoint whose index names anything but tensors and where they lie.
+    """Refuse a checkpoint whose index contains anything other than tensors and their places. No code is executed.
 
     Raises:
-        UnsafeMetadataError: it does, or is no such file. Nothing of it was run.
-        FileNotFoundError: there is no index.
+        UnsafeMetadataError: The index contains something else, or is damaged.
+        FileNotFoundError: There is no index.
     """
     file = folder / FILE
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} is no distributed checkpoint: {FILE} is missing")
+        raise FileNotFoundError(f"{folder} is not a distributed checkpoint: {FILE} is missing")
     try:
         metadata = _Reader(io.BytesIO(file.read_bytes())).load()
         entries = dict(metadata.state_dict_metadata)
     except UnsafeMetadataError as error:
-        raise UnsafeMetadataError(f"{file} could run code: {error}. It was not loaded; take the original") from None
-    except Exception as error:  # a damaged pickle raises anything
+        raise UnsafeMetadataError(f"{file} could execute code ({error}); it was not loaded. Use the original") from None
+    except Exception as error:  # a damaged pickle may raise any exception
         raise UnsafeMetadataError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
     of_bytes = sorted(name for name, entry in entries.items() if type(entry).__name__ != "TensorStorageMetadata")
     if of_bytes:
         raise UnsafeMetadataError(
-            f"{file} has entries that are no tensors and would be unpickled: {', '.join(of_bytes[:3])}. slime writes "
-            "none; it was not loaded"
+            f"{file} was not loaded, because it has entries that are not tensors and would be unpickled: "
+            f"{', '.join(of_bytes[:3])}. slime writes no such entries"
         )

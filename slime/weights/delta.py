@@ -1,12 +1,13 @@
-"""The bytes of a model's weights in host memory, what changed in them between two versions, and how that is packed.
+"""Copies of the weights in host memory, the changes between two versions, and the encoding of changes.
 
-Trainer and engines each keep a :class:`HostCopy`. The trainer's :meth:`HostCopy.advance` takes the next
-version in and says what changed; the engines' :meth:`HostCopy.patch` applies that. A digest per tensor tells
-whether both arrived at the same bytes.
+Trainer and engines each keep a :class:`HostCopy`. On the trainer, :meth:`HostCopy.advance` stores the next version and
+returns the changes. On the engines, :meth:`HostCopy.patch` applies the changes. A digest per tensor shows whether both
+have the same bytes.
 
-Packed, changed bytes are a stream of gaps and the bytes themselves. A gap is the number of unchanged bytes
-before a changed one, in one byte; 255 stands for 255 unchanged bytes and says that the gap goes on. Where a
-quarter of the bytes changed, gaps cost more than they save and all bytes are sent. Both go through zstd.
+Changes are encoded as a stream of gaps, followed by the changed bytes. A gap is the number of unchanged bytes before a
+changed byte. It is stored in one byte; the value 255 means 255 unchanged bytes and that the gap continues. If a quarter
+of the bytes or more changed, gaps would cost more than they save, so all bytes are sent. The result is compressed with
+zstd.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ if TYPE_CHECKING:
     import torch
 
 Encoding = Literal["xor", "overwrite"]
-"""Whether a changed byte travels as old xor new, or as it is now."""
+"""Whether a changed byte is sent as (old xor new), or as its new value."""
 
-_DENSE = 0.25  # share of changed bytes from which on all are sent
-_CHUNK = 1 << 26  # bytes that are compared at a time; bounds the memory for positions
+_DENSE = 0.25  # all bytes are sent if at least this part of them changed
+_CHUNK = 1 << 26  # bytes that are compared at a time, which bounds the memory for positions
 _SKIP = 255
-_LEVEL = 1  # of zstd: gaps and changed bytes are close to random
+_LEVEL = 1  # the level of zstd; a higher one gains little, because gaps and changed bytes are almost random
 
 
 @dataclass
 class Changes:
-    """What changed in one bucket.
+    """The changes of one bucket.
 
-    ``gaps`` is None when ``values`` are all bytes of the bucket. Both are uint8, on any device.
+    Attributes:
+        gaps: The stream of gaps, uint8; None if ``values`` has all bytes of the bucket.
+        values: The changed bytes in the chosen encoding, uint8.
+        changed: The number of changed bytes.
     """
 
     gaps: torch.Tensor | None
     values: torch.Tensor
-    changed: int  # bytes
+    changed: int
 
     def pack(self) -> bytes:
-        """One zstd frame: the gaps, then the values."""
+        """Return one zstd frame with the gaps followed by the values."""
         import zstandard
 
         parts = [self.values] if self.gaps is None else [self.gaps, self.values]
@@ -51,19 +55,19 @@ class Changes:
 
 
 def unpack(packed: bytes, changed: int, dense: bool, size: int) -> Changes:
-    """The inverse of :meth:`Changes.pack`, for a bucket of ``size`` bytes.
+    """Decode the result of :meth:`Changes.pack`, for a bucket of ``size`` bytes.
 
     Raises:
-        zstandard.ZstdError: the bytes were damaged.
-        ValueError: they would unpack to more than a bucket of that size can need; nothing is allocated.
+        zstandard.ZstdError: The bytes are damaged.
+        ValueError: The decoded size is larger than it can be for such a bucket. In this case nothing is allocated.
     """
     import torch
     import zstandard
 
-    # The frame says its own size, and zstandard allocates it; ``max_output_size`` counts only where it does not.
+    # zstandard allocates the size that the frame states; ``max_output_size`` only applies to frames without a size.
     stated, limit = zstandard.frame_content_size(packed), size if dense else 2 * changed + size // _SKIP + 1
     if not 0 <= stated <= limit:
-        raise ValueError(f"packed changes of {stated} bytes, where a bucket of {size} bytes can have {limit}")
+        raise ValueError(f"the packed changes have {stated} bytes, but a bucket of {size} bytes has at most {limit}")
     raw = torch.frombuffer(bytearray(zstandard.ZstdDecompressor().decompress(packed)), dtype=torch.uint8)
     if dense:
         return Changes(None, raw, changed)
@@ -73,22 +77,24 @@ def unpack(packed: bytes, changed: int, dense: bool, size: int) -> Changes:
 
 @dataclass
 class HostBucket:
-    """Some tensors end to end in one buffer; pinned where there is a GPU, so that copies run at full speed."""
+    """The tensors of one bucket in one buffer. With a GPU the buffer is pinned, so that copies run at full speed."""
 
     entries: list[Entry]
     flat: torch.Tensor  # uint8, on the host
-    digests: dict[str, str] = field(default_factory=dict)  # of the tensors as they are
+    digests: dict[str, str] = field(default_factory=dict)  # the digests of the current bytes, by tensor
 
     def tensors(self, flat: torch.Tensor | None = None) -> list[NamedTensor]:
-        """Views into the buffer, or into a copy of it on another device."""
+        """Return views into the buffer, or into ``flat``, a copy of the buffer on another device."""
         return [(entry.name, entry.view(self.flat if flat is None else flat)) for entry in self.entries]
 
 
 @dataclass
 class HostCopy:
-    """All weights of one version. ``version`` is None while it is changed, or after that failed.
+    """All weights of one version.
 
-    ``shared``: the memory is that of other ranks of the node, too.
+    Attributes:
+        version: The version; None while the copy is being changed, and after a change that failed.
+        shared: Whether the memory is shared with other ranks on the node.
     """
 
     version: str | None = None
@@ -96,16 +102,17 @@ class HostCopy:
     shared: bool = False
 
     def advance(self, bucket: Bucket, encoding: Encoding) -> Changes | None:
-        """Take in the next version of one bucket.
+        """Store the next version of one bucket.
 
-        Returns what changed, or None when there was no such bucket, or another one, before.
+        Returns:
+            The changes, or None if there was no such bucket before, or one with another layout.
         """
         entries, size = layout(bucket.tensors)
         device = bucket.tensors[0][1].device
         new = flatten(bucket.tensors, entries, size)
         known = bucket.index < len(self.buckets) and self.buckets[bucket.index].entries == entries
         if not known:
-            # Another layout from here on: later buckets would hold other tensors, too, and are dropped.
+            # The layout differs from here on. Later buckets would differ too, so they are dropped.
             self.buckets[bucket.index :] = [HostBucket(entries, _host_buffer(size, device))]
             changes = None
         else:
@@ -121,7 +128,7 @@ class HostCopy:
         flat.copy_(apply(work, changes, encoding))
 
     def allocate(self, index: int, entries: Sequence[Entry], size: int, device: torch.device) -> HostBucket:
-        """Room for one bucket; later ones are dropped."""
+        """Allocate the buffer of one bucket. Later buckets are dropped."""
         self.buckets[index:] = [HostBucket(list(entries), _host_buffer(size, device))]
         return self.buckets[index]
 
@@ -136,10 +143,11 @@ def _host_buffer(size: int, device: torch.device) -> torch.Tensor:
 
 
 def compare(old: torch.Tensor, new: torch.Tensor, encoding: Encoding) -> Changes:
-    """What changed between two flat uint8 buffers of one size and device."""
+    """Return the changes between two flat uint8 buffers of the same size and on the same device."""
     import torch
 
-    # Counted first: positions are int64, eight times the bytes of what changed, so they are made only where they pay.
+    # Changed bytes are counted first. Positions are int64, eight times as large as the changed bytes themselves, so
+    # they are only computed if they are needed.
     changed = sum(int(torch.count_nonzero(a ^ b)) for a, b in zip(old.split(_CHUNK), new.split(_CHUNK), strict=True))
     if changed >= _DENSE * new.numel() and changed:
         return Changes(None, old ^ new if encoding == "xor" else new, changed)
@@ -160,11 +168,11 @@ def compare(old: torch.Tensor, new: torch.Tensor, encoding: Encoding) -> Changes
 
 
 def _gap_stream(positions: torch.Tensor, last: int) -> torch.Tensor:
-    """Gaps before sorted ``positions``, of which the one before them was ``last``; see the module."""
+    """Encode the gaps before sorted ``positions``. ``last`` is the changed position before the first of them."""
     import torch
 
-    # A gap of g becomes g // 255 bytes of 255 and one byte g % 255. ``ends`` counts the 255s up to each gap, so gap i
-    # ends at index ends[i] + i of the stream; every other place keeps the 255 that it was filled with.
+    # A gap g is encoded as g // 255 bytes of 255 and one byte g % 255. ``ends`` counts the bytes of 255 up to the end
+    # of each gap, so gap i ends at index ends[i] + i of the stream. All other bytes keep the initial value 255.
     gaps = torch.diff(positions, prepend=positions.new_tensor([last])) - 1
     skips = gaps // _SKIP
     ends = skips.cumsum(0)
@@ -176,26 +184,26 @@ def _gap_stream(positions: torch.Tensor, last: int) -> torch.Tensor:
 def _positions(gaps: torch.Tensor) -> torch.Tensor:
     import torch
 
-    # Each byte moves on by its value, and a byte that ends a gap by one more: the changed byte itself. The running sum
-    # at the ends of gaps is therefore the position plus one.
+    # Each byte advances the position by its value. A byte that ends a gap advances it by one more, for the changed byte
+    # itself. So the cumulative sum at the end of a gap is the position plus one.
     stops = gaps != _SKIP
     return (gaps.to(torch.int64) + stops).cumsum(0)[stops] - 1
 
 
 def apply(flat: torch.Tensor, changes: Changes, encoding: Encoding) -> torch.Tensor:
-    """The new bytes; ``flat`` may be written to.
+    """Return the new bytes. ``flat`` may be overwritten.
 
     Raises:
-        ValueError: the changes do not fit the buffer.
+        ValueError: The changes do not fit the buffer.
     """
     values = changes.values.to(flat.device, non_blocking=True)
     if changes.gaps is None:
         if values.numel() != flat.numel():
-            raise ValueError(f"{values.numel()} bytes for a buffer of {flat.numel()}")
+            raise ValueError(f"{values.numel()} bytes do not fit a buffer of {flat.numel()} bytes")
         return flat ^ values if encoding == "xor" else values
     positions = _positions(changes.gaps.to(flat.device, non_blocking=True))
     if positions.numel() != values.numel() or (positions.numel() and int(positions[-1]) >= flat.numel()):
-        raise ValueError(f"{positions.numel()} positions and {values.numel()} bytes for a buffer of {flat.numel()}")
+        raise ValueError(f"{positions.numel()} positions, {values.numel()} values do not fit {flat.numel()} bytes")
     flat[positions] = flat[positions] ^ values if encoding == "xor" else values
     return flat
 
@@ -204,14 +212,14 @@ def apply(flat: torch.Tensor, changes: Changes, encoding: Encoding) -> torch.Ten
 
 
 def digests(bucket: HostBucket, checksum: str) -> dict[str, str]:
-    """Digest of each tensor's bytes, by name."""
+    """Return the digest of the bytes of each tensor, by name."""
     digest = digest_function(checksum)
     raw = bucket.flat.numpy().data
     return {entry.name: digest(raw[entry.offset : entry.offset + entry.nbytes]) for entry in bucket.entries}
 
 
 def digest_function(checksum: str) -> Callable[[Any], str]:
-    """``--update-weight-delta-checksum`` as a function of bytes."""
+    """Return the function for ``--update-weight-delta-checksum``, from bytes to a digest."""
     if checksum == "adler32":
         return lambda raw: f"{zlib.adler32(raw):08x}"
     import xxhash

@@ -1,8 +1,8 @@
-"""Engine side of the delta transport; runs in the engine's own process.
+"""The engine side of the delta transport, which runs in the process of the engine.
 
-SGLang calls :func:`load` through ``--custom-weight-loader`` (it takes any import path) when a tensor update names
-it as its format; the embedded engine does the same. An exception there would end SGLang's scheduler, so what
-happened is written to a file instead, which the sender reads.
+SGLang calls :func:`load`, the import path given with ``--custom-weight-loader``, when a tensor update has it as its
+format. The embedded engine does the same. An exception in the loader would end SGLang's scheduler, so the outcome is
+written to a file instead, which the sender reads.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _READERS = 8
 _Touched = dict[int, set[str]]
-"""Index of a bucket to the names of its tensors that change."""
+"""The names of the changed tensors, by index of the bucket."""
 
 
 class ReceivingModel(Protocol):
-    """A model of SGLang, or the weights of the embedded engine."""
+    """The type of models that receive weights: a model of SGLang, or the weights of the embedded engine."""
 
     def load_weights(self, weights: Iterable[NamedTensor], /) -> object:
-        """Copy tensors with checkpoint names into the model."""
+        """Copy tensors, which have the names in the checkpoint, into the model."""
 
 
 _held: WeakKeyDictionary[ReceivingModel, HostCopy] = WeakKeyDictionary()
-"""The host copy from which each model of this process was last loaded."""
+"""The host copy from which each model in this process was last loaded."""
 
 
 class DamagedFiles(ValueError):
-    """The bytes that came out are not those that were sent."""
+    """The decoded bytes are not those that were sent."""
 
 
 def load(model: ReceivingModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Status:
-    """Bring ``model`` to a published version; returns what was reported. SGLang does not look at it.
+    """Load a published version into ``model``, write a report, and return it. SGLang ignores the return value.
 
     Args:
-        named_tensors: one pair: a request (see :mod:`slime.weights.published`) and an empty tensor on the
-            model's device.
+        named_tensors: One pair of a request (see :mod:`slime.weights.published`) and an empty tensor on the device of
+            the model.
     """
     ((text, place),) = named_tensors
     start = time.perf_counter()
@@ -62,31 +62,31 @@ def load(model: ReceivingModel, named_tensors: Sequence[tuple[str, torch.Tensor]
         if status is None:
             status = _load(model, request.folder, place.device)
     except Exception as error:
-        _held.pop(model, None)  # neither the copy nor the model can be trusted: only a full version helps
+        _held.pop(model, None)  # copy and model may be a mix of versions, so the next load needs a full version
         status = Status("failed", f"{type(error).__name__}: {error}")
     status.seconds = time.perf_counter() - start
     try:
         if prefix is None:
-            raise OSError("the request does not say where")
+            raise OSError("the request names no place for the report")
         status.write(prefix)
-    except OSError as error:  # the sender has given up and taken its folder away, or the disk is full
-        logger.error("%s (%s), which could not be reported: %s", status.outcome, status.message, error)
+    except OSError as error:  # the sender has given up and removed the folder of reports, or the disk is full
+        logger.error("the outcome %s (%s) could not be reported: %s", status.outcome, status.message, error)
     return status
 
 
 def _load_shared(model: ReceivingModel, request: Request, device: torch.device) -> Status | None:
-    """With one host copy for all ranks of the node; None where each rank has to keep its own."""
+    """Load with one host copy for all ranks on the node. Return None if each rank has to keep its own copy."""
     import torch
 
     manifest = Manifest.read(request.folder)
     copy = HostCopy(shared=True) if manifest.base_version is None else _held.get(model)
     if copy is None or copy.version != manifest.base_version:
-        return Status("wrong_base", _wrong_base(copy, manifest))  # the ranks that hold it do without this one
+        return Status("wrong_base", _wrong_base(copy, manifest))  # the ranks that have the base continue without this
     if not copy.shared:
         return None
 
     def take_in() -> Announcement:
-        copy.version = None  # until all is verified: after a failure the copy is of no version
+        copy.version = None  # until everything is verified, so that the copy has no version after a failure
         if manifest.base_version is not None:
             changed = _take_delta(copy, manifest, request.folder, torch.device("cpu"))
             return Announcement("ready", touched=touched_names(changed))
@@ -99,7 +99,7 @@ def _load_shared(model: ReceivingModel, request: Request, device: torch.device) 
 
     said, first = take_turns(Node(request.prefix, request.seconds), take_in)
     if said.outcome == "alone":
-        logger.warning("each rank keeps a copy of the weights of its own: %s", said.message)
+        logger.warning("each rank keeps its own copy of the weights, because they cannot share one: %s", said.message)
         return None
     if said.outcome != "ready":
         raise DamagedFiles(said.message)
@@ -119,7 +119,7 @@ def _load_shared(model: ReceivingModel, request: Request, device: torch.device) 
 
 def _wrong_base(copy: HostCopy | None, manifest: Manifest) -> str:
     held = None if copy is None else copy.version
-    return f"holds {held or 'no version'}, the delta is against {manifest.base_version}"
+    return f"the engine has {held or 'no version'}, but the delta is relative to {manifest.base_version}"
 
 
 def _load(model: ReceivingModel, folder: Path, device: torch.device) -> Status:
@@ -131,7 +131,7 @@ def _load(model: ReceivingModel, folder: Path, device: torch.device) -> Status:
     else:
         if copy is None or copy.version != manifest.base_version:
             return Status("wrong_base", _wrong_base(copy, manifest))
-        copy.version = None  # a delta that breaks off leaves a mix: only a full version helps then
+        copy.version = None  # if the delta fails halfway, copy and model are a mix that needs a full version
         touched = _take_delta(copy, manifest, folder, device)
     tensors = _write(model, copy, touched, device)
     copy.version = manifest.version
@@ -145,7 +145,7 @@ def _take_full(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.d
 
 
 def _fill(copy: HostCopy, manifest: Manifest, folder: Path) -> _Touched:
-    """Read a full version into buckets of its layout."""
+    """Read a full version into the buckets, which must have its layout, and verify it."""
     from safetensors import safe_open
 
     touched = {}
@@ -160,19 +160,19 @@ def _fill(copy: HostCopy, manifest: Manifest, folder: Path) -> _Touched:
 
 
 def _take_delta(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.device) -> _Touched:
-    """All buckets are patched and verified before the model is touched."""
+    """Apply a delta to the copy and verify it. The model is changed later, after all buckets are verified."""
     changed = [(index, bucket) for index, bucket in enumerate(manifest.buckets) if bucket.file is not None]
     for index, bucket in enumerate(manifest.buckets):
         known = index < len(copy.buckets) and copy.buckets[index].entries == bucket.entries
         if not known or copy.buckets[index].flat.numel() != bucket.size:
-            raise DamagedFiles(f"bucket {index} holds other tensors than that of {manifest.base_version}")
+            raise DamagedFiles(f"bucket {index} has other tensors than in version {manifest.base_version}")
 
     def read(bucket: PublishedBucket) -> Changes:
         assert bucket.file is not None
         return unpack((folder / bucket.file).read_bytes(), bucket.changed, bucket.dense, bucket.size)
 
-    # Reading and unpacking (zstd), patching (on the device) and hashing overlap: the threads read ahead of the patch,
-    # and hash behind it.
+    # Reading and decompressing (zstd), patching (on the device) and hashing overlap: while one bucket is patched,
+    # threads read later buckets and hash earlier ones.
     with ThreadPoolExecutor(_READERS) as pool:
         reading = [pool.submit(read, bucket) for _, bucket in changed]
         checking = {}
@@ -183,11 +183,11 @@ def _take_delta(copy: HostCopy, manifest: Manifest, folder: Path, device: torch.
 
 
 def _verify(ours: HostBucket, sent: PublishedBucket, checksum: str) -> set[str]:
-    """Returns the names of tensors that are not what they were."""
+    """Check the digests of a bucket, and return the names of the tensors that changed."""
     held = digests(ours, checksum)
     wrong = [name for name, digest in held.items() if sent.digests.get(name) != digest]
     if wrong:
-        raise DamagedFiles(f"{len(wrong)} tensors have other bytes than were sent, e.g. {wrong[0]}")
+        raise DamagedFiles(f"{len(wrong)} tensors differ from those that were sent, for example {wrong[0]}")
     touched = {name for name, digest in held.items() if ours.digests.get(name) != digest}
     ours.digests = held
     return touched
@@ -206,5 +206,6 @@ def _write(model: ReceivingModel, copy: HostCopy, touched: _Touched, device: tor
     if device.type == "cuda":
         import torch
 
-        torch.cuda.current_stream(device).synchronize()  # the next version is written into what is copied from here
+        # The next version is written to the same host memory, so the copies from it must be complete.
+        torch.cuda.current_stream(device).synchronize()
     return count

@@ -1,8 +1,8 @@
-"""What SGLang's own checksums must be for the weights that were sent.
+"""Predict the checksums that SGLang computes for the weights that were sent.
 
-SGLang keeps q, k and v of a layer in one tensor, gate and up in another, cuts them over its tensor-parallel ranks, and
-hashes what each rank keeps. For the model families in ``FAMILIES`` that is known by name, so each tensor can be
-compared on each rank.
+SGLang keeps q, k and v of a layer in one tensor and gate and up in another, divides them among its tensor-parallel
+ranks, and hashes the part of each rank. For the model families in ``FAMILIES`` the names and parts are known, so each
+tensor can be compared on each rank.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PLACES = {part: (whole, i) for whole, parts in _FUSED.items() for i, part in enumerate(parts)}
-_HASH_FILES = ("kernels/ops/memory/gpu_tensor_hash.py", "srt/layers/multimodal.py")  # 0.5.23, 0.5.15
+_HASH_FILES = ("kernels/ops/memory/gpu_tensor_hash.py", "srt/layers/multimodal.py")  # in SGLang 0.5.23 and in 0.5.15
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
-_VOCABULARY_MULTIPLE = 64  # SGLang pads these to it
-_CPU_MULTIPLE = 32  # on the CPU it pads the width of an MLP to it
+_VOCABULARY_MULTIPLE = 64  # SGLang pads the vocabulary to a multiple of this
+_CPU_MULTIPLE = 32  # on the CPU, SGLang pads the width of an MLP to a multiple of this
 
 
 def has_predictable_checksums(model: str, info: EngineInfo) -> bool:
-    """Whether this engine's checksums can be predicted: a known family, unquantised, tensor parallelism at most, and on
-    CUDA the same SGLang in this process, whose hash it is."""
+    """Return whether the checksums of this engine can be predicted.
+
+    The family must be known, the engine must not be quantized, and tensor parallelism must be its only parallelism. On
+    CUDA the same version of SGLang must be installed here, because its hash function is used.
+    """
     import torch
 
     if info.kind != "sglang" or info.extra.get("quantization"):
@@ -60,15 +63,15 @@ def _has_hash_of(version: str) -> bool:
 
 
 class FusedDigests:
-    """Collects tensors under checkpoint names, and digests them as the ranks of an engine will hold them.
+    """Computes the digests of tensors with checkpoint names in the form in which the ranks of an engine hold them.
 
     Args:
-        ranks: tensor-parallel ranks of the engine.
-        groups: key-value heads of the model; fewer than ranks are held by several of them.
+        ranks: The number of tensor-parallel ranks of the engine.
+        groups: The number of key-value heads of the model. If there are fewer than ranks, several ranks hold the same.
 
     Attributes:
-        digests: by SGLang's names, with several ranks ``rank<i>.<name>``; complete once all parts of a tensor were
-            added.
+        digests: The digests by SGLang's names (``rank<i>.<name>`` with several ranks). A fused tensor is included
+            after all its parts were added.
     """
 
     def __init__(self, ranks: int = 1, groups: int = 1) -> None:
@@ -77,10 +80,10 @@ class FusedDigests:
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Tensors that stand alone are digested at once; parts are kept until the others are there."""
+        """Add a tensor. The parts of a fused tensor are kept until all of them are there."""
         import torch
 
-        if name.endswith(_VOCABULARY) and tensor.shape[0] % _VOCABULARY_MULTIPLE:
+        if name.endswith(_VOCABULARY) and tensor.shape[0] % _VOCABULARY_MULTIPLE:  # SGLang pads it
             return
         module = name.split(".")[-2] if "." in name else ""
         if module not in _PLACES:
@@ -97,7 +100,8 @@ class FusedDigests:
             del self._parts[fused]
 
     def _cut(self, parts: list[torch.Tensor], rank: int, grouped: bool) -> list[torch.Tensor]:
-        """A rank's rows of each part; ``grouped``: all but the first have as many heads as there are groups."""
+        """Return the rows of one rank in each part. With ``grouped``, the parts after the first are key and value,
+        whose heads are shared by several ranks if there are fewer groups than ranks."""
         cut = []
         for i, part in enumerate(parts):
             pieces = min(self.ranks, self.groups) if grouped and i else self.ranks
@@ -110,7 +114,7 @@ class FusedDigests:
 
 
 def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    """What one rank holds of a tensor that is not fused: columns, rows, or all of it."""
+    """Return the part of a tensor that one rank holds if it is not fused: some columns, some rows, or everything."""
     if ranks == 1:
         return tensor
     if name.endswith(_BY_COLUMNS):
@@ -119,13 +123,13 @@ def _part(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tenso
 
 
 def key_value_heads(model: str) -> int:
-    """Key-value heads of the model in a folder or of a hub id."""
+    """Return the number of key-value heads of a model, given as a folder or a hub id."""
     config = read_config(model) or {}
     return int(config.get("num_key_value_heads") or config.get("num_attention_heads") or 1)
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """SGLang's checksum of one tensor: the start of its SHA-256 on the CPU, a hash of its own on CUDA."""
+    """Compute SGLang's checksum of one tensor: on the CPU the start of its SHA-256, on CUDA SGLang's own hash."""
     import torch
 
     if tensor.is_cuda:
@@ -143,7 +147,7 @@ def _hash_file() -> Path | None:
 
 @functools.cache
 def _cuda_hash() -> Callable[[torch.Tensor], int]:
-    """From its file alone: to import the package would patch transformers in this process."""
+    """Load SGLang's hash function from its file, because importing the package would patch transformers here."""
     file = _hash_file()
     assert file is not None
     spec = importlib.util.spec_from_file_location("sglang_tensor_hash", file)

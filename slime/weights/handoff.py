@@ -1,7 +1,7 @@
-"""Buckets from the thread that gathers weights to the event loop that sends them.
+"""Pass buckets from the thread that gathers weights to the event loop that sends them.
 
-Gathering is a collective and stays on the trainer's own thread, in the same order on every rank.
-While one bucket is on its way, the next is gathered.
+Gathering is a collective operation, so it must happen on the trainer's thread and in the same order on every rank.
+While one bucket is being sent, the next is gathered.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from slime.engines.flat import Bucket
 
 
 class Handoff:
-    """An iterable of buckets with room for one; both sides wait with a deadline.
+    """An iterable of buckets that holds one bucket at a time. Both sides wait with a deadline.
 
-    The gathering side calls :meth:`put` and then :meth:`close`; the sending side iterates, from
-    whatever thread. :meth:`put` returns when the bucket was taken, so at most one bucket is being
-    gathered while one is being sent.
+    The gathering side calls :meth:`put` for each bucket and then :meth:`close`. The sending side iterates, on any
+    thread. :meth:`put` returns after the bucket was taken, so at most one bucket is gathered while one is sent.
     """
 
     def __init__(self, deadline: float) -> None:
@@ -29,7 +28,8 @@ class Handoff:
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Hand over one bucket. False when the sending side has given up: go on gathering, send no more."""
+        """Pass one bucket. Return False if the sending side has given up: nothing more will be sent, but gathering must
+        still be completed on all ranks."""
         with self._changed:
             if self._abandoned:
                 return False
@@ -42,13 +42,13 @@ class Handoff:
             return not self._abandoned
 
     def close(self, error: BaseException | None = None) -> None:
-        """No more buckets; with ``error`` the iteration ends by raising it."""
+        """End the iteration after the last bucket, with ``error`` by raising it in the sending side."""
         with self._changed:
             self._closed, self._error = True, error
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """The sending side has given up."""
+        """End the waits of both sides, because the sending side has given up or is done."""
         with self._changed:
             self._abandoned = True
             self._changed.notify_all()
@@ -68,4 +68,4 @@ class Handoff:
 
     def _wait(self, done: Callable[[], bool], what: str) -> None:
         if not self._changed.wait_for(done, self._deadline):
-            raise TimeoutError(f"waited {self._deadline:.0f} s for {what}")
+            raise TimeoutError(f"gave up after waiting {self._deadline:.0f} s for {what}")

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk: read tensors one by one, write a new one."""
+"""Read the tensors of a Hugging Face checkpoint, and write a new checkpoint."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ SHARD_BYTES = 4 * 1024**3
 
 
 class HfFolder(StoredWeights):
-    """Weights of a safetensors checkpoint by name, read when asked for."""
+    """The weights of a safetensors checkpoint by name. A tensor is read when it is requested."""
 
     def __init__(self, path: str | Path) -> None:
         """
         Args:
-            path: a folder, or a hub id.
+            path: A folder or a hub id.
 
         Raises:
-            ModelError: as :class:`~slime.models.stored.StoredWeights`.
+            ModelError: See :class:`~slime.models.stored.StoredWeights`.
         """
         super().__init__(resolve_folder(path))
 
 
 def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool) -> None:
-    """Write a stream of tensors as safetensors files with an index; who does not write only exhausts the stream."""
+    """Write a stream of tensors as safetensors files with an index.
+
+    Ranks with ``writer`` False only iterate over the stream, because producing it may be a collective operation.
+    """
     shards: list[tuple[str, list[str]]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
@@ -66,32 +69,33 @@ def write_tensors(named: Iterable[tuple[str, Tensor]], path: Path, writer: bool)
 
 
 def copy_companions(source: str | Path, path: Path) -> None:
-    """Tokenizer, processor and model code of the checkpoint that a model came from."""
+    """Copy tokenizer, processor and model code of the checkpoint from which a model was made."""
     for pattern in COPIED_FILES:
         for file in Path(source).glob(pattern):
             shutil.copy2(file, path / file.name)
 
 
 def without_mtp_layers(source: str | Path) -> tuple[dict[str, object], str | None]:
-    """What config.json must say of a folder without layers for multi-token prediction, and a notice for the user.
+    """Return the changes to config.json for a checkpoint without layers for multi-token prediction, and a notice.
 
     Returns:
-        Changes for :func:`copy_config`, and the notice; nothing and None where ``source`` has no such layers.
+        Changes for :func:`copy_config`, and a notice for the user. They are empty and None if ``source`` has no such
+        layers.
     """
     changes, count = zero_mtp_counts(json.loads((Path(source) / "config.json").read_text()))
     if not count:
         return {}, None
     return changes, (
-        f"the {count} layer(s) for multi-token prediction of {source} are not trained and not written: config.json "
-        "counts none, and an engine cannot use them as a draft model"
+        f"the {count} layer(s) for multi-token prediction of {source} are not trained and not written. The new "
+        "config.json has none, so engines cannot use them as a draft model"
     )
 
 
 def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], int]:
-    """Set the counts of layers for multi-token prediction to 0, also those in ``text_config``.
+    """Return the changes that set the counts of layers for multi-token prediction to 0, also in ``text_config``.
 
     Returns:
-        The keys of ``config`` that change with their new values, and the sum of the counts.
+        The keys of ``config`` that change, with their new values, and the sum of the old counts.
     """
     counts = {name: value for name in MTP_COUNTS if isinstance(value := config.get(name), int) and value}
     changes: dict[str, object] = dict.fromkeys(counts, 0)
@@ -106,7 +110,7 @@ def zero_mtp_counts(config: Mapping[str, object]) -> tuple[dict[str, object], in
 
 
 def copy_config(source: str | Path, path: Path, **changes: object) -> None:
-    """config.json and generation_config.json for plain weights: without ``quantization_config``, with ``changes``."""
+    """Copy config.json and generation_config.json, without ``quantization_config`` and with ``changes``."""
     config = without_quantization(json.loads((Path(source) / "config.json").read_text()))
     (path / "config.json").write_text(json.dumps({**config, **changes}, indent=2) + "\n")
     if (Path(source) / "generation_config.json").is_file():

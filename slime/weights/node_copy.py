@@ -1,8 +1,8 @@
-"""One host copy of the weights for all tensor-parallel ranks of an engine on a node.
+"""Share one host copy of the weights among all tensor-parallel ranks of an engine on a node.
 
-The ranks of an engine get every request at the same time. The first one to come takes the version in for all of them:
-it reads and verifies the files and brings the shared copy up to date. The others wait for what it announces, open the
-same shared memory, and all ranks then load the tensors that changed.
+The ranks of an engine get every request at the same time. The first rank that arrives does the work for all: it reads
+and verifies the files and updates the shared copy. The other ranks wait for its announcement and open the same shared
+memory. Then every rank loads the changed tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _files: list[FileList] = []
 
 
 class Handle(NamedTuple):
-    """By which a process opens shared memory that another one allocated: torch's service, the file and its bytes."""
+    """A handle to shared memory of another process: the socket of torch's manager, the file, and its size in bytes."""
 
     manager: str
     name: str
@@ -35,13 +35,13 @@ class Handle(NamedTuple):
 
 @dataclass
 class Announcement:
-    """The outcome of a version on the first rank of a node.
+    """The result of the first rank of a node, for the other ranks.
 
     Attributes:
-        outcome: ``ready`` or ``failed``; ``alone`` where shared memory is too small for a copy, so that
-            each rank keeps its own.
-        touched: index of a bucket to the names of its tensors that changed.
-        buffers: handles of the buckets' shared memory, where it is new.
+        outcome: ``ready`` or ``failed``. Or ``alone``, if shared memory is too small for a copy, so that each rank must
+            keep its own copy.
+        touched: The names of the changed tensors, by index of the bucket.
+        buffers: The handles of the shared memory of the buckets, if it is new.
     """
 
     outcome: str
@@ -51,11 +51,11 @@ class Announcement:
 
 
 class Node:
-    """The ranks of one engine on this node, in one request.
+    """The ranks of one engine on this node, for one request.
 
     Args:
-        prefix: of the request's reports, the same for all ranks.
-        seconds: deadline for the first rank to announce.
+        prefix: The prefix of the report files of the request, which is the same for all ranks.
+        seconds: The time limit for the announcement of the first rank.
     """
 
     def __init__(self, prefix: str, seconds: float) -> None:
@@ -64,7 +64,7 @@ class Node:
         self.turn = Path(f"{place}.first")
 
     def is_first(self) -> bool:
-        """True for exactly one rank of the node."""
+        """Return True for exactly one rank of the node: the one that creates the file."""
         try:
             fd = os.open(self.turn, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         except FileExistsError:
@@ -74,7 +74,7 @@ class Node:
         return True
 
     def announce(self, announcement: Announcement) -> None:
-        # Renamed into place, so that no rank reads half of it.
+        # The file is renamed after it is written, so that no rank reads an incomplete file.
         aside = self.file.with_suffix(".tmp")
         aside.write_text(json.dumps(asdict(announcement)))
         os.replace(aside, self.file)
@@ -83,14 +83,14 @@ class Node:
         """Wait for the announcement of the first rank and return it.
 
         Raises:
-            RuntimeError: it died before it announced anything, or the deadline has passed.
+            RuntimeError: The first rank died before its announcement, or the deadline has passed.
         """
         until = time.monotonic() + self.seconds
         while not self.file.exists():
-            if self._first_is_gone() and not self.file.exists():
-                raise RuntimeError("the rank that took the version in for this node died")
+            if self._first_is_gone() and not self.file.exists():  # it may have announced just before it ended
+                raise RuntimeError("the rank that reads the weights for this node died")
             if time.monotonic() > until:
-                raise RuntimeError(f"no rank of this node took the version in within {self.seconds:.0f} s")
+                raise RuntimeError(f"no rank of this node finished reading the weights within {self.seconds:.0f} s")
             time.sleep(POLL_SECONDS)
         said = json.loads(self.file.read_text())
         said["touched"] = {int(index): names for index, names in said["touched"].items()}
@@ -101,7 +101,7 @@ class Node:
     def _first_is_gone(self) -> bool:
         pid = self.turn.read_text()
         if not pid:
-            return False  # it is writing it
+            return False  # the first rank has created the file and not yet written it
         try:
             os.kill(int(pid), 0)
         except ProcessLookupError:
@@ -110,10 +110,10 @@ class Node:
 
 
 def shared_buckets(buckets: Sequence[PublishedBucket]) -> tuple[list[HostBucket], list[Handle]]:
-    """New buckets in shared memory, and the handles by which the other ranks open them.
+    """Allocate buckets in shared memory, and return them with the handles for the other ranks.
 
     Raises:
-        MemoryError: there is not enough shared memory.
+        MemoryError: There is not enough shared memory.
     """
     if not _files:
         _files.append(FileList())
@@ -127,10 +127,10 @@ def shared_buckets(buckets: Sequence[PublishedBucket]) -> tuple[list[HostBucket]
 
 
 def open_buckets(buckets: Sequence[PublishedBucket], handles: Sequence[Handle]) -> list[HostBucket]:
-    """The buckets that another rank of this node made.
+    """Open the buckets that another rank of this node allocated.
 
     Raises:
-        ValueError: a handle is none of a buffer of this user with room for its bucket.
+        ValueError: A handle does not belong to shared memory of this user that is large enough for its bucket.
     """
     import torch
 
@@ -139,7 +139,7 @@ def open_buckets(buckets: Sequence[PublishedBucket], handles: Sequence[Handle]) 
         service = os.lstat(manager)
         ours = stat.S_ISSOCK(service.st_mode) and service.st_uid == os.geteuid()
         if not ours or not is_buffer_of_ours(str(name).removeprefix("/")) or size < bucket.size:
-            raise ValueError(f"{SHARED_MEMORY}{name} is no buffer of this user with {bucket.size} bytes")
+            raise ValueError(f"{SHARED_MEMORY}{name} is not a buffer of this user with {bucket.size} bytes")
         storage = torch.UntypedStorage._new_shared_filename_cpu(manager.encode(), name.encode(), size)
         flat = torch.empty(0, dtype=torch.uint8).set_(storage)[: bucket.size]
         opened.append(HostBucket(list(bucket.entries), flat, dict(bucket.digests)))
@@ -147,8 +147,13 @@ def open_buckets(buckets: Sequence[PublishedBucket], handles: Sequence[Handle]) 
 
 
 def take_turns(node: Node, take_in: Callable[[], Announcement]) -> tuple[Announcement, bool]:
-    """The first rank runs ``take_in`` and announces the result; the others wait for it. Returns whether this is the
-    first. An error of the first is announced to the others and raised here."""
+    """Run ``take_in`` on the first rank and announce its result; the other ranks wait for it.
+
+    An error on the first rank is announced to the others and raised here.
+
+    Returns:
+        The announcement, and whether this is the first rank.
+    """
     if not node.is_first():
         return node.wait(), False
     try:
@@ -165,7 +170,7 @@ def touched_names(touched: Mapping[int, set[str]]) -> dict[int, list[str]]:
 
 
 def _boot() -> str:
-    """Tells machines with the same name apart."""
+    """Return an id that distinguishes machines with the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     except OSError:

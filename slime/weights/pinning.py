@@ -1,4 +1,4 @@
-"""Page-locks memory that torch did not allocate as such, so that copies to a GPU run at full speed."""
+"""Page-lock memory that torch did not allocate as pinned memory, so that copies to a GPU run at full speed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 def pin(bucket: HostBucket, device: torch.device) -> bool:
-    """Page-lock a bucket's host buffer in this process for as long as the bucket lives; returns whether it is.
+    """Page-lock the host buffer of a bucket in this process while the bucket exists. Return whether this succeeded.
 
-    Every process that maps shared memory registers its own mapping; the pages are in memory once. Where CUDA refuses,
-    the memory stays pageable, which is correct but slower.
+    Every process that maps shared memory must register its own mapping, although the pages exist only once. If CUDA
+    refuses, the memory stays pageable, which is correct but slower.
 
     Args:
-        device: that the buffer is copied to; nothing happens unless it is a CUDA device.
+        device: The device to which the buffer is copied. Nothing happens unless it is a CUDA device.
     """
     if device.type != "cuda" or not bucket.flat.numel():
         return False
@@ -30,19 +30,19 @@ def pin(bucket: HostBucket, device: torch.device) -> bool:
     code = int(runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0))
     if code:
         logger.warning(
-            "cudaHostRegister of %.0f MiB of shared memory failed (error %d): updates of the weights are copied to the "
-            "GPU at the speed of pageable memory", storage.nbytes() / 2**20, code,
+            "cudaHostRegister of %.0f MiB of shared memory failed (error %d): weight updates are copied to the GPU at "
+            "the lower speed of pageable memory", storage.nbytes() / 2**20, code,
         )  # fmt: skip
         _clear_error(device)
         return False
-    # The finalizer holds the storage, so the memory is mapped until it has been unregistered. Not at exit, when the
-    # driver releases everything, and CUDA may have been shut down.
+    # The finalizer holds a reference to the storage, so the memory stays mapped until it is unregistered. It does not
+    # run at exit: then the driver releases everything, and CUDA may have been shut down already.
     weakref.finalize(bucket, _unpin, runtime, storage).atexit = False
     return True
 
 
 def _unpin(runtime: ModuleType, storage: torch.UntypedStorage) -> None:
-    _synchronize()  # a copy may be under way
+    _synchronize()  # a copy from this memory may still be running
     code = int(runtime.cudaHostUnregister(storage.data_ptr()))
     if code:
         logger.warning("cudaHostUnregister failed (error %d)", code)
@@ -61,7 +61,7 @@ def _synchronize() -> None:
 
 
 def _clear_error(device: torch.device) -> None:
-    """The runtime keeps the error of a failed call, and torch raises it after the next kernel launch."""
+    """Clear the error of a failed call, which the CUDA runtime keeps and torch raises after the next kernel launch."""
     import torch
 
     try:

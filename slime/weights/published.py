@@ -1,7 +1,7 @@
-"""Versions of the weights as folders: how the sender describes them, and what engines report back.
+"""Published versions of the weights: the folder of a version, its manifest, and the reports of engines.
 
-A full version is a Hugging Face folder with one safetensors file per bucket; a delta has one packed file per
-bucket. Both carry a manifest that says where each tensor lies in its bucket, and its digest.
+A full version is a Hugging Face folder with one safetensors file per bucket. A delta has one compressed file per
+bucket. Both have a manifest with the place of each tensor in its bucket and with its digest.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ _STATUS = re.compile(r"\.reports-[0-9a-f]{8}/[0-9]+", re.ASCII)
 
 @dataclass
 class PublishedBucket:
-    """``file`` is None when nothing changed in a delta."""
+    """One bucket of a version."""
 
-    file: str | None
+    file: str | None  # None in a delta without changes in this bucket
     size: int  # bytes of the flat buffer
     entries: list[Entry]
     digests: dict[str, str]
-    changed: int = 0  # bytes
-    dense: bool = False  # all bytes are sent
+    changed: int = 0  # the number of changed bytes
+    dense: bool = False  # whether all bytes are sent
 
     def check(self) -> None:
-        """Raises :class:`ValueError` for a file elsewhere, and for tensors that are not laid out in ``size`` bytes."""
+        """Raise :class:`ValueError` if the file is in another folder or the tensors do not fit into ``size`` bytes."""
         if self.file is not None and (Path(self.file).name != self.file or self.file in (".", "..")):
-            raise ValueError(f"{MANIFEST} names {self.file!r}, which is no file of its folder")
+            raise ValueError(f"{MANIFEST} names {self.file!r}, which is not a file in its folder")
         end = 0
         for entry in self.entries:
             if entry.offset < end or entry.nbytes != entry.size_of_values():
-                raise ValueError(f"{MANIFEST}: {entry.name} has {entry.nbytes} bytes at {entry.offset}")
+                raise ValueError(f"{MANIFEST} is wrong: {entry.name} has {entry.nbytes} bytes at {entry.offset}")
             end = entry.offset + entry.nbytes
         if not end <= self.size <= end + ALIGNMENT * len(self.entries) or not 0 <= self.changed <= self.size:
-            raise ValueError(f"{MANIFEST}: {self.size} bytes for tensors that end at {end}")
+            raise ValueError(f"{MANIFEST} is wrong: {self.size} bytes do not fit tensors that end at byte {end}")
 
 
 @dataclass
 class Manifest:
-    """``base_version`` is None for a full version."""
+    """The description of one version, stored in its folder."""
 
     version: str
-    base_version: str | None
+    base_version: str | None  # the version that a delta is relative to; None for a full version
     encoding: Encoding
     checksum: str
     buckets: list[PublishedBucket] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises :class:`OSError` without a manifest, and :class:`ValueError` for one that cannot be true."""
+        """Read and check a manifest. Raises :class:`OSError` if there is none, :class:`ValueError` if it is wrong."""
         said = json.loads((folder / MANIFEST).read_text())
         buckets = [
             PublishedBucket(**{**b, "entries": [Entry(**{**e, "shape": tuple(e["shape"])}) for e in b["entries"]]})
@@ -79,8 +79,11 @@ class Manifest:
 class Status:
     """The outcome of loading a version on one rank of an engine.
 
-    ``wrong_base``: it holds another version than the delta was made against, and changed nothing.
-    ``failed``: the files were damaged or did not fit; it changed nothing, unless the engine itself failed to load.
+    Attributes:
+        outcome: ``loaded``; or ``wrong_base``, if the rank has another version than the one that the delta is relative
+            to, and changed nothing; or ``failed``, if the files were damaged or did not fit. In the last case the model
+            is unchanged too, unless the engine itself failed while it loaded tensors.
+        tensors: The number of loaded tensors.
     """
 
     outcome: Literal["loaded", "wrong_base", "failed"]
@@ -89,7 +92,7 @@ class Status:
     seconds: float = 0.0
 
     def write(self, prefix: str) -> None:
-        """Into a new file. Ranks on different nodes may have the same process id, so its name is random."""
+        """Write the report to a new file. Its name is random, because ranks on several nodes may have the same pid."""
         path = Path(f"{prefix}.{secrets.token_hex(8)}.json")
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self)))
@@ -97,14 +100,15 @@ class Status:
 
     @classmethod
     def read(cls, prefix: str) -> list[Status]:
-        """The reports of all ranks under ``prefix``."""
+        """Return the reports of all ranks under ``prefix``."""
         place = Path(prefix)
         return [cls(**json.loads(path.read_text())) for path in sorted(place.parent.glob(f"{place.name}.*.json"))]
 
 
 @asynccontextmanager
 async def publishing(folder: Path, name: str) -> AsyncIterator[Path]:
-    """A folder to write into, which becomes ``folder/name`` at the end: a reader sees all of it or nothing."""
+    """Yield a temporary folder, which is renamed to ``folder/name`` at the end, so that readers see all of it or
+    nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     aside = folder / f".{name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     aside.mkdir()
@@ -117,11 +121,11 @@ async def publishing(folder: Path, name: str) -> AsyncIterator[Path]:
 
 
 def _publish(aside: Path, final: Path) -> None:
-    # Files and their folder are on the disk before the new name is, so that after a crash of the machine a reader finds
-    # either no such version or all of it.
+    # The files and their folder are synced to disk before the folder is renamed. So after a crash of the machine, a
+    # reader finds either the complete version or none.
     for path in [*aside.iterdir(), aside]:
         _fsync(path)
-    if final.exists():  # the same version again, after a sync that failed
+    if final.exists():  # the same version is sent again after a sync that failed
         shutil.rmtree(final)
     os.replace(aside, final)
     _fsync(final.parent)
@@ -136,19 +140,19 @@ def _fsync(path: Path) -> None:
 
 
 def reports_folder() -> str:
-    """A new name for a folder of reports, beside the published versions."""
+    """Return a new name for a folder of reports, which is created next to the published versions."""
     return f".reports-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What an engine is asked to load.
+    """A request to an engine to load a version.
 
     Attributes:
-        folder: of the published version.
-        prefix: of the files to report in.
-        ranks: of the engine; with several, those of one node share a host copy.
-        seconds: how long a rank waits for another one.
+        folder: The folder of the published version.
+        prefix: The prefix of the paths of report files.
+        ranks: The number of ranks of the engine. If there are several, those on the same node share a host copy.
+        seconds: How long a rank waits for another one.
     """
 
     folder: Path
@@ -158,23 +162,24 @@ class Request:
 
 
 def request(folder: Path, reports: str, number: int, ranks: int = 1, seconds: float = 600.0) -> str:
-    """The request to an engine: the folder to load, and the name beside it under which to report.
+    """Encode a request to an engine.
 
     Args:
-        reports: a name from :func:`reports_folder`; the sender makes the folder in ``folder.parent``.
-        number: of the engine.
-        ranks: tensor-parallel ranks of the engine.
-        seconds: how long a rank waits for another one.
+        folder: The folder of the version to load.
+        reports: A name from :func:`reports_folder`. The sender creates this folder in ``folder.parent``.
+        number: The number of the engine, which is part of the names of its reports.
+        ranks: The number of tensor-parallel ranks of the engine.
+        seconds: How long a rank waits for another one.
     """
     status = f"{reports}/{number}"
     return json.dumps({"folder": str(folder), "status": status, "ranks": ranks, "seconds": seconds})
 
 
 def read_request(text: str) -> Request:
-    """The inverse of :func:`request`.
+    """Decode a request made by :func:`request`.
 
     Raises:
-        ValueError: the report would not lie in a folder of reports beside the published version.
+        ValueError: The report would not be written to a folder of reports next to the published version.
     """
     said = json.loads(text)
     folder, status = Path(said["folder"]), said["status"]

@@ -1,4 +1,4 @@
-"""The flags that a weight sync needs, as one value."""
+"""The settings of weight syncs, taken from the flags."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ if TYPE_CHECKING:
     from slime.engines.handle import EngineHandle
     from slime.weights.delta import Encoding
 
-_DRIVER_MARGIN = 0.9  # of --phase-timeout: a sync ends with an error of its own before the driver gives up
+_DRIVER_MARGIN = 0.9  # part of --phase-timeout: a sync must end with its own error before the driver gives up
 
 Written = Callable[[Path, Sequence["EngineHandle"]], object]
-"""Called with the folder of a version and the engines, before they load it."""
+"""Called with the folder of a version and the engines, before the engines load it."""
 
 
 @dataclass(frozen=True)
 class WeightSyncSettings:
-    """Made once by each training process.
+    """The settings of the weight syncs of one training process.
 
     Attributes:
         model: ``--hf-checkpoint``, a folder or a hub id.
         transport: ``nccl`` (from process to process) or ``disk``.
-        buffer_bytes: size of a bucket; None for the default of the transport.
-        senders: training ranks that broadcast at the same time; None for one per
+        buffer_bytes: The size of a bucket; None for the default of the transport.
+        senders: The number of training ranks that broadcast at the same time; None for one per
             :data:`~slime.weights.transports.ENGINES_PER_SENDER` engines.
-        pause_mode: what happens to running requests; None and ``drain`` leave the choice to each engine's abilities.
-        train_dtype, rollout_dtype: names such as ``bfloat16``.
-        only_train, freeze: regular expressions for parameter names.
-        step_seconds: deadline of one step of a sync (one bucket on all engines, one control call).
+        pause_mode: What a pause does to running requests. With None and ``drain`` it depends on the capabilities of
+            each engine.
+        train_dtype, rollout_dtype: Names of dtypes such as ``bfloat16``.
+        only_train, freeze: Regular expressions for parameter names.
+        step_seconds: The time limit of one step of a sync (one bucket on all engines, or one control call).
         phase_seconds: ``--phase-timeout``.
-        on_written: ``--custom-update-weight-post-write-path`` with its args.
+        on_written: The function of ``--custom-update-weight-post-write-path``, with its argument ``args`` bound.
     """
 
     model: str
@@ -58,7 +59,7 @@ class WeightSyncSettings:
     on_written: Written | None = None
 
     def bucket_bytes(self, default: int) -> int:
-        """Size of a bucket, where ``default`` is that of the transport."""
+        """Return the size of a bucket in bytes. ``default`` is the size that the transport prefers."""
         return self.buffer_bytes or default
 
     @classmethod
@@ -88,7 +89,7 @@ class WeightSyncSettings:
 
 
 def _post_write_hook(args: Args) -> Written | None:
-    """``fn(args, version_dir, rollout_engines)``."""
+    """Return the hook, which is called as ``fn(args, version_dir, rollout_engines)``; None if the flag is not given."""
     path = args.custom_update_weight_post_write_path
     if path is None:
         return None

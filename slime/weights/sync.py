@@ -1,25 +1,25 @@
-"""One weight update from the trainer to all engines.
+"""Send one weight update from the trainer to all engines.
 
-The training ranks gather full tensors together (a collective); the ranks that have engines to serve send them::
+All training ranks gather full tensors in a collective operation. The ranks that have engines to serve send them::
 
     trainer's thread                    event loop of the sender                    each engine
     ----------------                    ------------------------                    -----------
-                                        ask what it is, connect the transport       generates
-    gather bucket 0 ─────────────────►  stage it                                    generates
+                                        get its version, connect the transport      generates
+    gather bucket 0 ─────────────────►  stage bucket 0                              generates
     gather bucket 1                     open the window: pause                      ┐ running requests end, are
                                                          flush the KV cache         │ retracted, or wait in place
                                                          begin the update           │
-                                        send bucket 0 ───────────────────────────►  │ loads it
-    gather bucket 2   ◄── taken ──────  send bucket 1 ───────────────────────────►  │ loads it
+                                        send bucket 0 ───────────────────────────►  │ loads bucket 0
+    gather bucket 2   ◄── taken ──────  send bucket 1 ───────────────────────────►  │ loads bucket 1
     ...                                 ...                                         │
     no more tensors                     close the window: end the update            │ has the new version
                                                           continue                  ┘ generates
                                         audit: compare checksums                    generates
     (later, when engines have a KV cache again) the probe: :func:`slime.weights.audit.probe_engines`
 
-Gathering stays on the trainer's thread, because all ranks must take part in the same order. Sending runs on the
-background event loop, so that the next bucket is gathered while one is on its way. Transports that write files open the
-window only when the files are complete, and engines that load files need no brackets (begin, end).
+Gathering happens on the trainer's thread, because all ranks must take part in the same order. Sending happens on the
+background event loop, so that the next bucket is gathered while one is sent. Transports that write files open the
+window only when the files are complete, and engines that load files need no calls to begin and end an update.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Plan:
-    """What is known of the engines before anything is sent."""
+    """What is known about the engines before anything is sent."""
 
     reached: list[EngineHandle]
     infos: dict[str, EngineInfo]
     failed: Failures = field(default_factory=dict)
-    fused: set[str] = field(default_factory=set)  # URLs of engines whose own names and digests are known
+    fused: set[str] = field(default_factory=set)  # URLs of engines whose checksums can be predicted
 
 
 def sync_weights(
@@ -82,22 +82,23 @@ def sync_weights(
     peers: PeerLink | None = None,
     memory: AuditMemory | None = None,
 ) -> UpdateReport | None:
-    """Bring one version of the weights to every engine. Called on all ranks; a sender gets a report.
+    """Send one version of the weights to every engine. All ranks must call this; senders get a report, others None.
 
     Args:
-        named_weights: full tensors under their checkpoint names; iterating may be a collective.
-        engines, transport: those of a sender; ignored elsewhere.
-        version: ``attempt.step``.
-        check_equal: the weights are those that the engines hold already: overwrite every tensor there
-            before the update and compare afterwards (``--check-weight-update-equal``).
-        peers: where engines read from the memory of several training ranks: this rank's link to the others.
-        memory: of the previous updates, for the audit of engines whose checksums cannot be predicted; is brought up to
-            date.
+        named_weights: Full tensors with their names in the checkpoint. Iterating may be a collective operation.
+        engines, transport: The engines and the transport of a sender; ignored on other ranks.
+        version: The version, ``attempt.step``.
+        check_equal: The engines have the same weights already. Overwrite every tensor on the engines before the
+            update, and compare the tensors afterwards (``--check-weight-update-equal``).
+        peers: If engines read from the memory of several training ranks, the link of this rank to the others.
+        memory: The state of previous updates, for the audit of engines whose checksums cannot be predicted. It is
+            updated.
 
     Raises:
-        WeightSyncError: engines died, hung or refused; the others either hold ``version`` and generate, or
-            are named as torn and stay paused until a later sync.
-        audit.WeightAuditError: an engine holds something else than was sent; names tensors and engine.
+        WeightSyncError: Some engines died, hung or refused. All others either have ``version`` and generate, or are
+            named as torn and stay paused until a later sync.
+        audit.WeightAuditError: The weights of an engine differ from those that were sent. The error names the engine
+            and the tensors.
     """
     if not is_sender:
         source = iter(named_weights)
@@ -105,7 +106,7 @@ def sync_weights(
             if peers is not None and peers.engines():
                 _contribute(settings, source, transport, peers)
         finally:
-            for _ in source:  # the other ranks wait in this collective, whatever happened here
+            for _ in source:  # also after an error, because the other ranks wait in this collective operation
                 pass
         return None
     assert transport is not None, "the sending rank needs a transport"
@@ -117,7 +118,7 @@ def sync_weights(
 def _contribute(
     settings: WeightSyncSettings, source: Iterable[NamedTensor], transport: Transport | None, peers: PeerLink
 ) -> None:
-    """Offer this rank's copy of the weights, cut and cast as the sender says, to engines that it sends to."""
+    """Offer this rank's copy of the weights to engines of another sender, with the buckets and dtype of that sender."""
     import torch
 
     assert isinstance(transport, IpcTransport), "only handles are read from several ranks"
@@ -148,7 +149,7 @@ class _Sender:
         deadline = settings.step_seconds
         self.window = UpdateWindow(version, transport.bracketed, check_equal, settings.pause_mode, deadline)
         self.report = UpdateReport(version, transport.name)
-        self.fused: dict[int, fused.FusedDigests] = {}  # by tensor-parallel ranks
+        self.fused: dict[int, fused.FusedDigests] = {}  # by number of tensor-parallel ranks
         self.memory, self.fingerprints = memory, dict(memory.sent)
 
     def run(self, named_weights: Iterable[NamedTensor]) -> UpdateReport:
@@ -156,21 +157,21 @@ class _Sender:
         source = iter(named_weights)
         sending: Future[None] | None = None
         try:
-            # Connecting comes before the first tensor is gathered: which dtype is sent, and which digests are computed,
-            # depends on what the engines are.
+            # Connect before the first tensor is gathered, because the dtype to send and the digests to compute depend
+            # on the engines.
             plan = run(self._connect())
             handoff = Handoff(self.settings.phase_seconds)
             sending = asyncio.run_coroutine_threadsafe(self._send(plan, handoff), background_loop())
-            # However the sending ends, the gathering thread must not wait for it to take another bucket.
+            # When sending has ended, for any reason, the gathering thread must not wait for it to take a bucket.
             sending.add_done_callback(lambda _: handoff.abandon())
             self._gather(source, plan, handoff)
             sending.result()
         finally:
             if self.peers is not None:
                 self.peers.close()
-            for _ in source:  # the other ranks wait in this collective, whatever happened here
+            for _ in source:  # also after an error, because the other ranks wait in this collective operation
                 pass
-            if sending is not None:  # where gathering failed, the engines are marked as torn before anyone hears of it
+            if sending is not None:  # after an error in gathering, the engines are marked as torn before it propagates
                 wait([sending])
         self.report.pause_seconds = self.window.closed - self.window.opened
         self.report.seconds = time.perf_counter() - start
@@ -181,7 +182,7 @@ class _Sender:
     # --- on the trainer's thread -------------------------------------------------------------
 
     def _gather(self, source: Iterable[NamedTensor], plan: _Plan, handoff: Handoff) -> None:
-        """Cut the stream into buckets and hand them over, with their digests when engines can show theirs."""
+        """Divide the stream into buckets and pass them on, and compute the digests that the audit needs."""
         dtype, leave_out_frozen = _engine_dtype(plan, self.settings.rollout_dtype), self._engines_are_ours(plan)
         try:
             if self.peers is not None:
@@ -199,7 +200,10 @@ class _Sender:
         handoff.close()
 
     def _engines_are_ours(self, plan: _Plan) -> bool:
-        """Every engine holds a version that this run sent, so it has the frozen tensors already."""
+        """Return whether every engine has a version that this run has sent, so that it has the frozen tensors already.
+
+        Then frozen tensors need not be sent, except with transports that write complete versions to files.
+        """
         if self.transport.name in ("disk", "delta") or self.check_equal:
             return False
         attempt = parse_version(self.version).attempt
@@ -207,7 +211,7 @@ class _Sender:
         return all(version.startswith(f"{attempt}.") and not version.endswith(TORN) for version in held)
 
     def _digest(self, tensors: list[NamedTensor], plan: _Plan) -> None:
-        """Note the digests that engines will have to show, for those that can show any."""
+        """Compute the digests with which the checksums of engines are compared later."""
         if not self.settings.audit:
             return
         if any(engine.capabilities.named_checksums for engine in plan.reached):
@@ -222,13 +226,15 @@ class _Sender:
             self.fingerprints |= fingerprints(tensors, max(tracked))
 
     def _tracked(self, plan: _Plan) -> list[str]:
-        """Engines whose checksums cannot be predicted, but must change with what is sent. What a quantised engine holds
-        need not."""
+        """Return the engines whose checksums cannot be predicted, but must change with the sent tensors.
+
+        Quantized engines are not among them: their tensors need not change.
+        """
         infos = {e.url: plan.infos[e.url] for e in plan.reached if not e.capabilities.named_checksums}
         return [url for url, info in infos.items() if url not in plan.fused and not info.extra.get("quantization")]
 
     def _sent_to(self, engine: EngineHandle, plan: _Plan) -> dict[str, str]:
-        """Digests of what was sent, as this engine shows what it holds; empty where that is not known."""
+        """Return the expected checksums of an engine; empty if they cannot be predicted."""
         if engine.capabilities.named_checksums:
             return self.report.digests
         if engine.url not in plan.fused:
@@ -252,15 +258,16 @@ class _Sender:
         return _Plan(reached, infos, failed, known)
 
     async def _send(self, plan: _Plan, handoff: Handoff) -> None:
-        """Raises :class:`WeightSyncError` when an engine was not reached; the others generate again by then."""
+        """Send all buckets and close the window. Raises :class:`WeightSyncError` if some engines were not updated; the
+        others generate again by then."""
         update = WeightUpdate(self.version, handoff, allow_delta=not self.check_equal, peers=self.peers)
         try:
             result = await self.transport.send(update, plan.reached, lambda: self.window.open(plan.reached))
-        except BaseException:  # the update itself could not be read: no engine has the whole of it
+        except BaseException:  # the update itself could not be read, so no engine has all of it
             await self.window.mark_torn(self.window.entered)
             raise
         if not self.window.opened:
-            raise ValueError(f"weights {self.version}: there was no tensor to send")
+            raise ValueError(f"weights {self.version} were not sent, because they have no tensors")
         self.report.nbytes, self.report.tensors, self.report.density = result.nbytes, result.tensors, result.density
         whole, torn = await self.window.close(result)
         failed = {**plan.failed, **self.window.failed}
@@ -280,7 +287,11 @@ class _Sender:
 
 
 def _engine_dtype(plan: _Plan, rollout_dtype: str | None) -> torch.dtype | None:
-    """The dtype that all engines hold their weights in; None (send as they are) when they differ or do not say."""
+    """Return the dtype of the weights on all engines.
+
+    If the engines have different dtypes or do not report them, it is ``--rollout-dtype``. None means that tensors are
+    sent without a cast.
+    """
     import torch
 
     said = {info.dtype.removeprefix("torch.") for info in plan.infos.values()}
@@ -292,7 +303,7 @@ def _engine_dtype(plan: _Plan, rollout_dtype: str | None) -> torch.dtype | None:
 
 
 def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_out_frozen: bool) -> list[Transform]:
-    """What happens to each tensor on its way out; ``dtype``: of the engines, None to send tensors as they are."""
+    """Return the transforms that each tensor goes through. ``dtype`` is that of the engines; None for no cast."""
     transforms: list[Transform] = []
     frozen = frozen_by_flags(settings.only_train, settings.freeze)
     if frozen is not None and leave_out_frozen:
@@ -303,7 +314,7 @@ def _transforms(settings: WeightSyncSettings, dtype: torch.dtype | None, leave_o
 
 
 def _finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-    """Wait for the kernels that write each bucket: other threads, on other streams, are about to read it."""
+    """Wait for the kernels that write each bucket, because other threads will read it on other streams."""
     import torch
 
     for bucket in buckets:
@@ -314,5 +325,5 @@ def _finished(buckets: Iterable[Bucket]) -> Iterator[Bucket]:
 
 
 def _has_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether the engine keeps exactly these bytes (it casts a tensor that is sent in another dtype)."""
+    """Return whether an engine keeps exactly these bytes. It casts a tensor that is sent in another dtype."""
     return dtype is None or tensor.dtype == dtype or not tensor.is_floating_point()

@@ -1,8 +1,9 @@
-"""Megatron weights on disk (``torch_dist``) without Megatron: made of a Hugging Face folder, and turned back into one.
+"""Convert between Hugging Face checkpoints and Megatron checkpoints (``torch_dist``) without Megatron.
 
-A folder holds ``trainer.json`` (shape and family of the model) and ``torch_dist/``, a checkpoint of
-``torch.distributed.checkpoint`` with Megatron's names: one tensor per parameter of the whole model, layers by their
-index. ``slime/backends/megatron/checkpoint.py`` writes and reads the same with an optimizer, from any layout.
+A checkpoint folder has ``trainer.json`` (shape and family of the model) and ``torch_dist/``, a checkpoint of
+``torch.distributed.checkpoint`` with Megatron's names. It has one tensor per parameter of the whole model, and layers
+are named by their index in the whole model. ``slime/backends/megatron/checkpoint.py`` writes and reads the same format,
+with an optimizer and for any parallel layout.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from slime.weights.maps.family import Entry, Family, Settings
 META = "trainer.json"
 TENSORS = "torch_dist"
 RANK_FILES = "torch"
-"""Where ``--ckpt-format torch`` writes; named after the format, as the other."""
+"""The folder that ``--ckpt-format torch`` writes. Like the other folder, it has the name of its format."""
 MEGATRON_FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -36,23 +37,23 @@ MEGATRON_FORMAT = {
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """What ``trainer.json`` says.
+    """Return the content of ``trainer.json``.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is FSDP's.
+        FileNotFoundError: There is no such file.
+        ValueError: The checkpoint was saved by FSDP.
     """
     file = path / META
     if not file.is_file():
-        raise FileNotFoundError(f"no training state in {path}: {META} is missing; it takes a folder that --save wrote")
+        raise FileNotFoundError(f"{path} has no training state, because {META} is missing: give a folder of --save")
     meta: dict[str, Any] = json.loads(file.read_text())
     if meta.get("format") != "megatron":
-        raise ValueError(f"{path} was saved by --train-backend fsdp: load it with that, or export it with --save-hf")
+        raise ValueError(f"{path} was saved by --train-backend fsdp: load it with FSDP, or export it with --save-hf")
     return {"ckpt_format": TENSORS, **meta}
 
 
 def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: object) -> dict[str, Any]:
-    """The content of ``trainer.json``; everything that a conversion back needs."""
+    """Return the content of ``trainer.json``, with everything that a conversion back needs."""
     return {
         "format": "megatron",
         "role": "actor",
@@ -69,8 +70,11 @@ def describe(family: Family, settings: Settings, hf_checkpoint: str, **more: obj
 
 
 def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: Path) -> None:
-    """Write a Hugging Face checkpoint as Megatron weights, in its dtypes. Ranks of a process group, if there is one,
-    share the work: each holds its parameters in memory until they are written."""
+    """Write a Hugging Face checkpoint as Megatron weights with the same dtypes.
+
+    If there is a process group, its ranks divide the parameters among them. Each rank holds its parameters in memory
+    until they are written.
+    """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     entries = list(family.entries(settings))
     state = {entry.megatron: _full(entry, folder) for entry in entries[rank::ranks]}
@@ -86,7 +90,7 @@ def convert_from_hf(folder: HfFolder, family: Family, settings: Settings, save: 
 
 
 def mark_as_megatron(folder: Path) -> list[Path]:
-    """Write what megatron-core looks for in a checkpoint of this format; returns the files."""
+    """Write the files that megatron-core expects in a checkpoint of this format, and return their paths."""
     files = [folder / "common.pt", folder / "metadata.json"]
     torch.save({}, files[0])
     files[1].write_text(json.dumps(MEGATRON_FORMAT))
@@ -104,33 +108,33 @@ def _full(entry: Entry, folder: HfFolder) -> Tensor:
 
 
 def _as_saved(entry: Entry, full: Tensor) -> Tensor:
-    """Megatron stores gate and up one below the other; experts keep them apart."""
+    """Return a tensor in its stored shape: gate and up are concatenated, except for experts, which keep them apart."""
     return full.flatten(0, 1) if full.dim() == 3 and not entry.experts else full
 
 
 def hf_tensors(
     path: Path, family: Family, settings: Settings, vocab_size: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face tensors of Megatron weights, parameter by parameter.
+    """Yield the Hugging Face tensors of Megatron weights. Only one parameter is in memory at a time.
 
     Args:
-        path: a folder with ``torch_dist/`` in it.
-        vocab_size: rows of the embeddings, if not those of the settings.
+        path: A folder that has ``torch_dist/``.
+        vocab_size: The number of rows of the embeddings; None for that of the settings.
 
     Raises:
-        KeyError: the checkpoint lacks a parameter; names it.
-        ValueError: ``vocab_size`` is above the rows that are stored.
+        KeyError: The checkpoint lacks a parameter, which the error names.
+        ValueError: ``vocab_size`` is larger than the number of stored rows.
     """
     stored_rows = settings["vocab_size"]
     if vocab_size and vocab_size > stored_rows:
-        raise ValueError(f"--vocab-size {vocab_size}: {path} has embeddings of {stored_rows} tokens and no more")
+        raise ValueError(f"--vocab-size {vocab_size} is too large: {path} has embeddings of {stored_rows} tokens")
     settings = {**settings, "vocab_size": vocab_size or settings["vocab_size"]}
     require_tensors(path / TENSORS)
     reader = dcp.FileSystemReader(path / TENSORS)
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     for entry in family.entries(settings):
         if entry.megatron not in stored:
-            raise KeyError(f"{path} has no parameter {entry.megatron!r}: does --origin-hf-dir belong to it?")
+            raise KeyError(f"{path} has no parameter {entry.megatron!r}: check that --origin-hf-dir belongs to it")
         what = stored[entry.megatron]
         full = torch.empty(what.size, dtype=what.properties.dtype)
         dcp.load({entry.megatron: full}, storage_reader=reader, no_dist=True)
@@ -147,25 +151,25 @@ def _from_saved(entry: Entry, full: Tensor) -> Tensor:
 
 
 def find(path: str) -> Path:
-    """The folder of Megatron weights (``torch_dist``) that a path names.
+    """Return the folder of Megatron weights (``torch_dist``) for a path.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: they were saved with ``--ckpt-format torch``.
+        FileNotFoundError: There are no Megatron weights.
+        ValueError: The weights were saved with ``--ckpt-format torch``.
     """
     found = megatron_folder(path)
     if found is None:
-        raise FileNotFoundError(f"{path} holds no Megatron weights ({META} and {TENSORS}/), nor do its snapshots")
+        raise FileNotFoundError(f"{path} and its snapshots have no Megatron weights ({META} and {TENSORS}/)")
     if not (found / TENSORS).is_dir():
         raise ValueError(
-            f"{found} was saved with --ckpt-format torch, each rank's tensors by themselves: convert it with "
-            "tools/convert_to_hf.py and the flags of the run"
+            f"{found} was saved with --ckpt-format torch, which stores the tensors of each rank separately: convert "
+            "it with tools/convert_to_hf.py and the flags of the run"
         )
     return found
 
 
 def join_launched_ranks() -> tuple[int, int]:
-    """Rank and number of ranks under torchrun (a gloo group is made); 0 and 1 otherwise."""
+    """Return rank and number of ranks. Under torchrun a gloo group is created; otherwise the result is 0 and 1."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -1,11 +1,11 @@
-"""A weight update as a value: its version, and tensors under checkpoint names, cast and cut into buckets.
+"""A weight update: its version, and its tensors after a cast and divided into buckets.
 
-A version is ``attempt.step``. ``attempt`` counts the starts of a run (0, and one more for each resume), ``step`` the
-steps that had trained these weights: step ``i`` trains version ``i``. After a resume a version is therefore never met
-twice with other weights.
+A version is ``attempt.step``. ``attempt`` counts the starts of a run: it is 0, plus one for each resume. ``step`` is
+the number of steps that trained these weights: step ``i`` trains version ``i``. Because of ``attempt``, a resume never
+gives an old version to other weights.
 
-Names are those of the checkpoint on disk (one tensor per expert, no in-memory names of FSDP or
-transformers). The same buckets go through every transport.
+Tensors have the names of the checkpoint on disk (one tensor per expert, and no in-memory names of FSDP or
+transformers). All transports send the same buckets.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from slime.weights.transports.peers import PeerLink
 
 Transform = Callable[[str, "torch.Tensor"], Iterable[NamedTensor]]
-"""One step on the way out: cast, quantise, rename or leave out. It may turn one tensor into several."""
+"""A transform of a tensor before it is sent: a cast, quantization, another name, or no tensor at all. The result may
+have several tensors."""
 
 DEFAULT_BUCKET_BYTES = 512 * 1024 * 1024
 _PATTERN = re.compile(r"(\d+)\.(\d+)")
 FULL_PRECISION = ("e_score_correction_bias", "expert_bias", "A_log")
-"""Endings of names that engines keep in their own, wider dtype; casting them would lose bits."""
+"""Endings of the names of tensors that engines keep in a wider dtype, so that a cast would lose bits."""
 
 
 class Version(NamedTuple):
@@ -40,26 +41,26 @@ class Version(NamedTuple):
 
 
 def parse_version(text: str) -> Version:
-    """Read ``"attempt.step"``; versions compare in the order in which they were made.
+    """Parse ``"attempt.step"``. Versions are ordered by the time at which they were trained.
 
     Raises:
-        ValueError: ``text`` is something else, for example the version of an engine that was never updated.
+        ValueError: ``text`` has another form, for example because it is the version of an engine before any update.
     """
     match = _PATTERN.fullmatch(text)
     if match is None:
-        raise ValueError(f"weight version {text!r} is not of the form attempt.step, for example 0.12")
+        raise ValueError(f"weight version {text!r} does not have the form attempt.step, for example 0.12")
     return Version(int(match[1]), int(match[2]))
 
 
 @dataclass
 class WeightUpdate:
-    """One version of the weights.
+    """One version of the weights to send.
 
     Attributes:
-        version: ``attempt.step``, see :class:`Version`.
-        buckets: always hold all tensors.
-        allow_delta: a transport that can compare the buckets with the previous version may send only the changes.
-        peers: where an engine spans the GPUs of several training ranks: this rank's link to the others, which offer
+        version: The version, ``attempt.step``; see :class:`Version`.
+        buckets: The buckets, which contain all tensors to send even if ``allow_delta`` is set.
+        allow_delta: Whether a transport that knows the previous version may send only the changes.
+        peers: If engines span the GPUs of several training ranks, the link of this rank to the others, which offer
             their own copies of the buckets.
     """
 
@@ -71,7 +72,7 @@ class WeightUpdate:
 
 @dataclass
 class UpdateReport:
-    """The figures of one sync. Seconds are wall time on the sending rank."""
+    """The measurements of one sync. Times are wall-clock seconds on the sending rank."""
 
     version: str
     transport: str
@@ -79,7 +80,7 @@ class UpdateReport:
     pause_seconds: float = 0.0
     nbytes: int = 0
     tensors: int = 0
-    density: float = 1.0  # changed bytes over all bytes
+    density: float = 1.0  # changed bytes divided by all bytes
     audit_seconds: float = 0.0
     digests: dict[str, str] = field(default_factory=dict)
 
@@ -88,10 +89,11 @@ class WeightSyncError(RuntimeError):
     """A weight sync did not reach every engine.
 
     Attributes:
-        failed: engines that are to blame, by URL: dead, hung or refusing. Their weights are undefined.
-        torn: engines that live but hold a mix of old and new tensors (another engine's failure ended
-            their broadcast). They stay paused; the next complete sync heals them.
-        synced: engines that hold ``version`` and generate again.
+        failed: The errors of the engines that caused the failure, by URL: they died, hung or refused. Their weights
+            are undefined.
+        torn: Engines that are alive but have a mix of old and new tensors, because the failure of another engine ended
+            their broadcast. They stay paused; the next complete sync repairs them.
+        synced: Engines that have ``version`` and generate again.
     """
 
     def __init__(
@@ -111,9 +113,9 @@ class WeightSyncError(RuntimeError):
 def iter_buckets(
     named_tensors: Iterable[NamedTensor], max_bytes: int = DEFAULT_BUCKET_BYTES, transforms: Iterable[Transform] = ()
 ) -> Iterator[Bucket]:
-    """Cut a stream of tensors into buckets of at most ``max_bytes`` (a larger tensor goes alone).
+    """Divide a stream of tensors into buckets of at most ``max_bytes``. A larger tensor gets its own bucket.
 
-    Order is kept; exactly the final bucket has ``last`` set. Nothing is yielded for no tensors.
+    The order of the tensors is kept, and the final bucket has ``last`` set. Without tensors there is no bucket.
     """
     steps = list(transforms)
     pending: list[NamedTensor] = []
@@ -138,11 +140,11 @@ def _transformed(named_tensors: Iterable[NamedTensor], steps: list[Transform]) -
         yield from stage
 
 
-# --- steps on the way out --------------------------------------------------------------------------
+# --- transforms ------------------------------------------------------------------------------------
 
 
 def cast_floating(dtype: torch.dtype, keep: tuple[str, ...] = FULL_PRECISION) -> Transform:
-    """Cast floating tensors to ``dtype``; integer tensors and names that end in ``keep`` pass as they are."""
+    """Return a cast of floating-point tensors to ``dtype``, except for names that end with one of ``keep``."""
 
     def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
         casts = tensor.is_floating_point() and not name.endswith(keep)
@@ -152,7 +154,7 @@ def cast_floating(dtype: torch.dtype, keep: tuple[str, ...] = FULL_PRECISION) ->
 
 
 def leave_out(unwanted: Callable[[str], bool]) -> Transform:
-    """Drop tensors by name: frozen parameters that the engines have already."""
+    """Return a transform that drops the tensors whose names are ``unwanted``."""
 
     def step(name: str, tensor: torch.Tensor) -> Iterable[NamedTensor]:
         return [] if unwanted(name) else [(name, tensor)]
@@ -161,9 +163,11 @@ def leave_out(unwanted: Callable[[str], bool]) -> Transform:
 
 
 def frozen_by_flags(only_train: Iterable[str] | None, freeze: Iterable[str] | None) -> Callable[[str], bool] | None:
-    """Whether a name is frozen by ``--only-train-params-name-list`` or ``--freeze-params-name-list``.
+    """Return a function that says whether a name is frozen by the flags; None if neither flag is given.
 
-    Both are lists of regular expressions that are searched in the name. None when neither is given.
+    Args:
+        only_train: ``--only-train-params-name-list``, regular expressions that are searched in the name.
+        freeze: ``--freeze-params-name-list``, likewise.
     """
     train = [re.compile(pattern) for pattern in only_train or ()]
     frozen = [re.compile(pattern) for pattern in freeze or ()]

@@ -1,4 +1,4 @@
-"""The time in which the engines are paused for a weight update, and the outcome on each of them."""
+"""The window of a weight update, in which the engines are paused, and the outcome on each engine."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from slime.weights import audit
 from slime.weights.transports import SendResult
 
 TORN = "-torn"
-"""Ends the version of an engine that holds a mix of two versions. No sample may carry it: the engine stays paused."""
+"""The end of the version of an engine with a mix of two versions. The engine stays paused, because no sample may have
+this version."""
 
 
 class UpdateWindow:
-    """Opened by the transport when the first bytes are about to go, and closed by the sender when all have gone.
+    """The window of one update, which the transport opens before it sends the first bytes and the sender closes.
 
-    An engine that fails a step is noted in :attr:`failed` and left out of the steps that follow.
+    An engine that fails a step is added to :attr:`failed` and does not take part in later steps.
 
     Args:
-        version: of the update.
-        bracketed: tensors go between ``begin_update`` and ``end_update``.
-        check_equal: overwrite the weights before the update, and compare them with what they were afterwards.
+        version: The version of the update.
+        bracketed: Whether ``begin_update`` and ``end_update`` must be called before and after the tensors are sent.
+        check_equal: Whether to overwrite the weights before the update and compare them with the old ones afterwards.
         pause_mode: ``--update-weight-pause-mode``.
-        deadline: seconds for each step.
+        deadline: The time limit of each step in seconds.
 
     Attributes:
-        opened, closed: ``time.perf_counter()``; 0 before.
-        entered: engines that were paused and are ready for the update.
+        opened, closed: The times of ``time.perf_counter()``; 0 before the event.
+        entered: The engines that are paused and ready for the update.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class UpdateWindow:
         self.opened = self.closed = 0.0
         self.entered: list[EngineHandle] = []
         self.failed: Failures = {}
-        self._checksums: dict[str, dict[str, str]] = {}  # from before the overwriting, by URL
+        self._checksums: dict[str, dict[str, str]] = {}  # before the weights are overwritten, by URL
 
     async def open(self, engines: Sequence[EngineHandle]) -> list[EngineHandle]:
-        """Pause, flush and begin on all engines; returns those that are ready."""
-        # The flush comes after the pause: KV that is computed later would be of the old weights.
+        """Pause, flush and begin the update on all engines, and return those that are ready."""
+        # The flush must come after the pause; otherwise requests could compute KV of the old weights after the flush.
         self.opened = time.perf_counter()
         ready = await self._each(engines, self.pause_and_flush, "pause and flush")
         if self.check_equal:
@@ -56,11 +57,15 @@ class UpdateWindow:
         return ready
 
     async def close(self, result: SendResult) -> tuple[list[EngineHandle], list[EngineHandle]]:
-        """End the update and continue; returns the engines that generate with the new weights, and the torn ones."""
+        """End the update and continue generation.
+
+        Returns:
+            The engines that generate with the new weights, and the torn engines.
+        """
         self.failed.update(result.failed)
         torn = [engine for engine in self.entered if engine.url in result.torn]
         whole = [engine for engine in self.entered if engine not in torn and engine.url not in self.failed]
-        # Torn engines first: whatever fails below, no engine may continue under a version that it does not hold.
+        # Torn engines are marked first: if a later step fails, no engine may continue with a version that it lacks.
         await self.mark_torn(torn)
         if self.bracketed:
             whole = await self._each(whole, lambda engine: engine.end_update(self.version), "end the update")
@@ -71,36 +76,40 @@ class UpdateWindow:
         return whole, torn
 
     async def mark_torn(self, engines: Sequence[EngineHandle]) -> None:
-        """Close the brackets under a version that no sample may carry; these engines stay paused."""
+        """End the update with a version that no sample may have. These engines stay paused."""
         if self.bracketed:
             torn = f"{self.version}{TORN}"
             await on_each(engines, lambda engine: engine.end_update(torn), "end the update", self.deadline)
 
     async def pause_and_flush(self, engine: EngineHandle) -> None:
-        """Pause as little as the engine's load allows, and flush its KV cache, which belongs to the old weights."""
+        """Pause the engine, and flush its KV cache, which belongs to the old weights."""
         load = await engine.load()
-        # Where nothing runs, no mode has anything to do, and ``in_place`` is the quickest.
+        # If there are no requests, the mode makes no difference, and ``in_place`` is the fastest.
         mode = self._busy_mode(engine) if load["running"] or load["waiting"] else None
         await engine.pause(mode or "in_place")
         if mode is None:
             try:
                 await engine.flush_cache()
                 return
-            except EngineError:  # a request slipped in between the question and the pause
+            except EngineError:  # a request arrived after the load was read and before the pause
                 mode = self._busy_mode(engine)
                 await engine.pause(mode)
         if mode != "in_place":  # requests that continue in place keep their KV cache
             await engine.flush_cache()
 
     def _busy_mode(self, engine: EngineHandle) -> PauseMode:
-        """The mode that the flag asks for. By default requests keep their tokens and their KV cache is computed again,
-        where the engine can do that; where it cannot, they end with the tokens that they have."""
-        if self.pause_mode in (None, "drain"):  # after a drain only requests of other clients can be running
+        """Return the mode for an engine with requests: that of the flag, or by default ``retract`` if the engine
+        supports it and ``abort`` otherwise. Both keep the tokens generated so far.
+
+        Raises:
+            EngineError: The flag asks for ``in_place``, and the engine does not report the weight version of tokens.
+        """
+        if self.pause_mode in (None, "drain"):  # after a drain, only requests of other clients can be running
             return "retract" if engine.capabilities.retract else "abort"
         if self.pause_mode == "in_place" and not engine.capabilities.version_spans:
             raise EngineError(
-                f"{engine.url} does not say which weights made which token, so responses that continue in place would "
-                "carry the wrong version: use --update-weight-pause-mode abort"
+                f"{engine.url} does not report the weight version of each token, so responses that continue in place "
+                "would have the wrong version: use --update-weight-pause-mode abort"
             )
         return cast(PauseMode, self.pause_mode)
 
@@ -110,7 +119,7 @@ class UpdateWindow:
     async def _each(
         self, engines: Sequence[EngineHandle], call: Callable[[EngineHandle], Awaitable[None]], what: str
     ) -> list[EngineHandle]:
-        """``call`` on all engines; returns those that did not fail."""
+        """Await ``call`` for all engines, and return those that did not fail."""
         _, failed = await on_each(engines, call, what, self.deadline)
         self.failed.update(failed)
         return [engine for engine in engines if engine.url not in failed]

@@ -1,1 +1,1 @@
-"""Hugging Face ↔ Megatron: one file per model family, shared by loading, weight sync, export and converters."""
+"""Maps between Hugging Face and Megatron weights: one file per model family, for loading, weight sync and export."""

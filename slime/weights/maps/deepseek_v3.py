@@ -22,7 +22,7 @@ from slime.weights.maps.glm4_moe import expert_settings
 
 def settings(config: HfConfig) -> Settings:
     if config.get("attention_bias"):
-        raise ValueError("latent attention with attention_bias has no Megatron map")
+        raise ValueError("latent attention with attention_bias has no Megatron map: use --train-backend fsdp")
     return (
         {
             "num_layers": config["num_hidden_layers"],
@@ -51,17 +51,19 @@ def settings(config: HfConfig) -> Settings:
 
 
 def _rotary(config: HfConfig) -> Settings:
-    """Plain rotary positions, or YaRN. Megatron's softmax scale follows ``mscale_all_dim``, as transformers' does.
+    """Return the settings of plain rotary positions or YaRN.
+
+    The softmax scale depends on ``mscale_all_dim``, in Megatron as in transformers.
 
     Raises:
-        ValueError: another type, or a parameter of YaRN that megatron-core's latent attention does not have.
+        ValueError: The type is another one, or YaRN has a parameter that megatron-core's latent attention lacks.
     """
     rope: dict[str, Any] = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     base = rope.get("rope_theta", config.get("rope_theta"))
     if rope_type(rope, ("default", "yarn")) == "default":
         return {"rope_type": "rope", "rotary_base": base, "rotary_scaling_factor": 1.0}
     if rope.get("attention_factor") is not None or rope.get("truncate") is False:
-        raise ValueError("YaRN with attention_factor or truncate false in config.json: use --train-backend fsdp")
+        raise ValueError("YaRN with attention_factor or truncate=false has no Megatron map: use --train-backend fsdp")
     return {
         "rope_type": "yarn",
         "rotary_base": base,
@@ -89,7 +91,8 @@ def layer(settings: Settings, index: int) -> list[Entry]:
 
 
 def latent_attention(settings: Settings, hf: str, megatron: str) -> list[Entry]:
-    """Queries and key-values through low-rank projections; ``q_lora_rank`` None: queries directly."""
+    """Return the entries of latent attention, with low-rank projections for key-values and, with ``q_lora_rank``, for
+    queries."""
     if settings.get("q_lora_rank"):
         query = [
             Entry(f"{megatron}linear_q_down_proj.weight", (f"{hf}q_a_proj.weight",)),

@@ -1,4 +1,4 @@
-"""A model family: its shape in Megatron's words, and which tensors of the checkpoint each parameter holds."""
+"""Model families: the shape of a model in Megatron's settings, and the checkpoint tensors of each parameter."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from typing import Any
 from slime.weights.maps.layouts import COLUMNS, REPLICATED, ROWS, Layout, QueryKeyValue, Stacked, Vocabulary
 
 Settings = dict[str, Any]
-"""Megatron's names of flags (their ``dest``) → values, as a model script would set them."""
+"""The values of Megatron's flags by their ``dest``, as a model script would set them."""
 
 HfConfig = Mapping[str, Any]
-"""config.json with all defaults filled in (``config.to_dict()`` of transformers)."""
+"""The content of config.json with all defaults (``config.to_dict()`` of transformers)."""
 
 DEFAULT_VOCABULARY_MULTIPLE = 64
-"""The padded vocabulary depends on the model only, not on the layout, so that checkpoints move between layouts."""
+"""The padded vocabulary depends on the model only and not on the parallel layout, so that a checkpoint can be loaded
+with another layout."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron parameter (or buffer) and the Hugging Face tensors that hold the same numbers.
+    """One Megatron parameter or buffer, and the Hugging Face tensors with the same values.
 
-    ``megatron`` is the name within the whole model (``decoder.layers.<global index>...``). With ``experts`` the
-    parameter has a leading dimension of experts, and ``hf`` names contain ``{expert}``.
+    Attributes:
+        megatron: The name in the whole model (``decoder.layers.<global index>...``).
+        hf: The names of the Hugging Face tensors. With experts they contain ``{expert}``.
+        layout: How the tensors are joined and divided among ranks.
+        experts: The number of experts, which is the first dimension of the parameter; 0 for none.
     """
 
     megatron: str
@@ -35,14 +39,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything slime knows about one model family.
+    """The description of one model family.
 
     Attributes:
-        name: as in ``--model-name``.
-        model_types: ``model_type`` of config.json.
-        settings: shape from config.json, in Megatron's names.
-        layer: entries of one layer, by its global index.
-        prefix: of the names of the checkpoint.
+        name: The name for ``--model-name``.
+        model_types: The values of ``model_type`` in config.json.
+        settings: Converts config.json to Megatron's settings.
+        layer: Returns the entries of one layer, given the settings and its global index.
+        prefix: The prefix of the tensor names in the checkpoint.
     """
 
     name: str
@@ -52,7 +56,7 @@ class Family:
     prefix: str = "model."
 
     def entries(self, settings: Settings) -> Iterator[Entry]:
-        """All parameters, from the embedding to the output, in the checkpoint's order."""
+        """Yield the entries of all parameters in the order of the checkpoint, from the embedding to the output."""
         vocabulary = Vocabulary(rows=settings["vocab_size"], padded=padded_vocab_size(settings))
         yield Entry("embedding.word_embeddings.weight", (f"{self.prefix}embed_tokens.weight",), vocabulary)
         for index in range(settings["num_layers"]):
@@ -63,7 +67,8 @@ class Family:
 
 
 def padded_vocab_size(settings: Settings) -> int:
-    """Rows of Megatron's embedding: ``--padded-vocab-size``, or a multiple of ``--make-vocab-size-divisible-by``."""
+    """Return the number of rows of Megatron's embedding: ``--padded-vocab-size``, or the next multiple of
+    ``--make-vocab-size-divisible-by``."""
     if settings.get("padded_vocab_size"):
         return int(settings["padded_vocab_size"])
     multiple = settings.get("make_vocab_size_divisible_by") or DEFAULT_VOCABULARY_MULTIPLE
@@ -74,7 +79,7 @@ def padded_vocab_size(settings: Settings) -> int:
 
 
 def dense_settings(config: HfConfig) -> Settings:
-    """What all families with grouped-query attention, RMSNorm and SwiGLU have in common."""
+    """Return the settings common to all families with grouped-query attention, RMSNorm and SwiGLU."""
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {
@@ -100,15 +105,16 @@ def dense_settings(config: HfConfig) -> Settings:
 
 
 def rope_type(rope: HfConfig, built: tuple[str, ...]) -> str:
-    """The type of rotary positions that ``rope_parameters`` of config.json name.
+    """Return the type of rotary positions in ``rope_parameters`` of config.json.
 
     Raises:
-        ValueError: it is none of ``built``. To leave it out would train another model than engines serve.
+        ValueError: The type is not in ``built``. If it were ignored, the trained model would differ from the one that
+            the engines serve.
     """
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind not in built:
         raise ValueError(
-            f"rope_type {kind!r} of config.json is not built by the Megatron backend for this family, which has "
+            f"the Megatron backend does not support rope_type {kind!r} of config.json for this family; it supports "
             f"{', '.join(built)}: use --train-backend fsdp"
         )
     return kind
@@ -120,14 +126,14 @@ def _rope_scaling(rope: HfConfig) -> Settings:
         fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         differing = {k: rope.get(k) for k, v in fixed.items() if rope.get(k) != v}
         if differing:
-            raise ValueError(f"rope_type llama3 with {differing}: megatron-core has {fixed} built in")
+            raise ValueError(f"rope_type llama3 with {differing} is not supported: megatron-core always uses {fixed}")
         return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
-    return {}  # YaRN and linear: the backend asks transformers for their frequencies
+    return {}  # for YaRN and linear, the backend takes the frequencies from transformers
 
 
 def moe_settings(config: HfConfig) -> Settings:
-    """Experts behind a softmax router."""
-    names = ("num_experts", "n_routed_experts", "num_local_experts")  # config.json's, and what transformers makes of it
+    """Return the settings of experts with a softmax router."""
+    names = ("num_experts", "n_routed_experts", "num_local_experts")  # those of config.json and of transformers
     return {
         "num_experts": next(config[name] for name in names if config.get(name)),
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
@@ -142,7 +148,7 @@ def moe_settings(config: HfConfig) -> Settings:
 
 
 def moe_layers(settings: Settings) -> list[bool]:
-    """Which layers have experts: ``--moe-layer-freq`` as a number or a list, for every layer."""
+    """Return for each layer whether it has experts, from ``--moe-layer-freq``, which is a number or a list."""
     count = settings["num_layers"]
     if not settings.get("num_experts"):
         return [False] * count
@@ -157,7 +163,7 @@ def moe_layers(settings: Settings) -> list[bool]:
 
 
 def parse_layer_frequency(text: str) -> int | list[int]:
-    """Megatron's expression: ``2`` or ``[0]*3+[1]*58``, perhaps in brackets.
+    """Parse Megatron's expression for ``--moe-layer-freq``: ``2`` or ``[0]*3+[1]*58``, with or without parentheses.
 
     >>> parse_layer_frequency("([0]*1+[1]*2)")
     [0, 1, 1]
@@ -168,7 +174,7 @@ def parse_layer_frequency(text: str) -> int | list[int]:
     for part in text.replace(" ", "").strip("()").split("+"):
         values, _, times = part.partition("*")
         if not (values.startswith("[") and values.endswith("]")):
-            raise ValueError(f"--moe-layer-freq {text!r}: write it like 2 or [0]*3+[1]*58")
+            raise ValueError(f"--moe-layer-freq {text!r} has a wrong format: write it like 2 or [0]*3+[1]*58")
         found += [int(x) for x in values[1:-1].split(",")] * int(times or 1)
     return found
 
@@ -177,7 +183,7 @@ def parse_layer_frequency(text: str) -> int | list[int]:
 
 
 def attention_entries(settings: Settings, index: int, prefix: str = "model.") -> list[Entry]:
-    """Fused query, key and value, their biases and norms where the model has them, and the output projection."""
+    """Return the entries of attention: fused query, key and value with biases and norms if any, and the output."""
     hf, megatron = f"{prefix}layers.{index}.self_attn.", f"decoder.layers.{index}.self_attention."
     groups = settings["num_query_groups"]
     qkv = QueryKeyValue(
@@ -194,7 +200,7 @@ def attention_entries(settings: Settings, index: int, prefix: str = "model.") ->
 
 
 def norm_entries(index: int, prefix: str = "model.") -> list[Entry]:
-    """The norms before attention and before the MLP."""
+    """Return the entries of the norms before attention and before the MLP."""
     hf, megatron = f"{prefix}layers.{index}.", f"decoder.layers.{index}."
     return [
         Entry(f"{megatron}input_layernorm.weight", (f"{hf}input_layernorm.weight",)),
@@ -203,7 +209,7 @@ def norm_entries(index: int, prefix: str = "model.") -> list[Entry]:
 
 
 def mlp_entries(hf: str, megatron: str) -> list[Entry]:
-    """SwiGLU: gate and up in one matrix."""
+    """Return the entries of a SwiGLU MLP, with gate and up projection in one matrix."""
     gate_up = (f"{hf}gate_proj.weight", f"{hf}up_proj.weight")
     return [
         Entry(f"{megatron}linear_fc1.weight", gate_up, Stacked()),
@@ -212,7 +218,7 @@ def mlp_entries(hf: str, megatron: str) -> list[Entry]:
 
 
 def expert_entries(settings: Settings, hf: str, megatron: str) -> list[Entry]:
-    """Router and experts; ``hf`` and ``megatron`` end behind ``mlp.``."""
+    """Return the entries of router and experts. The prefixes ``hf`` and ``megatron`` end with ``mlp.``."""
     count = settings["num_experts"]
     expert = f"{hf}experts.{{expert}}."
     entries = [Entry(f"{megatron}router.weight", (f"{hf}gate.weight",))]
@@ -227,7 +233,7 @@ def expert_entries(settings: Settings, hf: str, megatron: str) -> list[Entry]:
 
 
 def decoder_layer(settings: Settings, index: int, prefix: str = "model.") -> list[Entry]:
-    """A layer of the common kind: norms, grouped-query attention, and an MLP or experts."""
+    """Return the entries of a common layer: norms, grouped-query attention, and an MLP or experts."""
     hf, megatron = f"{prefix}layers.{index}.mlp.", f"decoder.layers.{index}.mlp."
     here = expert_entries(settings, hf, megatron) if moe_layers(settings)[index] else mlp_entries(hf, megatron)
     return [*norm_entries(index, prefix), *attention_entries(settings, index, prefix), *here]

@@ -1,4 +1,4 @@
-"""GLM-4-0414 and GLM-Z1 (9B, 32B): norms behind attention and MLP too, rotary on half of each head, interleaved."""
+"""GLM-4-0414 and GLM-Z1 (9B, 32B): norms also after attention and MLP, interleaved RoPE on half of each head."""
 
 from __future__ import annotations
 

@@ -6,9 +6,12 @@ from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer,
 
 
 def sigmoid_router(config: HfConfig) -> Settings:
-    """Routers of the DeepSeek V3 kind: bias for the choice, sums to ``routed_scaling_factor``."""
+    """Return the settings of a router as in DeepSeek V3.
+
+    It chooses experts with a bias per expert, and the weights of the chosen experts sum to ``routed_scaling_factor``.
+    """
     if not config.get("norm_topk_prob", True):
-        raise ValueError("a sigmoid router with norm_topk_prob false has no Megatron map")
+        raise ValueError("a sigmoid router with norm_topk_prob=false has no Megatron map: use --train-backend fsdp")
     settings: Settings = {
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
@@ -22,7 +25,7 @@ def sigmoid_router(config: HfConfig) -> Settings:
 
 
 def expert_settings(config: HfConfig) -> Settings:
-    """Experts with a sigmoid router and shared experts; the first layers may be dense."""
+    """Return the settings of experts with a sigmoid router and shared experts. The first layers may be dense."""
     layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace") or 0
     return (
         moe_settings(config)

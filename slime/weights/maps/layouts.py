@@ -1,8 +1,8 @@
-"""How Hugging Face tensors become one Megatron parameter, and how that is cut into ranks.
+"""How Hugging Face tensors are joined to one Megatron parameter, and how it is divided among tensor-parallel ranks.
 
-A :class:`Layout` joins tensors of the checkpoint into a *full* array and splits it again; both only move numbers,
-so a round trip is exact. ``axis`` is the dimension of the full array that tensor parallel ranks share out; a rank's
-slice, reshaped, is its parameter. :meth:`Layout.part` reads that slice alone.
+A :class:`Layout` joins tensors of the checkpoint to a *full* array and splits this array again. Both operations only
+move values, so a round trip is exact. ``axis`` is the dimension of the full array that is divided among tensor-parallel
+ranks. The slice of a rank, reshaped, is its parameter. :meth:`Layout.part` reads only this slice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Source(Protocol):
-    """A tensor, or one in a file of which an index reads a part."""
+    """A tensor, or a tensor in a file, of which indexing reads only a part."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -27,24 +27,24 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Layout:
-    """One tensor, equal on all tensor-parallel ranks (``axis`` None) or cut along ``axis``."""
+    """The layout of one tensor that is equal on all tensor-parallel ranks (``axis`` None) or divided along ``axis``."""
 
     axis: int | None = None
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The full array of the checkpoint's tensors."""
+        """Join the tensors of the checkpoint to the full array."""
         (tensor,) = tensors
         return tensor
 
     def split(self, full: Tensor) -> list[Tensor]:
-        """The inverse of :meth:`join`."""
+        """Split a full array into the tensors of the checkpoint, the inverse of :meth:`join`."""
         return [full]
 
     def part(self, sources: Sequence[Source], rank: int, size: int) -> Tensor:
-        """``join(sources).chunk(size, axis)[rank]``, for which nothing else of ``sources`` is read.
+        """Return ``join(sources).chunk(size, axis)[rank]``, but read only this part of ``sources``.
 
         Raises:
-            ValueError: the axis cannot be cut into ``size`` equal parts.
+            ValueError: The axis cannot be divided into ``size`` equal parts.
         """
         if self.axis is None or size == 1:
             return self.join([source[...] for source in sources])
@@ -56,7 +56,7 @@ class Layout:
         return source[(*(slice(None),) * axis, slice(rank * length, (rank + 1) * length))]
 
     def full_shape(self, local: Sequence[int], tp: int) -> list[int]:
-        """Shape of the full array, given that of a rank's parameter."""
+        """Return the shape of the full array, given the shape of a rank's parameter."""
         shape = list(local)
         if self.axis is not None:
             shape[self.axis] *= tp
@@ -65,27 +65,29 @@ class Layout:
 
 def _share(length: int, size: int) -> int:
     if length % size:
-        raise ValueError(f"{length} cannot be cut into {size} tensor parallel parts")
+        raise ValueError(f"{length} cannot be divided into {size} tensor parallel parts")
     return length // size
 
 
 REPLICATED = Layout()
 ROWS = Layout(axis=0)
-"""Output features are shared out (Megatron's ColumnParallelLinear)."""
+"""Output features are divided among ranks (Megatron's ColumnParallelLinear)."""
 COLUMNS = Layout(axis=1)
-"""Input features are shared out (Megatron's RowParallelLinear)."""
+"""Input features are divided among ranks (Megatron's RowParallelLinear)."""
 
 
 class _Rows(Layout):
-    """Whole rows of the checkpoint's tensors in another order. :meth:`join` itself says which: it is applied to the
-    numbers of the rows, and what it makes of them is read."""
+    """A layout that only changes the order of whole rows of the checkpoint's tensors.
+
+    To find the order, :meth:`join` is applied to the numbers of the rows. Then only the rows of a rank are read.
+    """
 
     def _part(self, sources: Sequence[Source], axis: int, rank: int, size: int) -> Tensor:
-        numbers, starts, end = [], [], 1  # 0 is a row of zeros
+        numbers, starts, end = [], [], 1  # the number 0 stands for a row of zeros, which join() adds as padding
         for source in sources:
             numbers.append(torch.arange(end, end + source.shape[0]))
             starts.append(end)
-            end += source.shape[0] + 1  # a gap, so that no run of numbers leaves its tensor
+            end += source.shape[0] + 1  # a gap between tensors, so that no run of numbers continues in the next one
         full = self.join(numbers)
         length = _share(full.shape[axis], size)
         wanted = full.narrow(axis, rank * length, length)
@@ -101,7 +103,7 @@ class _Rows(Layout):
 
 
 def _runs(numbers: Tensor) -> Iterator[tuple[int, int]]:
-    """Consecutive numbers, and zeros in a row, as the first of them and their count."""
+    """Yield runs of consecutive numbers and runs of zeros, each as its first number and its length."""
     goes_on = (numbers.diff() == 1) & (numbers[:-1] > 0) | (numbers[1:] == 0) & (numbers[:-1] == 0)
     ends = [*(torch.nonzero(~goes_on).flatten() + 1).tolist(), len(numbers)]
     start = 0
@@ -112,7 +114,7 @@ def _runs(numbers: Tensor) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Vocabulary(_Rows):
-    """Embedding rows; behind the vocabulary Megatron has padding, which stays 0."""
+    """The layout of embeddings. After the rows of the vocabulary, Megatron has padding rows, which stay 0."""
 
     axis: int | None = 0
     rows: int = 0
@@ -121,7 +123,7 @@ class Vocabulary(_Rows):
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
         if tensor.shape[0] != self.rows:
-            raise ValueError(f"an embedding has {tensor.shape[0]} rows, the vocabulary {self.rows}")
+            raise ValueError(f"an embedding has {tensor.shape[0]} rows, but the vocabulary has {self.rows} tokens")
         return torch.cat([tensor, tensor.new_zeros(self.padded - self.rows, *tensor.shape[1:])])
 
     def split(self, full: Tensor) -> list[Tensor]:
@@ -130,12 +132,12 @@ class Vocabulary(_Rows):
 
 @dataclass(frozen=True)
 class Stacked(_Rows):
-    """Equally large tensors side by side, ``[n, rows, ...]``: gate and up projection. Each rank has rows of all."""
+    """The layout of tensors of equal size, ``[n, rows, ...]``: gate and up projection. Each rank has rows of all."""
 
     axis: int | None = 1
     count: int = 2
     fused: bool = False
-    """The checkpoint has them as one tensor already, one below the other."""
+    """Whether the checkpoint has one tensor in which they are concatenated."""
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].unflatten(0, (self.count, -1)) if self.fused else torch.stack(list(tensors))
@@ -150,9 +152,10 @@ class Stacked(_Rows):
 
 @dataclass(frozen=True)
 class QueryKeyValue(_Rows):
-    """Attention projections by key-value group: for each group its query heads, its key and its value head.
+    """The layout of attention projections: for each key-value group its query heads, its key head and its value head.
 
-    ``[groups * (heads per group + 2) * dim, ...]``; with more ranks than groups a rank's rows are part of a group.
+    The full array is ``[groups * (heads per group + 2) * dim, ...]``. With more ranks than groups, a rank has a part of
+    a group.
     """
 
     axis: int | None = 0

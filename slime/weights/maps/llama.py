@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and what is built like them (SmolLM2, TinyLlama, ...)."""
+"""Llama 2 and 3, and models with the same architecture (SmolLM2, TinyLlama, ...)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slime.weights.maps.family import Family, HfConfig, Settings, decoder_layer,
 
 def settings(config: HfConfig) -> Settings:
     if config.get("attention_bias") or config.get("mlp_bias"):
-        raise ValueError("Llama with attention_bias or mlp_bias has no Megatron map")
+        raise ValueError("Llama with attention_bias or mlp_bias has no Megatron map: use --train-backend fsdp")
     return dense_settings(config)
 
 

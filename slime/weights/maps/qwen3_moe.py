@@ -16,7 +16,7 @@ def settings(config: HfConfig) -> Settings:
         | moe_settings(config)
         | {
             "moe_layer_freq": 1 if all(frequency) else frequency,
-            "moe_router_pre_softmax": not config.get("norm_topk_prob"),  # else softmax over the chosen only
+            "moe_router_pre_softmax": not config.get("norm_topk_prob"),  # if normalized, softmax over chosen experts
         }
     )
 

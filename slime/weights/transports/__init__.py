@@ -1,4 +1,4 @@
-"""Ways to bring weights to engines: shared memory or CUDA IPC, a process group, or a folder."""
+"""Transports that send weights to engines: shared memory or CUDA IPC, a process group, or a folder."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from slime.weights.transports.base import SendResult, Transport
 __all__ = ["SendResult", "Transport", "create_transport", "ranks_of_engines"]
 
 ENGINES_PER_SENDER = 16
-"""Unless ``--update-weight-senders`` says otherwise: at most so many engines wait for one another in a broadcast, and
-are torn when one of them is lost."""
+"""The most engines per sender, if ``--update-weight-senders`` is not given. So many engines wait for one another in a
+broadcast, and are torn if one of them is lost."""
 
 
 def ranks_of_engines(
     settings: WeightSyncSettings, urls: Sequence[str], slots: Mapping[str, range], world_size: int, same_host: bool
 ) -> dict[str, range]:
-    """For each engine the training ranks whose memory it reads the weights from; the first of them sends.
+    """Return for each engine the training ranks from whose memory it reads the weights. The first one is the sender.
 
-    A CUDA IPC handle opens only on the node of its GPU. Each tensor-parallel rank of a colocated engine therefore reads
-    from the training rank on its own GPU (:mod:`slime.weights.transports.peers`). Without GPUs the processes of one
-    host that would share a GPU are paired in the same way. Engines that get broadcasts are divided among
+    A CUDA IPC handle can only be opened on the node of its GPU. So each tensor-parallel rank of a colocated engine
+    reads from the training rank on its own GPU (:mod:`slime.weights.transports.peers`). Without GPUs, the processes on
+    one host that would share a GPU are paired in the same way. Engines that receive broadcasts are divided among
     ``--update-weight-senders`` ranks. All other engines get everything from rank 0.
 
     Args:
-        slots: engine URL to its places among the rollout's GPUs, which colocated are the trainer's.
-        same_host: all engines run on the host of rank 0.
+        slots: For each engine URL, its slots among the rollout GPUs, which are the trainer's GPUs with ``--colocate``.
+        same_host: Whether all engines run on the host of rank 0.
 
     Raises:
-        ValueError: a colocated engine is on a GPU that no rank is on.
+        ValueError: A colocated engine is on a GPU without a training rank.
     """
     rank_0 = {url: range(1) for url in urls}
     if settings.transport == "disk":
@@ -44,20 +44,20 @@ def ranks_of_engines(
         return rank_0 if alone or not same_host else {url: slots[url] for url in urls}
     if alone:
         raise ValueError(
-            f"--colocate: no rank of the trainer is on the GPU of engine {alone[0]}; let --rollout-num-gpus be the "
-            "number of the trainer's GPUs, or use --update-weight-transport disk"
+            f"--colocate: engine {alone[0]} is on a GPU without a training rank; set --rollout-num-gpus to the number "
+            "of the trainer's GPUs, or use --update-weight-transport disk"
         )
     return {url: slots[url] for url in urls}
 
 
 def _divided(senders: int | None, urls: Sequence[str], slots: Mapping[str, range], world_size: int) -> dict[str, range]:
-    """Engines divided among senders, by their places so that an engine keeps its sender when others are lost.
+    """Divide engines among senders, by their slots, so that an engine keeps its sender if other engines are lost.
 
-    Each sender brings all weights to its own engines, in a process group of its own with them, at the same time as the
-    other senders. Senders do not divide the *tensors*: SGLang serves one weight request after the other, so an engine
-    receives from one group at a time however many there are, and groups with common engines would have to be
-    served in the same order by all of them, or wait for one another for ever. The senders are spread evenly over the
-    training ranks, which are numbered node by node, so they use the network interfaces of different nodes.
+    Each sender has a process group with its own engines and sends all weights to them, at the same time as the other
+    senders. The *tensors* are not divided among senders: SGLang handles one weight request at a time, so an engine
+    would still receive from one group at a time. And groups with common engines would deadlock unless all engines
+    handled them in the same order. The senders are spread evenly over the training ranks. Ranks are numbered node by
+    node, so the senders use the network interfaces of different nodes.
     """
     wanted = senders or -(-len(urls) // ENGINES_PER_SENDER)
     count = max(min(wanted, world_size, len(urls)), 1)
@@ -70,7 +70,7 @@ def _divided(senders: int | None, urls: Sequence[str], slots: Mapping[str, range
 
 
 def _by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
-    """Whether engines open the trainer's memory; otherwise they take part in broadcasts."""
+    """Return whether engines open the trainer's memory. Otherwise they take part in broadcasts."""
     if _on_cuda():
         return bool(settings.colocate or (same_host and _gpus_of_this_host() == 1))
     return same_host
@@ -79,13 +79,14 @@ def _by_handle(settings: WeightSyncSettings, same_host: bool) -> bool:
 def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Transport:
     """Choose a transport from the flags and the placement.
 
+    With GPUs, IPC is used for engines on the *same* GPU as the trainer (``--colocate``, on any host), because NCCL
+    refuses two ranks on one GPU. Between GPUs, NCCL is faster and needs no peer access by handle.
+
     Args:
-        colocated_host: all engines run on the host of rank 0. On GPUs IPC is for engines on the *same* GPU
-            (``--colocate``, whatever the host): NCCL refuses two ranks on one, and across GPUs it is faster and
-            needs no peer access by handle.
+        colocated_host: Whether all engines run on the host of rank 0.
 
     Raises:
-        ValueError: a transport through files has no folder.
+        ValueError: A transport with files has no folder.
     """
     if settings.transport == "disk":
         return _through_folder(settings)
@@ -99,7 +100,7 @@ def create_transport(settings: WeightSyncSettings, colocated_host: bool) -> Tran
 
 
 def _gpus_of_this_host() -> int:
-    """Also those that this process does not see (``CUDA_VISIBLE_DEVICES``)."""
+    """Return the number of GPUs, including those that ``CUDA_VISIBLE_DEVICES`` hides from this process."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
@@ -112,7 +113,7 @@ def _on_cuda() -> bool:
 def _through_folder(settings: WeightSyncSettings) -> Transport:
     if not settings.disk_dir:
         raise ValueError(
-            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines see"
+            "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines share"
         )
     model = Path(settings.model).expanduser()
     if not model.is_dir():

@@ -1,4 +1,4 @@
-"""What all transports have in common."""
+"""The interface of transports."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from slime.engines.handle import EngineHandle
 from slime.weights.update import WeightUpdate
 
 OpenWindow = Callable[[], Awaitable[Sequence[EngineHandle]]]
-"""Pauses the engines and opens the update on them; returns those that are ready."""
+"""Pauses the engines and opens the update on them, and returns the engines that are ready."""
 
 
 @dataclass
 class SendResult:
-    """What was sent, and which engines it did not reach. Bytes and tensors count once, not per engine."""
+    """What was sent, and the engines that it did not reach. Bytes and tensors are counted once, not per engine."""
 
     nbytes: int = 0
-    density: float = 1.0  # changed bytes over all bytes
+    density: float = 1.0  # changed bytes divided by all bytes
     tensors: int = 0
     failed: Failures = field(default_factory=dict)
-    torn: list[str] = field(default_factory=list)  # alive, but without the whole update
+    torn: list[str] = field(default_factory=list)  # engines that are alive but have only a part of the update
 
     def count(self, bucket: Bucket) -> None:
         self.nbytes += bucket.nbytes
@@ -32,37 +32,40 @@ class SendResult:
 
 
 class Transport(Protocol):
-    """One way to bring a :class:`WeightUpdate` to engines. Used by one sync at a time, on one event loop."""
+    """A way to send a :class:`WeightUpdate` to engines. It is used by one sync at a time, on one event loop."""
 
     name: str
-    bracketed: bool  # tensors go between begin_update and end_update
-    bucket_bytes: int  # without --update-weight-buffer-size
+    bracketed: bool  # whether engines need begin_update before the tensors and end_update after them
+    bucket_bytes: int  # the default of --update-weight-buffer-size
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
-        """Get ready to send to exactly these engines; cheap when nothing changed. Engines keep generating.
-        Returns those that could not be reached, with the reason."""
+        """Prepare to send to exactly these engines, while they generate. This is cheap if the engines are the same.
+
+        Returns:
+            The engines that could not be reached, with the reasons.
+        """
 
     async def send(
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
-        """Bring all buckets to the engines.
+        """Send all buckets to the engines.
+
+        Failures of engines are part of the result. An exception means that the update itself could not be made or read;
+        then all engines are torn.
 
         Args:
-            update: its buckets are taken one at a time.
-            engines: those that :meth:`connect` reached.
-            open_window: called once, when everything that can be done beside running engines is done
-                and the first bytes are about to go; the update then goes to the engines that it returns.
-
-        Failures of engines are results, not exceptions. An exception means that the update itself could
-        not be made or read; then all engines are torn.
+            update: The update. Its buckets are taken one at a time.
+            engines: The engines that :meth:`connect` reached.
+            open_window: Called once, when everything is done that can be done while the engines generate, and before
+                the first bytes are sent. The update is sent to the engines that it returns.
         """
 
     async def close(self) -> None:
-        """Give back process groups, shared memory and files. The transport can connect again."""
+        """Release process groups, shared memory and files. The transport can connect again afterwards."""
 
 
 async def stream(buckets: Iterable[Bucket]) -> AsyncIterator[Bucket]:
-    """Iterate in a thread, so that a bucket that is still being gathered does not stop the event loop."""
+    """Iterate in a thread, so that waiting for a bucket does not block the event loop."""
     iterator = iter(buckets)
     while (bucket := await asyncio.to_thread(next, iterator, None)) is not None:
         yield bucket

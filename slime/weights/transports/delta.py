@@ -1,8 +1,9 @@
-"""Changed bytes only, through a folder that trainer and engines see.
+"""Send only the changed bytes, through a folder that trainer and engines share.
 
-The trainer keeps the last version in host memory and compares; each engine keeps it, too, and patches it
-(:mod:`slime.weights.delta_loader`). An engine that does not hold the version before (it is new, or missed a sync,
-or its files were damaged) refuses the delta, and gets the whole version within the same pause.
+The trainer keeps the last version in host memory and compares the new version with it. Each engine keeps the last
+version too, and patches it (:mod:`slime.weights.delta_loader`). An engine that does not have the previous version
+(because it is new, missed a sync, or got damaged files) refuses the delta, and gets the full version within the same
+pause.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _PACKERS = min(8, os.cpu_count() or 1)
 
 
 class DeltaTransport:
-    """Publishes ``delta_v<version>`` for engines that hold the version before, ``weight_v<version>`` for others.
+    """Publishes ``delta_v<version>`` for engines that have the previous version, ``weight_v<version>`` for others.
 
     Args:
-        folder, model, deadline, keep_files, written: as for :class:`~slime.weights.transports.disk.DiskTransport`.
-        encoding, checksum: ``--update-weight-delta-encoding`` and ``-checksum``.
+        folder, model, deadline, keep_files, written: See :class:`~slime.weights.transports.disk.DiskTransport`.
+        encoding, checksum: ``--update-weight-delta-encoding`` and ``--update-weight-delta-checksum``.
     """
 
     name = "delta"
@@ -69,9 +70,9 @@ class DeltaTransport:
         self, update: WeightUpdate, engines: Sequence[EngineHandle], open_window: OpenWindow | None = None
     ) -> SendResult:
         result = SendResult()
-        # All files are written while the engines still generate; the window opens after that. Engines that hold the
-        # base version load the delta, the others the full version. An engine that refuses the delta (its copy is of
-        # another version, or files were damaged) gets the full version within the same window.
+        # All files are written while the engines still generate; the window opens after that. Engines that have the
+        # base version load the delta, the others load the full version. An engine that refuses the delta (because its
+        # copy has another version, or files are damaged) gets the full version within the same window.
         base = self.copy.version if update.allow_delta else None
         current = {e.url for e in engines if base is not None and self._infos[e.url].weight_version == base}
         old, self._published = self._published, []
@@ -99,7 +100,7 @@ class DeltaTransport:
         return result
 
     async def close(self) -> None:
-        """Remove what was published, unless files are kept. The copy in memory stays."""
+        """Remove the published files, unless files are kept. The copy in memory is not removed."""
         published, self._published = self._published, []
         if not self.keep_files:
             await asyncio.to_thread(_remove, published)
@@ -107,16 +108,16 @@ class DeltaTransport:
     # --- on the trainer's side -----------------------------------------------------------------
 
     async def _take_in(self, update: WeightUpdate, base: str | None, result: SendResult) -> Path | None:
-        """Advance the copy to this version, and publish the delta on the way. None when there can be none."""
+        """Advance the copy to this version, and publish the delta. Return its folder, or None if there is no delta."""
         manifest = Manifest(update.version, base, self.encoding, self.checksum)
         path = self.folder / f"delta_v{update.version}"
         comparable = base is not None
-        self.copy.version = None  # until all buckets are in: a gathering that fails leaves a mix
+        self.copy.version = None  # until all buckets are stored, because the copy is a mix if gathering fails
         with ThreadPoolExecutor(_PACKERS, thread_name_prefix="weights-pack") as pool:
             async with publishing(self.folder, path.name) as aside:
                 packing: list[Future[tuple[PublishedBucket, int]]] = []
                 async for bucket in stream(update.buckets):
-                    if len(packing) >= _PACKERS:  # what waits to be packed lies in the trainer's memory
+                    if len(packing) >= _PACKERS:  # buckets that wait for a packer occupy the trainer's memory
                         await asyncio.wrap_future(packing[-_PACKERS])
                     changes = await asyncio.to_thread(self.copy.advance, bucket, self.encoding)
                     comparable = comparable and changes is not None
@@ -139,7 +140,7 @@ class DeltaTransport:
         return path
 
     def _pack(self, aside: Path, index: int, changes: Changes | None) -> tuple[PublishedBucket, int]:
-        """Describe one bucket, and write what changed in it; returns the file's size, too."""
+        """Write the changes of one bucket, and return its description and the size of the file."""
         ours = self.copy.buckets[index]
         described = PublishedBucket(None, ours.flat.numel(), ours.entries, digests(ours, self.checksum))
         if changes is None or not changes.changed:
@@ -151,7 +152,7 @@ class DeltaTransport:
         return described, len(data)
 
     async def _publish_full(self, version: str, result: SendResult) -> None:
-        """The whole version, from the copy: a Hugging Face folder with a manifest."""
+        """Publish the full version from the copy, as a Hugging Face folder with a manifest."""
         manifest = Manifest(version, None, self.encoding, self.checksum)
         nbytes = sum(entry.nbytes for held in self.copy.buckets for entry in held.entries)
         files: dict[str, str] = {}
@@ -170,7 +171,7 @@ class DeltaTransport:
     # --- on the engines' side ------------------------------------------------------------------
 
     async def _load(self, folder: Path, engines: Sequence[EngineHandle]) -> Failures:
-        """Let engines load a published version; returns those that failed, with their own error messages."""
+        """Let engines load a published version, and return those that failed, with their own error messages."""
         name = reports_folder()
         reports = folder.parent / name
         await asyncio.to_thread(reports.mkdir)
@@ -181,7 +182,7 @@ class DeltaTransport:
             ranks = self._infos[engine.url].tensor_parallel_size
             try:
                 await engine.call_loader(DELTA_LOADER, request(folder, name, number, ranks, self.deadline))
-            except EngineError as error:  # the embedded engine says so at once; SGLang answers that all is well
+            except EngineError as error:  # from the embedded engine; SGLang's response reports success in every case
                 refusal = error
             reported = await asyncio.to_thread(Status.read, str(reports / str(number)))
             if refusal is not None and not reported:
@@ -201,15 +202,20 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 class DeltaRefused(EngineError):
-    """The engine did not take a version, but it lives: a full version helps."""
+    """The engine refused a version, but it is alive and can load a full version."""
 
 
 def _judge(url: str, reports: Sequence[Status], ranks: int) -> None:
-    """Raises :class:`DeltaRefused` unless every rank has loaded."""
+    """Check that every rank has loaded the version.
+
+    Raises:
+        DeltaRefused: A rank refused the version.
+        EngineError: Some ranks did not report.
+    """
     wrong = [report for report in reports if report.outcome != "loaded"]
     if wrong:
         raise DeltaRefused(f"{url} refused the weights ({wrong[0].outcome}): {wrong[0].message}")
     if len(reports) < ranks:
         raise EngineError(
-            f"{url}: {len(reports)} of {ranks} ranks reported: do they see the folder of --update-weight-disk-dir?"
+            f"{url}: only {len(reports)} of {ranks} ranks reported; --update-weight-disk-dir must be visible to all"
         )

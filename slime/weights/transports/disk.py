@@ -1,4 +1,4 @@
-"""Through a folder that trainer and engines see: a whole Hugging Face model per version."""
+"""Send weights through a folder that trainer and engines share: one complete Hugging Face model per version."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.
 
 
 class DiskTransport:
-    """Writes ``<folder>/weight_v<version>`` aside, syncs and renames it, then lets the engines load it.
+    """Writes ``<folder>/weight_v<version>`` under a temporary name, syncs and renames it, and lets the engines load it.
 
     Engines are paused only while they load.
 
     Args:
-        folder: seen by trainer and engines under the same path (``--update-weight-disk-dir``).
-        model: Hugging Face folder whose configuration and tokenizer files go along.
-        deadline: seconds that an engine has to load a version.
-        keep_files: leave every version there; otherwise a version goes when the next one is loaded.
-        written: called with each version's folder and the engines, before they load it
+        folder: A folder with the same path on trainer and engines (``--update-weight-disk-dir``).
+        model: The Hugging Face folder whose configuration and tokenizer files are copied to each version.
+        deadline: The time limit in seconds for loading a version.
+        keep_files: Whether to keep every version. Otherwise a version is removed after the next one was loaded.
+        written: Called with the folder of each version and the engines, before the engines load it
             (``--custom-update-weight-post-write-path``).
     """
 
@@ -59,7 +59,8 @@ class DiskTransport:
         _, result.failed = await on_each(
             ready, lambda engine: engine.load_from_disk(str(path), update.version), what, self.deadline
         )
-        if self._published not in (None, path) and not self.keep_files:  # the same: a version that is sent again
+        # The path is the same as before if a version is sent again.
+        if self._published not in (None, path) and not self.keep_files:
             await asyncio.to_thread(shutil.rmtree, self._published, True)
         self._published = path
         return result
@@ -83,26 +84,26 @@ class DiskTransport:
 
 
 def copy_model_files(model: Path, folder: Path) -> None:
-    """Everything but weights: configuration, tokenizer, chat template, remote code."""
+    """Copy all files except weights: configuration, tokenizer, chat template, remote code."""
     for path in model.iterdir():
         if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copy2(path, folder / path.name)
 
 
 def write_shard(folder: Path, bucket: Bucket) -> dict[str, str]:
-    """One safetensors file per bucket; returns tensor name to file name."""
+    """Write a bucket as one safetensors file, and return the name of the file for each tensor."""
     from safetensors.torch import save_file
 
     name = f"model-{bucket.index + 1:05d}.safetensors"
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in bucket.tensors}
     starts = [tensor.data_ptr() for tensor in tensors.values()]
-    if len(set(starts)) < len(starts):  # tied weights under two names: safetensors wants memory of their own
+    if len(set(starts)) < len(starts):  # tied weights with two names; safetensors refuses tensors that share memory
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     save_file(tensors, folder / name, metadata={"format": "pt"})
     return dict.fromkeys(tensors, name)
 
 
 def write_index(folder: Path, files: dict[str, str], nbytes: int) -> None:
-    """Which file holds which tensor."""
+    """Write the index, which names the file of each tensor."""
     index = {"metadata": {"total_size": nbytes}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

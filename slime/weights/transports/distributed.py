@@ -1,11 +1,10 @@
-"""Engines anywhere: one broadcast per bucket over a process group of the sender and its engines.
+"""Send weights to engines on any host, with one broadcast per bucket in a process group of a sender and its engines.
 
-Engines that cannot take a bucket as one buffer get one broadcast per tensor.
+Engines that cannot receive a bucket as one buffer get one broadcast per tensor.
 
-An engine that dies or hangs in the middle of a broadcast would hold everybody up for ever under NCCL.
-So the broadcast runs in a watched thread. At the deadline, or when an engine reports an error, only that
-communicator is aborted, the group is forgotten, and the sync counts as failed; the next one makes a new
-group with whoever is there.
+With NCCL, an engine that dies or hangs in the middle of a broadcast would block all members forever. So the broadcast
+runs in its own thread. At the deadline, or when an engine reports an error, only this communicator is aborted, the
+group is dropped, and the sync fails. The next sync makes a new group with the engines that are left.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from slime.weights.transports.group import BroadcastGroup, Rendezvous, in_thread
 from slime.weights.update import DEFAULT_BUCKET_BYTES, WeightUpdate
 
 NCCL_BUCKET_BYTES = 2 * DEFAULT_BUCKET_BYTES
-"""On H200, 7.5 GiB to one engine: 0.107 s in buckets of 512 MiB, 0.082 s of 1 GiB, 0.062 s of 2 GiB. Sender and engines
-hold two or three buckets, so the default is not the fastest."""
+"""On H200, sending 7.5 GiB to one engine takes 0.107 s with buckets of 512 MiB, 0.082 s with 1 GiB and 0.062 s with
+2 GiB. The default is not the fastest size, because sender and engines hold two or three buckets in memory."""
 T = TypeVar("T")
 GLOO_STALL_SECONDS = 30.0
-GRACE_SECONDS = 10.0  # for engines to notice that the communicator is gone
+GRACE_SECONDS = 10.0  # the time for engines to notice that the communicator is gone
 PROBE_SECONDS = 5.0
 
 
 class DistributedTransport:
-    """Broadcasts over ``gloo`` or ``nccl``.
+    """Broadcasts weights with ``gloo`` or ``nccl``.
 
     Args:
-        backend: of the process group.
-        deadline: seconds that all engines have to receive and load one bucket, or to join the group.
-        grace: seconds that engines have to leave a broadcast that was aborted.
+        backend: The backend of the process group.
+        deadline: The time limit in seconds for all engines to receive and load one bucket, or to join the group.
+        grace: The time in seconds for engines to leave a broadcast that was aborted.
     """
 
     name = "distributed"
@@ -76,8 +75,8 @@ class DistributedTransport:
         sending: asyncio.Task[Failures] | None = None
         ready = list(engines)
         try:
-            # One broadcast at a time: engines serve one weight request after the other. The next bucket is gathered
-            # meanwhile, on the trainer's thread.
+            # There is one broadcast at a time, because engines handle one weight request at a time. Meanwhile the next
+            # bucket is gathered on the trainer's thread.
             async for bucket in stream(update.buckets):
                 if sending is None and open_window is not None:
                     ready = await self._regrouped(await open_window(), result)
@@ -94,7 +93,7 @@ class DistributedTransport:
         return result
 
     async def _regrouped(self, ready: Sequence[EngineHandle], result: SendResult) -> list[EngineHandle]:
-        """Engines may have dropped out since :meth:`connect`; then those that are left form a new group."""
+        """Make a new group with the engines that are left, if some have failed since :meth:`connect`."""
         failed = await self.connect(ready) if ready else {}
         result.failed.update(failed)
         return [engine for engine in ready if engine.url not in failed]
@@ -109,7 +108,7 @@ class DistributedTransport:
     # --- one group ---------------------------------------------------------------------------
 
     async def _join(self, engines: Sequence[EngineHandle]) -> Failures:
-        """Make a group with exactly these engines. On failure there is none, and the culprits are returned."""
+        """Make a group with exactly these engines. If this fails, return the engines that caused the failure."""
         infos, failed = await on_each(engines, lambda engine: engine.info(), "say what it is", self.deadline)
         if failed:
             return failed
@@ -141,7 +140,7 @@ class DistributedTransport:
         return {}
 
     async def _broadcast(self, bucket: Bucket, engines: Sequence[EngineHandle], version: str) -> Failures:
-        """Send one bucket to all engines; returns the engines that caused a failure."""
+        """Send one bucket to all engines, and return the engines that caused a failure."""
         group = self._group
         assert group is not None, "send() without connect()"
         flat = all(engine.capabilities.flat_broadcast for engine in engines)
@@ -171,19 +170,24 @@ class DistributedTransport:
         what: str,
         give_up: Callable[[], Awaitable[None]],
     ) -> Failures:
-        """The trainer's half and the engines' halves of something that needs all of them.
+        """Run the trainer's part and the engines' parts of an operation that needs all of them, and return failures.
 
-        On the first error, or at the deadline, ``give_up`` ends the trainer's half; that frees engines that
-        are well. To blame is who then does not answer, or is still stuck; if nobody is, who refused. Stuck is
-        also who had received a part of a tensor: gloo does not wake a receiver whose connection closes there.
+        On the first error, or at the deadline, ``give_up`` ends the part of the trainer. This releases the engines
+        that work correctly. The engines that then do not answer, or are still in the operation, caused the failure. If
+        there are none, the engines that had reported an error caused it. With gloo, an engine that has received a part
+        of a tensor also stays in the operation, because gloo does not wake such a receiver when its connection closes.
+
+        Args:
+            ours: The part of the trainer.
+            calls: The part of each engine, by URL.
         """
         theirs: dict[str, asyncio.Future[None]] = {url: asyncio.ensure_future(call) for url, call in calls.items()}
         everything: list[asyncio.Future[T] | asyncio.Future[None]] = [ours, *theirs.values()]
-        # FIRST_EXCEPTION: when one side fails, the other would wait for it up to the deadline.
+        # FIRST_EXCEPTION, because when one part fails, the others would wait for it until the deadline.
         _, late = await asyncio.wait(everything, timeout=self.deadline, return_when=asyncio.FIRST_EXCEPTION)
         if not late and not any(future.exception() for future in everything):
             return {}
-        # Noted before giving up, which makes engines fail that were well until then.
+        # Recorded before give_up(), which causes errors on engines that worked correctly until then.
         refused = {url: error for url, future in theirs.items() if (error := _error(future))}
         await give_up()
         _, stuck = await asyncio.wait(theirs.values(), timeout=self.grace)
@@ -196,11 +200,11 @@ class DistributedTransport:
                 failed.setdefault(url, EngineError(f"{url} is stuck in {what}"))
         failed = failed or refused
         if not failed:
-            raise RuntimeError(f"{what} failed on the trainer, all engines are well") from _error(ours)
+            raise RuntimeError(f"{what} failed on the trainer, not on the engines") from _error(ours)
         return {url: refused.get(url, error) for url, error in failed.items()}
 
     async def _leave(self, engines: Sequence[EngineHandle], name: str) -> None:
-        """Let engines leave the group. It is no error when they do not know it."""
+        """Let engines leave the group. Errors are ignored, because an engine may not know the group."""
         await on_each(engines, lambda engine: engine.destroy_group(name), "leave the group", self.probe)
 
 
@@ -211,12 +215,12 @@ def _describe(tensors: Sequence[NamedTensor], group: str, version: str, flat: bo
 
 
 def _error(future: asyncio.Future[T]) -> Exception | None:
-    """The error of a future that has ended with one."""
+    """Return the error with which a future has ended, or None."""
     error = future.exception() if future.done() and not future.cancelled() else None
     return error if isinstance(error, Exception) else None
 
 
 def _ignore(future: asyncio.Future[T]) -> None:
-    """Nobody waits for this any more: take note of its error, so that asyncio does not report it."""
+    """Retrieve the error of a future for which nobody waits any more, so that asyncio does not report it."""
     if not future.cancelled():
         future.exception()

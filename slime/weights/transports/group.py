@@ -1,8 +1,8 @@
-"""Rank 0 of a process group that trainer and engines share, apart from the trainer's own groups.
+"""Rank 0 of a process group of trainer and engines, which is separate from the trainer's own groups.
 
-The engines join through SGLang's ``/init_weights_update_group``: torch's TCP rendezvous under
-``group_name``, then ``_new_process_group_helper``. Here the same keys are used on a backend object of its
-own, so torch's default group, its registry and its communicators are never touched.
+The engines join with SGLang's ``/init_weights_update_group``, which makes torch's TCP rendezvous with ``group_name`` as
+a prefix and calls ``_new_process_group_helper``. Here the same keys are used with a separate backend object, so that
+torch's default group, its registry and its communicators are not affected.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from slime.engines.flat import NamedTensor
 
 T = TypeVar("T")
-_NEVER = timedelta(days=1)  # NCCL's own watchdog would end this process; we abort the communicator instead
+_NEVER = timedelta(days=1)  # NCCL's watchdog would end this process; slime aborts the communicator itself instead
 
 
 class Rendezvous:
-    """The key-value store through which the members find each other; listens on one address only."""
+    """The key-value store with which the members find each other. It listens on one address only."""
 
     def __init__(self, address: str, world_size: int, deadline: float) -> None:
         from torch.distributed import TCPStore
@@ -45,15 +45,15 @@ class Rendezvous:
         )  # fmt: skip
 
     def release(self) -> None:
-        """Stop listening: members that still look for each other get an error."""
+        """Stop listening, so that members that are still joining get an error."""
         self.store = None
 
 
 class BroadcastGroup:
-    """Sends tensors to all members. Every method blocks: call it through :func:`in_thread`.
+    """Sends tensors to all members. Every method blocks, so it must be called with :func:`in_thread`.
 
     Args:
-        stall: gloo only; seconds after which one tensor that does not get through is an error.
+        stall: With gloo, the time limit in seconds for sending one tensor.
     """
 
     def __init__(self, rendezvous: Rendezvous, name: str, backend: str, stall: float) -> None:
@@ -70,10 +70,11 @@ class BroadcastGroup:
         self._stream: torch.cuda.Stream | None = None
 
     def broadcast(self, tensors: Sequence[NamedTensor], flat: bool = False) -> None:
-        """Send tensors in order; returns when all of it was sent. Raises what the backend raises.
+        """Send tensors in order, and return when all of them were sent. Errors of the backend propagate.
 
         Args:
-            flat: as one buffer of bytes without gaps, in one broadcast; otherwise in one broadcast per tensor.
+            flat: Whether to send the bytes of all tensors in one broadcast, without gaps. Otherwise there is one
+                broadcast per tensor.
         """
         import torch
 
@@ -103,11 +104,11 @@ class BroadcastGroup:
             work.wait()
 
     def abort(self) -> None:
-        """End what is under way on this communicator only. gloo has no such call: its ``stall`` ends it."""
+        """Abort the operations of this communicator only. This is for NCCL; with gloo the time limit ``stall`` applies."""
         self._group.abort()
 
     def release(self) -> None:
-        """Close the connections: members that still wait for a tensor get an error."""
+        """Close the connections, so that members that still wait for a tensor get an error."""
         self._group = None
 
 
@@ -116,7 +117,7 @@ def _gloo(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupGlo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=stall)
-    # As the engines do, whatever the trainer's own groups do: a group crashes when its members differ in this.
+    # lazy_init must be as on the engines, whatever the trainer's own groups use: a group crashes if its members differ.
     options._devices = [ProcessGroupGloo.create_device(hostname=rendezvous.address, lazy_init=False)]
     return ProcessGroupGloo(store, 0, rendezvous.world_size, options)
 
@@ -124,7 +125,7 @@ def _gloo(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupGlo
 def _nccl(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupNCCL:
     from torch.distributed import ProcessGroupNCCL
 
-    # As SGLang sets it: of two processes that differ one gets "invalid argument" at the first broadcast.
+    # This must be as in SGLang. If two processes differ, one gets "invalid argument" at the first broadcast.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     options = ProcessGroupNCCL.Options()
     options._timeout = _NEVER
@@ -132,7 +133,7 @@ def _nccl(store: Store, rendezvous: Rendezvous, stall: float) -> ProcessGroupNCC
 
 
 def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a blocking call in a thread of its own that may be left behind, also at exit."""
+    """Run a blocking call in its own daemon thread, which does not delay the exit of the process if it hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -144,11 +145,11 @@ def in_thread(what: str, call: Callable[[], T]) -> asyncio.Future[T]:
         try:
             result = call()
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they would keep connections and buckets alive
+            traceback.clear_frames(error.__traceback__)  # the frames would keep connections and buckets alive
             outcome = partial(future.set_exception, error)
         else:
             outcome = partial(future.set_result, result)
-        with contextlib.suppress(RuntimeError):  # the loop is gone: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits for the result
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=work, name=what, daemon=True).start()

@@ -1,8 +1,8 @@
-"""Engines on the same host: shared memory on the CPU, CUDA IPC on the GPU.
+"""Send weights to engines on the same host, by shared memory on the CPU and by CUDA IPC on the GPU.
 
-Each bucket is copied once into one flat buffer and handed over by name or handle, not by value. The
-buffer lives until every engine has answered. While engines load one bucket, the next is copied: two
-buffers of ``--update-weight-buffer-size`` at most.
+Each bucket is copied once into one flat buffer, and its name or handle is sent instead of its values. The buffer is
+kept until every engine has answered. While engines load one bucket, the next is copied, so there are at most two
+buffers of ``--update-weight-buffer-size``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Staged:
     buffer: Buffer | None
 
     def drop(self) -> Buffer:
-        """Let go of the buffer, whoever still holds the bucket (the traceback of a failure, say)."""
+        """Release the buffer, even if something still references the bucket (for example a traceback)."""
         self.bucket.tensors.clear()
         self.bucket.flat = None
         buffer, self.buffer = self.buffer, None
@@ -44,7 +44,11 @@ class Staged:
 
 
 class IpcTransport:
-    """See the module. ``deadline``: seconds that an engine has to load one bucket."""
+    """Sends buckets by handle; see the module.
+
+    Args:
+        deadline: The time limit in seconds for an engine to load one bucket.
+    """
 
     name = "ipc"
     bracketed = True
@@ -53,7 +57,7 @@ class IpcTransport:
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         self._files: FileList | None = None
-        self._spare: list[Buffer] = []  # shared memory is kept: its first use costs ten times the copy
+        self._spare: list[Buffer] = []  # shared memory to use again: its first use takes ten times as long as the copy
         self._left: list[Leftover] = []
 
     async def connect(self, engines: Sequence[EngineHandle]) -> Failures:
@@ -63,7 +67,7 @@ class IpcTransport:
     def _prepare(self) -> None:
         import torch.multiprocessing
 
-        # Pickling a tensor otherwise passes a file descriptor, which SGLang's server does not survive.
+        # With the other strategy, pickling a tensor passes a file descriptor, and SGLang's server fails on it.
         torch.multiprocessing.set_sharing_strategy("file_system")
         self._files = self._files or FileList()
         self._sweep()
@@ -76,9 +80,9 @@ class IpcTransport:
         alive = list(engines)
         loading: asyncio.Task[Failures] | None = None
         try:
-            # Three things overlap: the trainer's thread gathers bucket n + 2, this loop stages bucket n + 1, and the
-            # engines load bucket n. The window opens only when the first bucket is staged, so that engines do not stand
-            # still while the trainer gathers.
+            # Three steps overlap: the trainer's thread gathers bucket n + 2, this loop stages bucket n + 1, and the
+            # engines load bucket n. The window opens only after the first bucket is staged, so that engines are not
+            # paused while the trainer gathers it.
             async for bucket in stream(update.buckets):
                 staged = await asyncio.to_thread(stage, bucket, self._spare, self._files)
                 if loading is None and open_window is not None:
@@ -92,12 +96,12 @@ class IpcTransport:
         finally:
             if loading is not None:
                 _without(alive, await loading, result)
-            # On CUDA the trainer, or the engine's cache, has better use for it until the next sync.
+            # CUDA buffers are not kept until the next sync, because trainer or engine need the GPU memory meanwhile.
             self._spare = [buffer for buffer in self._spare if buffer.path is not None]
         return result
 
     async def close(self) -> None:
-        """Give the shared memory back, and remove what engines that died have left there."""
+        """Release the shared memory, and remove the files that engines left there when they died."""
         self._spare.clear()
         self._sweep()
         if self._files is not None and not self._left:
@@ -108,7 +112,7 @@ class IpcTransport:
         import torch
 
         if torch.cuda.is_initialized():
-            torch.cuda.ipc_collect()  # memory whose handles the engines have closed by now
+            torch.cuda.ipc_collect()  # frees memory whose handles the engines have closed meanwhile
         self._left = [leftover for leftover in self._left if not leftover.remove()]
         sweep_shared_memory()
 
@@ -125,20 +129,21 @@ class IpcTransport:
                 left = [engine.url for engine in engines if engine.url not in failed]
                 await asyncio.to_thread(peers.loaded, bucket.index, left, bool(failed))
         finally:
-            # Also where this task is cancelled: then nobody knows which engines have the buffer open.
+            # This also runs after an exception and a cancellation, so that the buffer is released in every case.
             self._take_back(staged, bool(failed))
         return failed
 
     def _take_back(self, staged: Staged, failed: bool) -> None:
-        """A buffer that engines have loaded can be used again; one that an engine may still have open cannot."""
+        """Keep the buffer for later use if all engines have loaded it. After a failure, an engine may still have it
+        open, so it cannot be used again."""
         buffer = staged.drop()
         if failed:
             self._left.append(Leftover(buffer))
-        else:  # the engine has closed its handle: it lets go of its tensors before it answers
+        else:  # the engines have closed their handles: they release the tensors before they answer
             self._spare.append(buffer)
 
     def contribute(self, link: PeerLink, buckets: Iterable[Bucket]) -> None:
-        """Offer this rank's copy of the buckets to engines that another rank sends to; blocks until they are loaded."""
+        """Offer this rank's copy of the buckets to engines of another sender, and wait until they are loaded."""
         self._prepare()
         assert self._files is not None
         files = self._files
@@ -154,11 +159,11 @@ def _without(alive: Sequence[EngineHandle], failed: Failures, result: SendResult
 
 
 def stage(bucket: Bucket, spare: list[Buffer], files: FileList) -> Staged:
-    """Copy a bucket into one shareable buffer; the new bucket's tensors are views into it.
+    """Copy a bucket into one buffer that other processes can open. The tensors of the new bucket are views into it.
 
     Args:
-        spare: buffers that nobody uses; one that is large enough is taken from here.
-        files: where new ones are noted.
+        spare: Unused buffers. If one of them is large enough, it is removed from the list and used.
+        files: The list to which the file of a new buffer is added.
     """
     import torch
 
@@ -166,13 +171,13 @@ def stage(bucket: Bucket, spare: list[Buffer], files: FileList) -> Staged:
     device = bucket.tensors[0][1].device
     buffer = _buffer(max(size, 1), device, spare, files)
     flat = flatten(bucket.tensors, entries, max(size, 1), buffer.flat)
-    if device.type == "cuda":  # the engine reads from another process, which no stream of ours orders
+    if device.type == "cuda":  # the engine reads in another process, which does not wait for this stream
         torch.cuda.current_stream(device).synchronize()
     return Staged(Bucket(bucket.index, [(e.name, e.view(flat)) for e in entries], bucket.last, flat), buffer)
 
 
 def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileList) -> Buffer:
-    """At least ``size`` bytes. At most one spare buffer that is too small is kept."""
+    """Return a buffer of at least ``size`` bytes. At most one spare buffer that is too small is kept."""
     import torch
 
     large_enough = [i for i, buffer in enumerate(spare) if buffer.flat.numel() >= size]
@@ -187,7 +192,7 @@ def _buffer(size: int, device: torch.device, spare: list[Buffer], files: FileLis
 
 @contextmanager
 def _plain_allocator() -> Iterator[None]:
-    """Allocate from cudaMalloc'ed segments: memory of expandable segments cannot be shared by handle."""
+    """Allocate with cudaMalloc, because memory of expandable segments cannot be shared by handle."""
     import torch
 
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")

@@ -1,13 +1,13 @@
-"""Engines that span the GPUs of several training ranks: each rank offers its own copy of every bucket.
+"""Send weights to engines that span the GPUs of several training ranks, each of which offers its copy of every bucket.
 
-A CUDA IPC handle opens only on the node of its GPU, and reading another GPU's memory costs a copy between GPUs. For a
-colocated engine with tensor parallelism, the training rank on the GPU of each tensor-parallel rank therefore stages
-the bucket itself. One of these ranks, the sender, collects the serialized handles and talks to the engine.
+A CUDA IPC handle can only be opened on the node of its GPU, and reading the memory of another GPU needs a copy between
+GPUs. So for a colocated engine with tensor parallelism, the training rank on the GPU of each tensor-parallel rank
+stages the bucket itself. One of these ranks, the sender, collects the serialized handles and sends them to the engine.
 
-The ranks exchange short texts through the key-value store of the trainer's process group:
+The ranks exchange short messages through the key-value store of the trainer's process group:
 
-* sender to peer, in order: the settings of the update, one message per bucket that was loaded, and an end;
-* peer to sender: for each bucket and engine, the entry for ``serialized_named_tensors``.
+* The sender sends to each peer, in order, the settings of the update, one message per loaded bucket, and an end.
+* A peer sends to the sender, for each bucket and engine, the entry for ``serialized_named_tensors``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from slime.weights.transports.ipc import Staged
 
 Entry = Callable[[Bucket], str]
-"""Makes the entry of one tensor-parallel rank for a staged bucket."""
+"""Returns the entry of one tensor-parallel rank for a staged bucket."""
 
 
 class PeerError(RuntimeError):
-    """Another training rank could not stage a bucket, or its buckets differ from the sender's."""
+    """Another training rank could not stage a bucket, or its bucket differs from the sender's."""
 
 
 def connect_store(address: str, port: int, seconds: float) -> Store:
-    """A connection of its own to the trainer's key-value store: a wait blocks all users of one connection."""
+    """Open a new connection to the trainer's key-value store, because a wait blocks all users of a connection."""
     from torch.distributed import TCPStore
 
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
@@ -43,14 +43,14 @@ def connect_store(address: str, port: int, seconds: float) -> Store:
 
 @dataclass
 class PeerLink:
-    """One rank's part in one weight update. Every rank makes one with the same ``token`` and ``ranks``.
+    """The link of one rank to the others in one weight update. All ranks must use the same ``token`` and ``ranks``.
 
     Args:
-        store: shared by all ranks.
-        token: differs between updates.
-        rank: this training rank.
-        ranks: engine URL to the training ranks on the GPUs of its tensor-parallel ranks, in that order.
-        seconds: deadline of each wait.
+        store: The key-value store that all ranks share.
+        token: A prefix of all keys, which must be different for each update.
+        rank: This training rank.
+        ranks: For each engine URL, the training ranks on the GPUs of its tensor-parallel ranks, in their order.
+        seconds: The time limit of each wait.
     """
 
     store: Store
@@ -69,24 +69,29 @@ class PeerLink:
         return sorted({peer for ranks in mine for peer in ranks if peer != self.rank})
 
     def open(self, settings: Mapping[str, object]) -> None:
-        """Tell the peers how to make the buckets."""
+        """Send the settings of the update to the peers, which then make the same buckets."""
         self._tell({"settings": dict(settings)})
 
     def collect(self, urls: Iterable[str], bucket: Bucket) -> dict[str, list[str]]:
-        """The peers' entries of one bucket, by engine, in the order of its tensor-parallel ranks from the second.
+        """Return the peers' entries of one bucket for each engine, in the order of its second and later ranks.
 
         Raises:
-            PeerError: a peer failed, or its bucket holds other tensors.
-            RuntimeError: a peer did not answer in time (of torch's store).
+            PeerError: A peer failed, or its bucket has other tensors.
+            RuntimeError: A peer did not answer in time (raised by torch's store).
         """
         return {url: [self._entry(url, bucket, peer) for peer in self.ranks[url][1:]] for url in urls}
 
     def loaded(self, index: int, engines: Iterable[str], failed: bool) -> None:
-        """All engines have answered. ``engines``: those that go on; ``failed``: one may still have the bucket open."""
+        """Tell the peers that all engines have answered.
+
+        Args:
+            engines: The engines that get the next bucket.
+            failed: Whether an engine failed and may still have the bucket open.
+        """
         self._tell({"loaded": index, "engines": list(engines), "failed": failed})
 
     def close(self) -> None:
-        """The update has ended, in whatever way."""
+        """Tell the peers that the update has ended, successfully or not."""
         self._tell({"end": True})
 
     def _entry(self, url: str, bucket: Bucket, peer: int) -> str:
@@ -94,7 +99,7 @@ class PeerLink:
         if "error" in said:
             raise PeerError(f"training rank {peer} could not stage bucket {bucket.index}: {said['error']}")
         if said["layout"] != _layout(bucket):
-            raise PeerError(f"training rank {peer} has other tensors in bucket {bucket.index} than rank {self.rank}")
+            raise PeerError(f"bucket {bucket.index} has other tensors on training rank {peer} than on rank {self.rank}")
         return str(said["entry"])
 
     def _tell(self, message: Mapping[str, object]) -> None:
@@ -105,16 +110,16 @@ class PeerLink:
     # --- a peer ------------------------------------------------------------------------------
 
     def engines(self) -> list[str]:
-        """The engines that read this rank's memory, but that another rank sends to."""
+        """Return the engines that read this rank's memory but have another rank as their sender."""
         return [url for url, ranks in self.ranks.items() if self.rank in ranks[1:]]
 
     def settings(self) -> dict[str, Any] | None:
-        """The sender's settings; None when the update ended before it began."""
+        """Wait for the sender's settings and return them; None if the update ended before they were sent."""
         settings: dict[str, Any] | None = self.next_order().get("settings")
         return settings
 
     def next_order(self) -> dict[str, Any]:
-        """The sender's next message; waits for it."""
+        """Wait for the next message of the sender and return it."""
         key = f"{self.token}/orders/{self.rank}"
         return self._take(f"{key}/{self._next(key)}")
 
@@ -122,7 +127,7 @@ class PeerLink:
         self._put(self._place(self.rank, bucket.index, url), {"entry": entry, "layout": _layout(bucket)})
 
     def fail(self, url: str, index: int, error: BaseException) -> None:
-        """Tell the sender that this rank cannot go on."""
+        """Tell the sender that this rank has failed."""
         self._put(self._place(self.rank, index, url), {"error": f"{type(error).__name__}: {error}"})
 
     # --- the store ---------------------------------------------------------------------------
@@ -151,17 +156,17 @@ def contribute(
     entry: Entry,
     take_back: Callable[[Staged, bool], None],
 ) -> None:
-    """A peer's side of one update, on the thread that gathers.
+    """Run the peer's side of one update, on the thread that gathers.
 
-    Like the sender's, at most two buckets are staged at a time: the next is gathered while engines load one.
+    As on the sender, at most two buckets are staged at a time: the next is gathered while engines load one.
 
     Args:
-        buckets: cut as the sender cuts them.
-        stage: copies a bucket into memory that other processes can open.
-        entry: serializes a staged bucket's handle; called once per engine, because every process that opens a handle
-            also counts it down.
-        take_back: gets each staged bucket when its engines have answered, and whether one of them may still have it
-            open.
+        buckets: The same buckets as those of the sender.
+        stage: Copies a bucket into memory that other processes can open.
+        entry: Serializes the handle of a staged bucket. It is called once per engine, because each process that opens
+            a handle also decreases its reference count.
+        take_back: Called with each staged bucket after its engines have answered, and with whether one of them may
+            still have it open.
     """
     engines, index = link.engines(), 0
     staged: list[Staged] = []
@@ -180,7 +185,7 @@ def contribute(
         while "loaded" in (order := link.next_order()):
             take_back(staged.pop(0), bool(order["failed"]))
     except BaseException as error:
-        for url in engines:  # the sender waits for this bucket or the next one
+        for url in engines:  # the sender may be waiting for this bucket or for the next one
             link.fail(url, index, error)
             link.fail(url, index + 1, error)
         raise
@@ -190,6 +195,6 @@ def contribute(
 
 
 def _layout(bucket: Bucket) -> str:
-    """Equal for buckets of the same names, shapes and dtypes in the same order."""
+    """Return a hash of the names, shapes and dtypes of the tensors, in order."""
     described = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in bucket.tensors]
     return hashlib.sha256(repr(described).encode()).hexdigest()

@@ -1,13 +1,13 @@
-"""Shared memory that is given back, also by processes that were killed.
+"""Shared memory that is freed even if a process is killed.
 
-torch removes a shared memory file with its last user, and its ``torch_shm_manager`` removes what a killed
-process leaves. But that manager is a child of the trainer, and Ray kills the children of a worker together
-with it. So each process also keeps a list of its files, locked for as long as it lives; a later process of the
+torch removes a shared memory file after its last user has closed it, and its ``torch_shm_manager`` removes the files of
+killed processes. But this manager is a child of the trainer, and Ray kills the children of a worker together with the
+worker. So each process also keeps a list of its files, which is locked while the process lives. A later process of the
 same user that can lock such a list removes the files in it.
 
-Every user of the machine can create files in the shared memory folder. Therefore only regular files that belong to
-this process's effective user, have one link and carry a name of the exact form are read or removed, symbolic links
-are never followed, and a file that cannot be opened or removed is left alone.
+Every user of the machine can create files in the shared memory folder. So a file is only read or removed if it is a
+regular file of this process's effective user, has one link, and has a name of the exact form. Symbolic links are never
+followed, and a file that cannot be opened or removed is ignored.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _FILE_NAME = re.compile(r"torch_(?P<pid>[0-9]+)_[0-9]+_[0-9]+", re.ASCII)
 class Buffer:
     """Memory that other processes can open.
 
-    Shared memory is a file that goes away with its last user, as long as none of them dies with a reference.
+    The file of shared memory is removed after its last user has closed it, unless a user dies without closing it.
     """
 
     flat: torch.Tensor  # uint8
-    path: str | None = None  # of the file; None on CUDA
+    path: str | None = None  # the path of the file; None on CUDA
 
 
 class Leftover:
-    """The file of a buffer that an engine may have died with."""
+    """The file of a buffer that an engine may have had open when it died."""
 
     def __init__(self, buffer: Buffer) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,8 +52,8 @@ class Leftover:
         self._storage = StorageWeakRef(buffer.flat.untyped_storage())
 
     def remove(self) -> bool:
-        """Remove it by name. False while this process still maps it: torch ends a process that finds its file
-        gone."""
+        """Remove the file by its name. Return False and do nothing while this process still maps it, because torch ends
+        a process whose file is missing."""
         if not self._storage.expired():
             return False
         if self.path is not None:
@@ -62,7 +62,7 @@ class Leftover:
 
 
 class FileList:
-    """Names of the files that this process makes, under a lock that ends with the process."""
+    """A list of the files that this process creates, with a lock that ends with the process."""
 
     def __init__(self) -> None:
         while True:
@@ -70,8 +70,8 @@ class FileList:
             self._fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_APPEND, 0o600)
             if _lock(self._fd) and os.fstat(self._fd).st_nlink:
                 break
-            os.close(self._fd)  # somebody swept it between the two lines
-        # Not at exit: there is no telling then which files torch has removed.
+            os.close(self._fd)  # another process removed the list before it was locked
+        # The list is not removed at exit, because it is not known then which files torch has removed.
         self._end = weakref.finalize(self, _remove_list, self.path, self._fd)
         self._end.atexit = False
 
@@ -88,19 +88,19 @@ def _remove_list(path: Path, fd: int) -> None:
 
 
 def allocate(size: int, files: FileList) -> Buffer:
-    """A buffer of ``size`` bytes that other processes open by name.
+    """Allocate a buffer of ``size`` bytes that other processes can open by name.
 
     Raises:
-        MemoryError: there is not enough shared memory.
+        MemoryError: There is not enough shared memory.
     """
     import torch
 
     room = os.statvfs(SHARED_MEMORY)
     free = room.f_bavail * room.f_frsize
-    if size > free:  # writing past the end of the file system would kill this process without a word
+    if size > free:  # a write beyond the free space would kill this process without an error message
         raise MemoryError(
-            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB left, a bucket of weights needs {size / 2**20:.0f} MiB: "
-            "make it larger, lower --update-weight-buffer-size, or use --update-weight-transport disk"
+            f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free, but a bucket of weights needs {size / 2**20:.0f} MiB: "
+            "enlarge it, lower --update-weight-buffer-size, or use --update-weight-transport disk"
         )
     storage = torch.UntypedStorage._new_using_filename_cpu(size)
     name = storage._share_filename_cpu_()[1].decode().lstrip("/")
@@ -109,9 +109,9 @@ def allocate(size: int, files: FileList) -> Buffer:
 
 
 def sweep_shared_memory() -> list[str]:
-    """Remove the files that dead processes of this user left behind; returns their names.
+    """Remove the files that dead processes of this user left, and return their names.
 
-    Cheap, and safe at any time: see the module for what is never read or removed.
+    This is cheap, and safe at any time: see the module for the files that are never read or removed.
     """
     removed = []
     for name in os.listdir(SHARED_MEMORY):
@@ -119,9 +119,9 @@ def sweep_shared_memory() -> list[str]:
         if listed is None:
             continue
         try:
-            # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+            # Another user may have created a FIFO. Without O_NONBLOCK, opening it would wait for a writer.
             fd = os.open(os.path.join(SHARED_MEMORY, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # removed meanwhile, another user's, or a symbolic link
+        except OSError:  # the file was removed meanwhile, belongs to another user, or is a symbolic link
             continue
         try:
             if _is_own_file(os.fstat(fd)) and _lock(fd):
@@ -133,7 +133,7 @@ def sweep_shared_memory() -> list[str]:
 
 
 def _remove_listed(fd: int, pid: str) -> list[str]:
-    """Remove the files of process ``pid`` that an open list names; returns the names of those that were there."""
+    """Remove the files of process ``pid`` that an open list names, and return the names of the removed files."""
     with open(fd, encoding="ascii", errors="replace", closefd=False) as file:
         entries = file.read().split()
     ours = [entry for entry in entries if (form := _FILE_NAME.fullmatch(entry)) and form["pid"] == pid]
@@ -141,7 +141,7 @@ def _remove_listed(fd: int, pid: str) -> list[str]:
 
 
 def is_buffer_of_ours(name: str) -> bool:
-    """Whether a base name is that of torch's shared memory, in a file of this user."""
+    """Return whether a base name is that of a shared memory file of torch that belongs to this user."""
     try:
         return bool(_FILE_NAME.fullmatch(name)) and _is_own_file(os.lstat(os.path.join(SHARED_MEMORY, name)))
     except OSError:
@@ -151,14 +151,14 @@ def is_buffer_of_ours(name: str) -> bool:
 def _remove_own(name: str) -> bool:
     """Remove a file of the shared memory folder by its base name, if it is a regular file of this user with one link.
 
-    Whoever may replace it between the check and the removal is this user: the folder is sticky.
+    Only this user can replace the file between the check and the removal, because the folder has the sticky bit.
     """
     path = os.path.join(SHARED_MEMORY, name)
     try:
         if not _is_own_file(os.lstat(path)):
             return False
         os.unlink(path)
-    except OSError:  # removed meanwhile, or not ours to remove
+    except OSError:  # the file was removed meanwhile, or this process may not remove it
         return False
     return True
 
