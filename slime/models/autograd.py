@@ -1,4 +1,4 @@
-"""The type of what torch hands to the forward and the backward of an autograd function."""
+"""Types for the forward and the backward of autograd functions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torch.autograd.function import FunctionCtx
 
 
 class Context(FunctionCtx):
-    """Only for annotations: it declares what torch adds at run time, and what forward sets for backward."""
+    """The type of ``ctx``, for annotations only. It declares attributes that torch adds at run time, and ``settings``,
+    which forward sets for backward."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
     saved_tensors: tuple[Any, ...]
-    """What ``save_for_backward`` was given: tensors, and None where it was given None."""
+    """The arguments of ``save_for_backward``: tensors or None."""
     needs_input_grad: tuple[bool, ...]
     settings: tuple[Any, ...]
-    """What backward needs beside tensors."""
+    """The values other than tensors that backward needs."""
 
 
 Gradients = tuple[Tensor | None, ...]
-"""One for each argument of the forward; None for those without a gradient."""
+"""One gradient for each argument of the forward; None for an argument without a gradient."""

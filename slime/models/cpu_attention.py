@@ -1,18 +1,18 @@
-"""Exact attention over packed segments on the CPU, without padding the pack and without a T×T mask.
+"""Exact attention over packed segments on the CPU, without padding of the pack and without a T×T mask.
 
-Each segment attends causally to itself (buckets of similar length), and the segments that share a prompt
-attend to it together: their queries form one long row against one copy of the prompt's keys. The two
-softmaxes are joined by their log-sum-exp:
+Each segment attends causally to itself; segments of similar length are computed together. The segments that share a
+prompt attend to the prompt together: their queries form one matrix, which is multiplied with a single copy of the
+prompt's keys. The two softmaxes of a query are joined with their log-sum-exp:
 
     out = Σ_b exp(lse_b − lse) · out_b,   lse = log Σ_b exp(lse_b)
 
-Backward runs on each block with the joint ``out`` and ``lse``: the probabilities that it recomputes,
+Backward is computed for each block with the joint ``out`` and ``lse``. The probabilities that it recomputes,
 exp(q·k − lse), are then those of the joint softmax (as in ring attention, Liu et al. 2023,
 https://arxiv.org/abs/2310.01889).
 
-Tensors are kept by key-value head: queries ``[H_kv, T, g, d]`` (g query heads to a key-value head), so the
-rows of consecutive tokens are one matrix per key-value head. Blocks whose scores fit a core's cache are
-plain matrix products, 3–4x as fast there as torch's flash kernel; larger ones use that kernel.
+Queries are stored as ``[H_kv, T, g, d]``, where g is the number of query heads per key-value head. So the rows of
+consecutive tokens are one matrix per key-value head. Blocks whose scores fit the cache of a core are computed as plain
+matrix products, which are 3–4 times as fast as torch's flash kernel there. Larger blocks use the flash kernel.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 SCORE_BYTES = 16 * 1024 * 1024
-"""Scores of one matrix product at a time; a single larger matrix goes to the flash kernel."""
+"""The most bytes of scores that are computed at a time. If a single matrix is larger, the flash kernel is used."""
 
 
 def packed_attention_cpu(q: Tensor, k: Tensor, v: Tensor, pack: PackSegments, scale: float) -> Tensor:
-    """Attention of one pack.
+    """Compute the attention of one pack.
 
     Args:
-        q: ``[T, H, d]``; k, v: ``[T, H_kv, d]``, H a multiple of H_kv.
+        q: The queries, ``[T, H, d]``, where H is a multiple of H_kv.
+        k, v: The keys and values, ``[T, H_kv, d]``.
+        pack: The segments of the pack.
 
     Returns:
-        ``[T, H, d]``.
+        The outputs, ``[T, H, d]``.
     """
     kv_heads = k.shape[1]
     by_head = q.unflatten(1, (kv_heads, -1)).transpose(0, 1)
@@ -56,9 +58,9 @@ class _PackedAttention(torch.autograd.Function):
             block_out, block_lse = _attend(queries.flatten(1, 2), keys, values, scale, block.length)
             _put(out, block, block_out)
             _put(lse, block, block_lse)
-        # A row attends to its own segment and to the prompt that it shares with siblings. Each part is a softmax of its
-        # own; _join weighs them by their log-sum-exp, as flash attention joins blocks of keys. So the prompt is
-        # multiplied once for all siblings.
+        # A row attends to its own segment and to the prompt that it shares with other segments. Each of the two parts
+        # is a softmax; _join weighs them with their log-sum-exp, as flash attention joins blocks of keys. So the prompt
+        # needs only one matrix product for all segments that share it.
         for prefix in pack.prefixes:
             prompt = slice(prefix.start, prefix.end)
             block_out, block_lse = _attend(_rows(q, prefix).flatten(1, 2), k[:, prompt], v[:, prompt], scale, None)
@@ -87,6 +89,7 @@ class _PackedAttention(torch.autograd.Function):
                 _rows(dq, prefix).add_(dq_rows)
             else:
                 dq.index_add_(1, prefix.rows, dq_rows)
+            # The prompt is also a segment of its own, so these gradients are added to those of the loop above.
             dk[:, prompt] += parts[1]
             dv[:, prompt] += parts[2]
         return dq, dk, dv, None, None
@@ -96,7 +99,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int | None) -> tuple[Tensor, Tensor]:
-    """Output ``[B, M, d]`` and log-sum-exp ``[B, M]``."""
+    """Return the output ``[B, M, d]`` and the log-sum-exp ``[B, M]`` of one block."""
     step = _matrices_at_once(q, k)
     if step == 0:
         return _flash_attend(q, k, v, scale, length)
@@ -116,7 +119,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, length: int | None) -
 def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, length: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, given the joint ``out`` and ``lse``."""
+    """Return the gradients of q, k and v of one block, given the joint ``out`` and ``lse``."""
     step = _matrices_at_once(q, k)
     if step == 0:
         return _flash_attend_backward(grad, q, k, v, out, lse, scale, length)
@@ -144,7 +147,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:
 
 
 def _causal_mask(length: int, groups: int) -> Tensor:
-    """Float ``[length·g, length]``: 0 for keys up to the query's own, −inf behind."""
+    """Return a float mask ``[length·g, length]``: 0 for keys up to the query's own position, −inf after it."""
     mask = torch.full((length, length), -torch.inf).triu_(1)
     return mask.repeat_interleave(groups, 0)
 
@@ -181,7 +184,7 @@ def _heads(x: Tensor, groups: int) -> Tensor:
 
 
 def _repeated(x: Tensor, groups: int) -> Tensor:
-    """``[B, L, d]`` -> ``[B, g, L, d]``: not every version of the kernel takes fewer key-value heads."""
+    """``[B, L, d]`` -> ``[B, g, L, d]``. Some versions of the kernel need as many key-value heads as query heads."""
     return x.unsqueeze(1).expand(-1, groups, -1, -1).contiguous()
 
 
@@ -189,7 +192,7 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
 
 
 def _pick(x: Tensor, block: OwnBlock) -> Tensor:
-    """``[H_kv, T, ...]`` -> ``[H_kv·n, length, ...]`` with zeros behind each segment."""
+    """``[H_kv, T, ...]`` -> ``[H_kv·n, length, ...]``, with zeros after each segment that is shorter than the block."""
     picked = x.index_select(1, block.rows)
     if block.slots is not None:
         padded = x.new_zeros((x.shape[0], block.n * block.length, *x.shape[2:]))
@@ -198,13 +201,13 @@ def _pick(x: Tensor, block: OwnBlock) -> Tensor:
 
 
 def _put(whole: Tensor, block: OwnBlock, part: Tensor) -> None:
-    """The inverse of :func:`_pick`, into ``whole``."""
+    """Write the rows of a block to their places in ``whole``, the inverse of :func:`_pick`."""
     flat = part.reshape(whole.shape[0], block.n * block.length, *whole.shape[2:])
     whole.index_copy_(1, block.rows, flat if block.slots is None else flat.index_select(1, block.slots))
 
 
 def _rows(x: Tensor, prefix: PrefixBlock) -> Tensor:
-    """``[H_kv, N, ...]``: the queries that attend to the prefix; a view where they lie together."""
+    """Return the queries that attend to the prefix, ``[H_kv, N, ...]``; as a view if they are contiguous."""
     if prefix.contiguous:
         first = int(prefix.rows[0])
         return x[:, first : first + len(prefix.rows)]
@@ -212,12 +215,12 @@ def _rows(x: Tensor, prefix: PrefixBlock) -> Tensor:
 
 
 def _join(out: Tensor, lse: Tensor, prefix: PrefixBlock, other: Tensor, other_lse: Tensor) -> None:
-    """Fold a prefix block's result into what is there."""
+    """Join the result of a prefix block with the result so far, in ``out`` and ``lse``."""
     mine, mine_lse = _rows(out, prefix), _rows(lse, prefix)
     other, other_lse = other.view_as(mine), other_lse.view_as(mine_lse)
     joint = torch.logaddexp(mine_lse, other_lse)
-    # The share of the joint softmax that fell on the prompt. logaddexp keeps this exact where one part outweighs the
-    # other by far.
+    # The part of the joint softmax that is on the prompt. With logaddexp, this is exact even if one part is much larger
+    # than the other.
     weight = (other_lse - joint).exp_().unsqueeze(-1).to(mine.dtype)
     joined = torch.lerp(mine, other, weight)
     if prefix.contiguous:

@@ -1,13 +1,13 @@
-"""Float32 matrix products on the CPU through oneDNN.
+"""Float32 matrix products on the CPU with oneDNN.
 
-``torch.nn.functional.linear`` hands float32 products to the BLAS it was built with. Where that is MKL
-and the processor is not Intel's, MKL stays on its AVX2 code: measured on an AMD EPYC with AVX-512, two
-cores, SmolLM2's shapes, 175–190 GFLOP/s, against 380–430 for oneDNN, which picks its code by what the
-processor can do. Results are float32 products in both cases, summed in another order.
+``torch.nn.functional.linear`` computes float32 products with the BLAS library that torch was built with. If this is MKL
+and the processor is not made by Intel, MKL only uses its AVX2 code. On an AMD EPYC with AVX-512, two cores and the
+shapes of SmolLM2, this gives 175–190 GFLOP/s, and oneDNN, which selects its code by the features of the processor,
+gives 380–430 GFLOP/s. Both compute float32 products, but sum in a different order.
 
-The operator is the one that torch.compile's CPU backend emits. It has no gradient of its own, so the
-three products of a linear layer are put together here. It is used when a module's input is a float32
-CPU tensor, and ``torch.nn.functional.linear`` otherwise.
+The operator is the one that the CPU backend of torch.compile emits. It has no gradient, so the forward and backward of
+a linear layer are implemented here. It is used if the input of a module is a float32 CPU tensor; otherwise
+``torch.nn.functional.linear`` is used.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from slime.models.autograd import Context, Gradients
 
 MIN_ROWS = 4
-"""Below this MKL's matrix-vector code is faster."""
+"""With fewer rows, MKL's matrix-vector code is faster."""
 
 
 @functools.cache
 def onednn_available() -> bool:
-    """Whether this build of torch has the operator, and the processor has what makes it worthwhile."""
+    """Return whether this build of torch has the operator, and the processor has AVX-512, which makes it faster."""
     return (
         torch.backends.mkldnn.is_available()
         and "AVX512" in torch.backends.cpu.get_cpu_capability()
@@ -35,8 +35,8 @@ def onednn_available() -> bool:
 
 
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b.T`` for ``a [M, K]`` and ``b [N, K]``, strided views welcome, without autograd."""
-    fits = a.shape[0] >= MIN_ROWS and a.shape[1] > 0 and b.shape[0] > 0  # oneDNN knows no empty products
+    """Return ``a @ b.T`` for ``a [M, K]`` and ``b [N, K]``, which may be strided views. It has no gradient."""
+    fits = a.shape[0] >= MIN_ROWS and a.shape[1] > 0 and b.shape[0] > 0  # oneDNN does not support empty products
     if fits and a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and onednn_available():
         return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
     return a @ b.t()
@@ -62,7 +62,7 @@ class _OneDnnLinear(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` with gradients, the fastest way for the tensors at hand."""
+    """Return ``x @ weight.T + bias`` with gradients, computed by the fastest method for these tensors."""
     if (
         x.device.type == "cpu"
         and x.dtype == torch.float32
@@ -77,16 +77,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class CpuLinear(nn.Linear):
-    """An ``nn.Linear`` whose forward goes through :func:`linear`; parameters and names are the same."""
+    """An ``nn.Linear`` whose forward uses :func:`linear`. Its parameters and their names are the same."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def use_onednn_linears(model: nn.Module) -> int:
-    """Turn the plain ``nn.Linear`` modules of a model into :class:`CpuLinear`; returns how many."""
+    """Change the plain ``nn.Linear`` modules of a model to :class:`CpuLinear`, and return their number."""
     if not onednn_available():
         return 0
+    # Subclasses of nn.Linear are left alone, because they may have their own forward.
     plain = [module for module in model.modules() if type(module) is nn.Linear]
     for module in plain:
         module.__class__ = CpuLinear

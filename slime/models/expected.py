@@ -72,8 +72,12 @@ def compare(model: PreTrainedModel, stored: StoredWeights) -> Differences:
 
 
 def expected_on_disk(model: PreTrainedModel) -> tuple[dict[str, Shape], set[str], set[str]] | None:
-    """``{name: shape}`` of everything that a checkpoint of the model holds, and which names are buffers and which
-    are floats; None where transformers cannot tell. Tied tensors stand under the first of their names."""
+    """Return the tensors that a checkpoint of the model has; None if transformers cannot convert the names.
+
+    Returns:
+        ``{name: shape}``, the names of buffers, and the names of float tensors. Tied tensors have only the first of
+        their names.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -83,7 +87,7 @@ def expected_on_disk(model: PreTrainedModel) -> tuple[dict[str, Shape], set[str]
         on_disk = revert_weight_conversion(model, dict(tensors))
         own = {name: t for name, t in tensors.items() if name in buffers}
         buffers = set(revert_weight_conversion(model, own)) if own else set()
-    except Exception:  # a conversion of transformers that has no way back, or none for tensors without values
+    except Exception:  # some conversions of transformers cannot be reverted, or not for tensors without values
         return None
     floats = {name for name, t in on_disk.items() if t.is_floating_point()}
     return {name: tuple(t.shape) for name, t in on_disk.items()}, buffers, floats
@@ -107,7 +111,7 @@ def _compare(
     return Differences(
         missing=[n for n in absent if n not in buffers and not any(re.search(p, n) for p in optional)],
         mismatched=[
-            f"{name} has shape {list(shapes[name])} in {stored.where(name)}, the model has {list(expected[name])}"
+            f"{name} has shape {list(shapes[name])} in {stored.where(name)}, but {list(expected[name])} in the model"
             for name in both
             if shapes[name] != expected[name]
         ],
@@ -165,7 +169,7 @@ def from_loading_info(model: PreTrainedModel, info: LoadingInfo) -> Differences:
     return Differences(
         missing=sorted(set(info["missing_keys"]) - buffers - tied),
         mismatched=[
-            f"{name} has shape {list(theirs)}, the model has {list(own)}"
+            f"{name} has shape {list(theirs)}, but {list(own)} in the model"
             for name, theirs, own in sorted(info["mismatched_keys"])
         ],
         unexpected=sorted(info["unexpected_keys"]),
@@ -194,30 +198,31 @@ def _quiet() -> Iterator[None]:
 
 
 def require_fit(where: str, model: PreTrainedModel, differences: Differences) -> None:
-    """
+    """Raise an error if a checkpoint does not fit the model.
+
     Raises:
-        ModelError: the checkpoint lacks tensors of the model or holds others in their place; names them.
+        ModelError: The checkpoint lacks tensors of the model, or they do not fit. The message names them.
     """
     if differences.fits:
         return
     d, problems = differences, []
     if d.missing:
         renamed = difflib.get_close_matches(d.missing[0], d.unexpected, n=1)
-        instead = f" (it has {renamed[0]}, which the model does not know)" if renamed else ""
+        instead = f" (it has {renamed[0]}, which the model does not have)" if renamed else ""
         problems.append(f"it lacks {len(d.missing)} tensors: {shorten(d.missing)}{instead}")
     if d.mismatched:
         problems.append(f"{len(d.mismatched)} tensors have another shape: {shorten(d.mismatched, 3)}")
     if d.integers:
         problems.append(
-            f"{len(d.integers)} tensors are not of a float type, and config.json has no quantization_config that "
-            f"explains them: {shorten(d.integers, 3)}"
+            f"{len(d.integers)} tensors do not have a float dtype, and config.json has no quantization_config for "
+            f"them: {shorten(d.integers, 3)}"
         )
     if d.surplus_layers:
-        problems.append(f"it holds layers beyond num_hidden_layers: {shorten(d.surplus_layers, 3)}")
+        problems.append(f"it has layers beyond num_hidden_layers: {shorten(d.surplus_layers, 3)}")
     raise ModelError(
         f"checkpoint {where} does not fit {type(model).__name__} as its config.json describes it: "
-        f"{'; '.join(problems)}. Nothing is initialized at random in their place: restore the "
-        "files or correct config.json"
+        f"{'; '.join(problems)}. slime does not initialize such tensors at random: restore the files or correct "
+        "config.json"
     )
 
 
@@ -226,7 +231,7 @@ def notices(where: str, differences: Differences) -> list[str]:
     said = []
     if differences.unexpected:
         count = len(differences.unexpected)
-        said.append(f"{where} holds {count} tensors that the model does not use: {shorten(differences.unexpected, 3)}")
+        said.append(f"{where} has {count} tensors that the model does not use: {shorten(differences.unexpected, 3)}")
     if differences.missing_buffers:
         names = shorten(differences.missing_buffers, 3)
         said.append(f"{where} lacks {len(differences.missing_buffers)} buffers, which keep their defaults: {names}")

@@ -82,7 +82,7 @@ class InputBuilder:
         if batch.get("rollout_top_p_token_offsets") is None:
             return None
         if self.context_group is not None:
-            raise ModelError("--rollout-top-p below 1 is not replayed with --context-parallel-size: use one of them")
+            raise ModelError("--rollout-top-p below 1 cannot be used with --context-parallel-size: use one of them")
         ids = torch.cat([torch.as_tensor(batch["rollout_top_p_token_ids"][i]) for i in indices])
         offsets = [0]
         for i in indices:
@@ -121,7 +121,7 @@ class InputBuilder:
         arrays = [t.numpy() for t in tokens]
         if self.context_group is not None:
             if any(multimodal):
-                raise ModelError("--context-parallel-size has no images or other media: use 1")
+                raise ModelError("--context-parallel-size above 1 does not support images or other media: use 1")
             return self._context_packed(arrays, response_lengths, self.context_group)
         layout = build_pack(arrays, response_lengths, keys, self.share_prompts, self.pad_to_multiple)
         kwargs: dict[str, Any] = {

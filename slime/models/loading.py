@@ -146,7 +146,7 @@ def _with_weights(
         auto: Any = AutoModelForImageTextToText if is_multimodal(config) else AutoModelForCausalLM
         source = str(folder) if folder == Path(path).expanduser() else str(path)  # of the hub, nothing is here yet
         if source == str(folder) and not any(folder.glob("*.bin*")):
-            raise ModelError(f"checkpoint {folder} holds no weights (*.safetensors)")
+            raise ModelError(f"checkpoint {folder} has no weights (*.safetensors)")
         model, info = auto.from_pretrained(source, trust_remote_code=trust_remote_code, **common)
         require_fit(source, model, from_loading_info(model, info))
         return _finite(model, source)
@@ -161,7 +161,7 @@ def _with_weights(
     try:
         model, info = architecture.from_pretrained(None, **common)
     except Exception as error:
-        if stored.fault is not None:  # transformers reports its own words for what a reading thread raised
+        if stored.fault is not None:  # transformers raises its own error instead of that of a reading thread
             raise stored.fault from error
         raise
     model.config.name_or_path = str(folder)
@@ -172,7 +172,7 @@ def _with_weights(
 def _finite(model: PreTrainedModel, where: str) -> PreTrainedModel:
     wrong = [name for name, tensor in model.state_dict().items() if not is_finite(tensor)]
     if wrong:
-        raise ModelError(f"checkpoint {where} holds NaN or infinite values: {shorten(wrong)}")
+        raise ModelError(f"checkpoint {where} has NaN or infinite values: {shorten(wrong)}")
     return model
 
 

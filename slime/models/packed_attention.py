@@ -96,18 +96,18 @@ def _check(
     name = type(module).__name__
     for key, what in UNSUPPORTED.items():
         if kwargs.get(key) is not None:
-            raise ModelError(f"{name} uses {what}, which packed attention has not: use --attn-implementation eager")
+            raise ModelError(f"{name} uses {what}, which packed attention lacks: use --attn-implementation eager")
     if pack is None:
         raise ModelError(f"{name} does not pass the pack to its attention: use --attn-implementation sdpa")
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         raise ModelError(f"{name} is not causal: use --attn-implementation sdpa")
     if attention_mask is not None:
-        raise ModelError(f"{name} makes an attention mask of its own: use --attn-implementation sdpa")
+        raise ModelError(f"{name} makes its own attention mask: use --attn-implementation sdpa")
     if dropout:
         raise ModelError(f"{name} has attention dropout {dropout}: set attention_dropout to 0 in config.json")
     if query.shape[0] != 1 or query.shape[2] != pack.num_tokens:
         shape = (query.shape[0], query.shape[2])
-        raise ModelError(f"{name} got {shape} batch and tokens for a pack of (1, {pack.num_tokens})")
+        raise ModelError(f"{name} got queries for (batch, tokens) = {shape}, but the pack is (1, {pack.num_tokens})")
 
 
 def _has_varlen_kernel(q: Tensor) -> bool:

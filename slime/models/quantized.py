@@ -95,7 +95,7 @@ def plan(where: str, quantization: Mapping[str, object], headers: Mapping[str, T
         "compressed-tensors": _compressed, "mxfp4": _mxfp4,
     }  # fmt: skip
     if method not in makers:
-        raise ModelError(f"checkpoint {where} is quantized with {method!r}, which slime does not read: {_EXPLAINS}")
+        raise ModelError(f"checkpoint {where} is quantized with {method!r}, which slime cannot read: {_EXPLAINS}")
     try:
         weights = makers[method](quantization, headers, read)
     except ValueError as error:
@@ -122,7 +122,7 @@ def _scaled(quantization: Mapping[str, object], headers: Mapping[str, TensorHead
                 continue  # not quantized: compared with the model later, as all tensors of integers
             raise ValueError(f"{name} ({header.dtype} in {header.file}) has no {name}_scale_inv or {name}_scale")
         if f"{name}_zero_point" in headers:
-            raise ValueError(f"{name} is asymmetric ({name}_zero_point), which slime does not read: {_EXPLAINS}")
+            raise ValueError(f"{name} is asymmetric ({name}_zero_point), which slime cannot read: {_EXPLAINS}")
         sizes = _block_sizes(name, header.shape, headers[scale].shape, block)
         weights[name] = Weight((name, scale), header.shape, _scaling(name, scale, sizes))
     return weights
@@ -135,7 +135,7 @@ def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], blo
     if len(scales) == 1 and scales[0] == shape[0]:
         scales += (1,) * (len(shape) - 1)
     if len(scales) != len(shape):
-        raise ValueError(f"{name} has shape {list(shape)} but scales of shape {list(scales)}")
+        raise ValueError(f"{name} has shape {list(shape)}, which does not fit scales of shape {list(scales)}")
     given = [1] * (len(shape) - 2) + [int(n) for n in block] if isinstance(block, list) and len(shape) >= 2 else []
     sizes = []
     for axis, (length, count) in enumerate(zip(shape, scales, strict=True)):
@@ -145,8 +145,8 @@ def _block_sizes(name: str, shape: tuple[int, ...], scales: tuple[int, ...], blo
             sizes.append(length // count)
         else:
             raise ValueError(
-                f"{name} has shape {list(shape)} but scales of shape {list(scales)}, which fit no blocks"
-                + (f" of {block}" if block else "")
+                f"{name} of shape {list(shape)} cannot be divided into blocks for scales of shape {list(scales)}"
+                + (f" (weight_block_size {block})" if block else "")
             )
     return tuple(sizes)
 
@@ -191,10 +191,10 @@ def _compressed(
     formats = {str(group.get("format") or default) for group in configured} or {str(default)}
     unknown = formats - {"pack-quantized", "mixed-precision", *_SCALED_FORMATS}
     if unknown:
-        raise ValueError(f"format {shorten(sorted(unknown))} is not one that slime reads: {_EXPLAINS}")
+        raise ValueError(f"slime cannot read the format {shorten(sorted(unknown))}: {_EXPLAINS}")
     asymmetric = [n for n in headers if n.endswith((".weight_zero_point", ".weight_g_idx"))]
     if asymmetric:
-        raise ValueError(f"{shorten(asymmetric, 2)}: asymmetric or reordered groups are not read: {_EXPLAINS}")
+        raise ValueError(f"{shorten(asymmetric, 2)}: slime cannot read asymmetric or reordered groups: {_EXPLAINS}")
     bits = {int(g["num_bits"]) for g in groups if g.get("num_bits")} or {4, 8}
     weights = _scaled({}, headers, read)
     for packed, header in headers.items():
@@ -212,7 +212,7 @@ def _packed_weight(
     if lost:
         raise ValueError(f"{name}_packed has no {' and no '.join(lost)}")
     if packed.dtype != "I32" or len(packed.shape) != 2 or len(headers[scale].shape) != 2:
-        raise ValueError(f"{name}_packed is {packed.dtype} {list(packed.shape)}; slime reads int32 matrices")
+        raise ValueError(f"{name}_packed is {packed.dtype} {list(packed.shape)}, but must be an int32 matrix")
     rows, columns = (int(n) for n in read(shape))
     fitting = [b for b in sorted(bits) if 32 % b == 0 and -(-columns * b // 32) == packed.shape[1]]
     groups = headers[scale].shape[1]
@@ -250,8 +250,8 @@ def _mxfp4(quantization: Mapping[str, object], headers: Mapping[str, TensorHeade
             raise ValueError(f"{blocks} has no {scales}")
         if header.dtype != "U8" or len(header.shape) != 4 or headers[scales].shape != header.shape[:3]:
             raise ValueError(
-                f"{blocks} is {header.dtype} {list(header.shape)} with scales {list(headers[scales].shape)}; slime "
-                "reads uint8 [experts, rows, groups, 16] with scales [experts, rows, groups]"
+                f"{blocks} is {header.dtype} {list(header.shape)} with scales {list(headers[scales].shape)}, but must "
+                "be uint8 [experts, rows, groups, 16] with scales [experts, rows, groups]"
             )
         experts, rows, groups, half = header.shape
         weights[name] = Weight((blocks, scales), (experts, groups * half * 2, rows), _fp4_scaling(blocks, scales))

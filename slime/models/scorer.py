@@ -125,7 +125,7 @@ def check_packable(model: PreTrainedModel) -> None:
         raise ModelError(f"{type(model).__name__} has {what}, which mix packed samples: use --attn-implementation sdpa")
     if not model._supports_attention_backend:
         raise ModelError(
-            f"{type(model).__name__} does not take attention from transformers' AttentionInterface: "
+            f"{type(model).__name__} does not support the AttentionInterface of transformers: "
             "use --attn-implementation sdpa or eager"
         )
 
@@ -163,7 +163,7 @@ def check_scorer(scorer: PolicyScorer, builder: InputBuilder) -> float:
     if not difference < CHECK_TOLERANCE:
         raise ModelError(
             f"{type(model).__name__}: log-probs of packed samples differ from the model's own by {difference:.3g} "
-            f"(at most {CHECK_TOLERANCE}): it does something that slime does not know; "
+            f"(the limit is {CHECK_TOLERANCE}), so packing does not work for this model; "
             + ("use --attn-implementation sdpa" if configured == PACKED else "this architecture is not supported")
         )
     return difference

@@ -59,7 +59,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             problems.append(f"{file} {error}")
     lost = [name for name, file in indexed.items() if name not in headers and not any(file in p for p in problems)]
     if lost:
-        problems.append(f"{INDEX} lists tensors that its files do not hold: {shorten(lost)}")
+        problems.append(f"{INDEX} lists tensors that its files do not contain: {shorten(lost)}")
     if problems:
         raise ModelError(
             f"checkpoint {folder} is damaged or incomplete: {'; '.join(problems)}. Download or copy these files again"
@@ -104,10 +104,10 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
             if not 2 <= length <= _MAX_HEADER:
                 raise ValueError("is not a safetensors file (no header length)")
             if 8 + length > size:
-                raise ValueError(f"is truncated: {size} bytes, its header alone takes {8 + length}")
+                raise ValueError(f"is truncated: it has {size} bytes, but its header alone needs {8 + length}")
             entries = json.loads(file.read(length))
         if not isinstance(entries, dict):
-            raise ValueError("is not a safetensors file (its header is no JSON object)")
+            raise ValueError("is not a safetensors file (its header is not a JSON object)")
         entries.pop("__metadata__", None)
         headers = {name: _header(path.name, name, entry) for name, entry in entries.items()}
         end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
@@ -115,7 +115,7 @@ def _file_headers(path: Path) -> dict[str, TensorHeader]:
         raise ValueError(f"cannot be read as safetensors ({type(error).__name__}: {error})") from error
     if 8 + length + end != size:
         what = "is truncated" if 8 + length + end > size else "has bytes after its last tensor"
-        raise ValueError(f"{what}: {size} bytes, its header describes {8 + length + end}")
+        raise ValueError(f"{what}: it has {size} bytes, but its header describes {8 + length + end}")
     return headers
 
 
@@ -129,7 +129,7 @@ def _header(file: str, name: str, entry: object) -> TensorHeader:
         raise ValueError(f"has a damaged header: {name!r} is described by {str(entry)[:80]}") from error
     bits = DTYPE_BITS.get(dtype)
     if min(shape, default=0) < 0 or begin < 0 or (bits is not None and (end - begin) * 8 != math.prod(shape) * bits):
-        raise ValueError(f"has a damaged header: {name!r} of {dtype} {list(shape)} takes {end - begin} bytes")
+        raise ValueError(f"has a damaged header: {name!r} of {dtype} {list(shape)} cannot have {end - begin} bytes")
     return TensorHeader(file, dtype, shape)
 
 
@@ -149,7 +149,7 @@ def require_plain(folder: Path, headers: Mapping[str, TensorHeader]) -> None:
     small = [f"{name} ({h.dtype} in {h.file})" for name, h in headers.items() if h.dtype[:2] in ("F8", "F4", "F6")]
     if small:
         raise ModelError(
-            f"checkpoint {folder} holds {len(small)} quantized tensors without a scale that its config.json's "
-            f"quantization_config would explain: {shorten(small)}. Use the bfloat16 version of the model, or restore "
+            f"checkpoint {folder} has {len(small)} quantized tensors without a scale, and its config.json has no "
+            f"quantization_config for them: {shorten(small)}. Use the bfloat16 version of the model, or restore "
             "quantization_config"
         )

@@ -67,7 +67,7 @@ class StoredWeights:
         self.folder = folder
         self.headers = read_headers(folder)
         if not self.headers:
-            raise ModelError(f"{folder} holds no safetensors files: convert the checkpoint to safetensors")
+            raise ModelError(f"{folder} has no safetensors files: convert the checkpoint to safetensors")
         config = _read_config(folder)
         quantization = quantization_of(config)
         self._opened: dict[str, Any] = {}
@@ -130,7 +130,7 @@ class StoredWeights:
             tensor = self._read(name, index)
         if not is_finite(tensor):
             self.fault = ModelError(
-                f"{name!r} in {self.folder / self.where(name)} holds NaN or infinite values: the checkpoint is damaged"
+                f"{name!r} in {self.folder / self.where(name)} has NaN or infinite values: the checkpoint is damaged"
             )
             raise self.fault
         return tensor

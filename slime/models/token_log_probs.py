@@ -137,7 +137,7 @@ class _TokenScores(torch.autograd.Function):
             last = keep and part.stop >= rows
             for block in _blocks(z):
                 here = slice(start + block.start, start + block.start + z[block].shape[0])
-                # The gradient of the log-prob needs p alone, that of the entropy needs z as well.
+                # The gradient of the log-prob needs only p, and that of the entropy needs z as well.
                 probabilities_stay = last and not entropy_grad
                 scores = _score_rows(z[block], targets[here], with_entropy, probabilities_stay)
                 log_probs[here], log_sums[here] = scores[:2]
@@ -175,7 +175,7 @@ class _TokenScores(torch.autograd.Function):
 
 
 class _FusedTokenScores(torch.autograd.Function):
-    """The same, with the passes over a chunk compiled into one kernel forward and one backward."""
+    """As :class:`_TokenScores`, but the operations on a chunk are compiled to one kernel in forward and in backward."""
 
     @staticmethod
     def forward(
@@ -224,7 +224,7 @@ def _compiled(function: Callable[..., object]) -> Callable[..., Any]:
 def fused_scores(
     logits: Tensor, targets: Tensor, inverse_temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_prob, logsumexp and entropy of rows, float32."""
+    """Return log_prob, logsumexp and entropy of rows, in float32."""
     z = logits.float() * inverse_temperature
     log_sum = z.logsumexp(-1)
     log_prob = z.gather(-1, targets[:, None]).squeeze(-1) - log_sum
@@ -241,7 +241,11 @@ def fused_gradient(
     inverse_temperature: float,
     of_entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Gradient with respect to the logits, in their dtype. ``of_entropy``: gradient of the entropy, and it."""
+    """Return the gradient with respect to the logits, in their dtype.
+
+    Args:
+        of_entropy: The gradient of the entropy, and the entropy; None if it has no gradient.
+    """
     log_p = logits.float() * inverse_temperature - log_sums[:, None]
     p = log_p.exp()
     dz = -grad[:, None] * p
@@ -254,7 +258,7 @@ def fused_gradient(
 
 
 class _ChunkGradients:
-    """Gradients of hidden, weight and bias, chunk by chunk; None where not needed."""
+    """Sums the gradients of hidden, weight and bias over chunks. A gradient that is not needed is None."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         self.inputs = hidden, weight
@@ -269,7 +273,7 @@ class _ChunkGradients:
         return None if self._weight is None else self._weight.to(self.inputs[1].dtype)
 
     def add_logit_gradient(self, part: slice, dz: Tensor) -> None:
-        """From ``dz [r, V]``, the gradient of the logits."""
+        """Add the gradients that follow from ``dz [r, V]``, the gradient of the logits."""
         hidden, weight = self.inputs
         if self.bias is not None:
             self.bias += dz.sum(0).to(self.bias.dtype)
@@ -280,10 +284,11 @@ class _ChunkGradients:
             self._add_weight(matmul_nt(dz.t(), hidden[part].t()))
 
     def add(self, part: slice, p: Tensor, targets: Tensor, c: Tensor) -> None:
-        """From probabilities ``p [r, V]`` (overwritten), targets ``[r]`` and coefficients ``c [r, 1]``."""
+        """Add the gradients for targets ``[r]``, given probabilities ``p [r, V]`` (overwritten) and coefficients
+        ``c [r, 1]``; see the formula without an entropy gradient in the module."""
         hidden, weight = self.inputs
         if hidden.dtype != p.dtype or self.bias is not None:
-            # In bfloat16 1 − p must be formed before it is rounded.
+            # With bfloat16, 1 − p must be computed before the result is rounded.
             self.add_logit_gradient(part, p.mul_(-c).scatter_add_(-1, targets[:, None], c))
             return
         if self.hidden is not None:
@@ -294,12 +299,12 @@ class _ChunkGradients:
             self._add_weight(product.index_add_(0, targets, scaled))
 
     def _add_weight(self, product: Tensor) -> None:
-        # bf16 products are summed in float32.
+        # The products of chunks may be bfloat16, and are summed in float32.
         self._weight = product if self._weight is None else self._weight.to(self.dtype).add_(product)
 
 
 def _blocks(z: Tensor) -> list[slice]:
-    """Row blocks of a chunk: all of it on an accelerator, what fits the cache on the CPU."""
+    """Divide the rows of a chunk into blocks that fit the cache of a CPU; on an accelerator there is one block."""
     rows = max(z.shape[0], 1) if z.device.type != "cpu" else max(CACHE_BYTES // (z.shape[1] * z.element_size()), 1)
     return [slice(i, min(i + rows, z.shape[0])) for i in range(0, z.shape[0], rows)]
 
@@ -309,7 +314,7 @@ def _scaled_logits(
 ) -> Tensor:
     if inverse_temperature != 1.0 and hidden.dtype == dtype:
         hidden, bias = hidden * inverse_temperature, None if bias is None else bias * inverse_temperature
-        inverse_temperature = 1.0  # scaling hidden is V/H times less work
+        inverse_temperature = 1.0  # scaling hidden instead of logits is V/H times less work
     logits = matmul_nt(hidden, weight)
     if bias is not None:
         logits += bias
@@ -318,13 +323,13 @@ def _scaled_logits(
 
 
 def _restrict(z: Tensor, targets: Tensor, nuclei: Nuclei, start: int) -> None:
-    """−inf outside the nuclei of the rows from ``start`` on, in place; the target itself always stays."""
+    """Set ``z`` to −inf outside the nuclei of the rows from ``start`` on, except for the targets."""
     bounds = nuclei.offsets[start : start + z.shape[0] + 1]
     sizes = torch.tensor([b - a for a, b in itertools.pairwise(bounds)], device=z.device)
     rows = torch.arange(z.shape[0], device=z.device).repeat_interleave(sizes)
     outside = (sizes > 0)[:, None].repeat(1, z.shape[1])
     outside[rows, nuclei.ids[bounds[0] : bounds[-1]]] = False
-    # The engine may have rounded differently at the edge of a nucleus. Its own token must keep a finite log-prob.
+    # The engine may have rounded differently at the boundary of a nucleus, but its token must keep a finite log-prob.
     outside.scatter_(1, targets[:, None], False)
     z.masked_fill_(outside, float("-inf"))
 
@@ -332,12 +337,12 @@ def _restrict(z: Tensor, targets: Tensor, nuclei: Nuclei, start: int) -> None:
 def _score_rows(
     z: Tensor, targets: Tensor, with_entropy: bool, leave_probabilities: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log_prob, logsumexp and entropy of rows; ``z`` may be left as their probabilities."""
+    """Return log_prob, logsumexp and entropy of rows. ``z`` is overwritten, with ``leave_probabilities`` by softmax(z)."""
     largest = z.amax(-1, keepdim=True)
     picked = z.gather(-1, targets[:, None]).squeeze(-1)
     e = (z - largest).exp_()
     total = e.sum(-1, keepdim=True)
-    # Subtracting the row maximum keeps exp finite; adding it to the logarithm undoes that exactly.
+    # Subtracting the maximum of a row keeps exp finite. It is added to the logarithm again.
     log_sum = (total.log() + largest).squeeze(-1)
     entropy = log_sum - torch.linalg.vecdot(e, z) / total.squeeze(-1) if with_entropy else None
     if leave_probabilities:
@@ -348,7 +353,7 @@ def _score_rows(
 def _logit_gradient(
     z: Tensor, targets: Tensor, log_sums: Tensor, grad: Tensor, grad_entropy: Tensor, entropy: Tensor
 ) -> Tensor:
-    """Gradient with respect to z, in place of z. Column vectors ``[r, 1]`` but for z."""
+    """Return the gradient with respect to z ``[r, V]``, which it overwrites. The other tensors are ``[r, 1]``."""
     log_p = z.sub_(log_sums)
     p = log_p.exp()
     dz = log_p.add_(entropy).mul_(-grad_entropy).sub_(grad).mul_(p)

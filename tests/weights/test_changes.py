@@ -97,7 +97,7 @@ def test_every_tensor_that_one_rank_did_not_load_is_named(ranks: int, by_expert:
             if name == "model.embed_tokens.weight" and ranks > 1:
                 continue  # a rank may hold padding only, so one rank alone proves nothing
             expected = f"rank{rank}.{name}" if ranks > 1 else name
-            assert found == {"did not change with what was sent": [expected]}, (rank, name)
+            assert found == {"did not change with the sent weights": [expected]}, (rank, name)
 
 
 @layouts
@@ -142,14 +142,14 @@ def test_one_element_of_a_norm_that_one_rank_missed_is_found() -> None:
     new[name][3] += 1
     held = loaded(new, 2)
     held[1][name] = old[name]
-    assert judge(old, new, held, 2, False) == {"differ between ranks that hold the same tensor": [name]}
+    assert judge(old, new, held, 2, False) == {"differ between ranks that must have the same tensor": [name]}
 
 
 def test_a_tensor_that_changed_by_itself_is_found() -> None:
     old, name = model(0), f"{LAYER}self_attn.qkv_proj.weight"
     held = loaded(old, 2)
     held[1][name] = held[1][name] + 1
-    assert judge(old, old, held, 2, False) == {"changed, although what was sent did not": [f"rank1.{name}"]}
+    assert judge(old, old, held, 2, False) == {"changed, although the sent weights did not": [f"rank1.{name}"]}
     # Unless something changed of which it is not known where it went.
     extra: Callable[[float], Tensors] = lambda value: {**old, "model.unknown": torch.full((4,), value)}  # noqa: E731
     assert judge(extra(0.0), extra(1.0), held, 2, False) == {}

@@ -66,7 +66,7 @@ def test_where_much_changed_all_bytes_are_sent() -> None:
 
 def test_changes_of_another_buffer_are_refused() -> None:
     changes = delta.compare(torch.zeros(100, dtype=torch.uint8), torch.arange(100, dtype=torch.uint8), "xor")
-    with pytest.raises(ValueError, match="100 bytes for a buffer of 50"):
+    with pytest.raises(ValueError, match="100 bytes do not fit a buffer of 50 bytes"):
         delta.apply(torch.zeros(50, dtype=torch.uint8), changes, "xor")
     late = delta.Changes(torch.tensor([80], dtype=torch.uint8), torch.tensor([1], dtype=torch.uint8), 1)
     with pytest.raises(ValueError, match="1 positions"):
@@ -245,7 +245,7 @@ def test_a_delta_against_another_version_changes_nothing(hf_folder: Path, tmp_pa
     send(transport, [engine], 2, "0.2")
     status = delta_loader.load(engine.model, [(asked(transport.folder / "delta_v0.1"), torch.empty(0))])
     assert reported(transport.folder) == [status]
-    assert status.outcome == "wrong_base" and status.message == "holds 0.2, the delta is against 0.0"
+    assert status.outcome == "wrong_base" and status.message == "the engine has 0.2, but the delta is relative to 0.0"
     assert holds(engine, 2)
 
 
@@ -353,12 +353,12 @@ def test_a_reports_folder_that_is_a_link_gets_no_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("file", "../elsewhere.safetensors", "no file of its folder"),
-        ("file", "/etc/hostname", "no file of its folder"),
-        ("file", "..", "no file of its folder"),
-        ("size", 1 << 60, "bytes for tensors that end at"),
-        ("size", -1, "bytes for tensors that end at"),
-        ("changed", -1, "bytes for tensors that end at"),
+        ("file", "../elsewhere.safetensors", "not a file in its folder"),
+        ("file", "/etc/hostname", "not a file in its folder"),
+        ("file", "..", "not a file in its folder"),
+        ("size", 1 << 60, "bytes do not fit tensors that end at byte"),
+        ("size", -1, "bytes do not fit tensors that end at byte"),
+        ("changed", -1, "bytes do not fit tensors that end at byte"),
         ("nbytes", 1 << 60, "bytes at"),
         ("offset", -64, "bytes at"),
         ("dtype", "load", "no dtype"),
@@ -382,12 +382,12 @@ def test_packed_changes_do_not_unpack_to_more_than_a_bucket_can_need() -> None:
     import zstandard
 
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
-    with pytest.raises(ValueError, match="can have 64"):
+    with pytest.raises(ValueError, match="has at most 64"):
         delta.unpack(bomb, 64, True, 64)
-    with pytest.raises(ValueError, match="can have 5"):
+    with pytest.raises(ValueError, match="has at most 5"):
         delta.unpack(bomb, 2, False, 64)
     unstated = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
-    with pytest.raises(ValueError, match="of -1 bytes"):
+    with pytest.raises(ValueError, match="changes have -1 bytes"):
         delta.unpack(unstated, 64, True, 64)
 
 

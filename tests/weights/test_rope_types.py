@@ -26,7 +26,7 @@ def test_types_of_dense_models_that_are_not_built(family: str, config: Any, kind
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
 def test_latent_attention_has_yarn_only(kind: str) -> None:
-    with pytest.raises(ValueError, match=f"rope_type '{kind}' .*has default, yarn"):
+    with pytest.raises(ValueError, match=f"rope_type '{kind}' .*supports default, yarn"):
         settings("deepseek_v3", DeepseekV3Config, {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0})
     assert settings("deepseek_v3", DeepseekV3Config, YARN)["rope_type"] == "yarn"
 

@@ -82,7 +82,7 @@ def test_engines_read_from_rank_0_unless_they_share_gpus_with_the_trainer(on_gpu
 def test_each_tensor_parallel_rank_reads_from_the_training_rank_on_its_gpu(on_gpus: None) -> None:
     assert ranks(colocate=True) == SLOTS
     assert ranks(colocate=True, same_host=False) == SLOTS, "every handle is opened on the node of its GPU"
-    with pytest.raises(ValueError, match="no rank of the trainer is on the GPU of engine b"):
+    with pytest.raises(ValueError, match="engine b is on a GPU without a training rank"):
         ranks(3, colocate=True)  # its second GPU is nobody's
 
 

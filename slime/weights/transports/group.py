@@ -104,7 +104,7 @@ class BroadcastGroup:
             work.wait()
 
     def abort(self) -> None:
-        """Abort the operations of this communicator only. This is for NCCL; with gloo the time limit ``stall`` applies."""
+        """Abort the operations of this communicator only. Only NCCL has this; with gloo, ``stall`` limits the time."""
         self._group.abort()
 
     def release(self) -> None:
