@@ -1,11 +1,11 @@
-"""The ledger of a run: what became of each group of prompts. It must close at every snapshot.
+"""The ledger of a run: the outcome of each group of prompts. It must be consistent at every snapshot.
 
 A group is *open* (in flight, or back in the data source), *ahead* (in a rollout that no step has trained yet) or
 *closed*: trained, filtered, replaced, left out, discarded or lost. When a rollout is trained, the rows of its groups
 are written to ``outputs/<run>/ledger.jsonl``. The other rows are kept in memory, together with the numbers of all
-groups that were ever supplied, as intervals. At a snapshot the ledger must *close*, that is, balance: every supplied
-group is closed, ahead or open, exactly once, and the open groups are exactly those that the pool and the data source
-hold. The snapshot records the length of the file. A resume removes what was written later and marks it as rolled back.
+groups that were ever supplied, as intervals. At a snapshot the ledger must be *consistent*: every supplied group is
+closed, ahead or open, exactly once, and the open groups are exactly those that the pool and the data source hold. The
+snapshot records the length of the file. A resume removes what was written later and marks it as rolled back.
 
 A full disk does not end a run: rows that cannot be written wait in memory until there is space again.
 
@@ -34,7 +34,7 @@ _SHOWN = 8  # maximum number of groups that an error names
 
 
 class LedgerError(AssertionError):
-    """The ledger does not close: a group was lost or used twice. The message names the groups."""
+    """The ledger is inconsistent: a group was lost or used twice. The message names the groups."""
 
 
 Line = dict[str, Any]
@@ -218,13 +218,13 @@ class Ledger:
         short = [number for number in accepted if number not in result]
         twice = len(groups) != len(result) and all(number_of(group) is not None for group in groups)
         if self.strict:
-            _demand(not extra, f"rollout {rollout_id} hands over groups that were not accepted in it", extra)
-            _demand(not short, f"rollout {rollout_id} accepted groups and does not hand them over", short)
-            _demand(not twice, f"rollout {rollout_id} holds a group twice", sorted(result))
+            _demand(not extra, f"the result of rollout {rollout_id} has groups that were not accepted in it", extra)
+            _demand(not short, f"the result of rollout {rollout_id} lacks groups that were accepted in it", short)
+            _demand(not twice, f"the result of rollout {rollout_id} has a group twice", sorted(result))
         for number in extra:  # the rollout function reports no events
             self._judged(number, result[number], "accepted")
         for number in short:
-            accepted[number].state, accepted[number].reason = "discarded", "not in the rollout's result"
+            accepted[number].state, accepted[number].reason = "discarded", "not in the result of the rollout"
 
     def _match_held(self, rollout_id: int, held: Sequence[Group]) -> None:
         found = {number: group for group in held if (number := number_of(group)) is not None}
@@ -232,11 +232,11 @@ class Ledger:
         strange = [number for number in found if number not in self.open]
         twice = len(held) != len(found) and all(number_of(group) is not None for group in held)
         if self.strict:
-            _demand(not lost, f"after rollout {rollout_id} these groups are open and nobody has them", lost)
-            _demand(not strange, f"after rollout {rollout_id} these groups are closed, yet kept to be used", strange)
-            _demand(not twice, f"after rollout {rollout_id} a group is kept twice", sorted(found))
+            _demand(not lost, f"after rollout {rollout_id}, pool and data source lack these open groups", lost)
+            _demand(not strange, f"after rollout {rollout_id}, pool or data source keep these closed groups", strange)
+            _demand(not twice, f"after rollout {rollout_id}, pool and data source have a group twice", sorted(found))
         for number in lost:
-            self._close(self.open[number], "discarded", "neither in the result nor given back")
+            self._close(self.open[number], "discarded", "neither in the result nor returned")
         for number in strange:
             self._enter(number).state = "returned"
         for number, row in self.open.items():
@@ -245,7 +245,7 @@ class Ledger:
     def _match_counter(self, rollout_id: int, counter: int) -> None:
         missing = Numbers([[0, counter]] if counter else []).missing_in(self.given)
         if self.strict:
-            _demand(not missing, f"after rollout {rollout_id} the data source has given groups unknown here", missing)
+            _demand(not missing, f"after rollout {rollout_id}, the ledger lacks groups that were supplied", missing)
         for number in missing:
             self._close(self._enter(number), "discarded", "taken by user code")
 
@@ -255,7 +255,7 @@ class Ledger:
         with self._lock:
             for row in self.rollouts.get(rollout_id, []):
                 if row.state == "accepted" and row.group not in kept:
-                    row.state, row.reason = "left out", "the rollout fills no whole step with it"
+                    row.state, row.reason = "left out", "too few groups were left for another step"
 
     def trained(self, rollout_id: int) -> None:
         """Record that all rollouts up to this one are trained, and write their rows to the file."""
@@ -280,7 +280,7 @@ class Ledger:
             complete: The last rollout that is generated.
 
         Raises:
-            LedgerError: The ledger does not close.
+            LedgerError: The ledger is inconsistent.
         """
         with self._lock:
             self.trained(trained)
@@ -292,7 +292,7 @@ class Ledger:
             line["unnumbered"] = self.unnumbered
             problems = balance(line)
             if problems:
-                raise LedgerError(f"the ledger does not close after rollout {trained}: {'; '.join(problems)}")
+                raise LedgerError(f"the ledger is inconsistent after rollout {trained}: {'; '.join(problems)}")
             if line != self._last_cut:
                 self._append([line])
                 self._last_cut = line
@@ -322,8 +322,8 @@ class Ledger:
                 self.path.replace(lost)
                 self._file = AppendedFile(self.path, _FILE)
                 warn(
-                    f"{self.path} had fewer rows than the snapshot speaks of: it was moved to {lost.name}, and the "
-                    "ledger goes on with the sums of the snapshot"
+                    f"{self.path} had fewer rows than the snapshot records: it was moved to {lost.name}, and the "
+                    "ledger continues with the sums of the snapshot"
                 )
             closed = Numbers(state["given"])
             for line in [*state["open"], *state["ahead"]]:
@@ -356,12 +356,12 @@ def balance(line: Line) -> list[str]:
     """Describe what is wrong in a ``cut`` line: each group that was supplied must be closed, ahead or open, once."""
     given = Numbers(line["given"])
     places = [("open", row["group"]) for row in line["open"]] + [("ahead", row["group"]) for row in line["ahead"]]
-    problems = [f"group {number} is {where} but was never given" for where, number in places if number not in given]
+    problems = [f"group {number} is {where} but was never supplied" for where, number in places if number not in given]
     closed = sum(line["counts"].values())
     asked, found = len(given) + line["repeats"], closed + len(places)
     if asked != found:
         what = f"{closed} closed, {len(line['ahead'])} ahead of training, {len(line['open'])} open"
-        problems.append(f"{asked} groups were asked for, but {found} are accounted for ({what})")
+        problems.append(f"{asked} groups were supplied, but {found} are recorded ({what})")
     if not line["repeats"]:
         twice = [number for number, times in Counter(number for _, number in places).items() if times > 1]
         problems += [f"group {number} is in two places" for number in twice]
@@ -380,4 +380,4 @@ def parse_line(line: bytes) -> Line:
 def _demand(truth: bool, what: str, numbers: Sequence[int]) -> None:
     if not truth:
         shown = ", ".join(map(str, numbers[:_SHOWN])) + (", ..." if len(numbers) > _SHOWN else "")
-        raise LedgerError(f"the ledger does not close: {what}: {shown}")
+        raise LedgerError(f"the ledger is inconsistent: {what}: {shown}")

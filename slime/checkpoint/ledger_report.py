@@ -1,4 +1,4 @@
-"""Read a ledger file, and check that it closes, using only its rows and not the sums of the run."""
+"""Read a ledger file, and check that it is consistent, using only its rows and not the sums of the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Report:
         beyond: Number of rows after that line, which no snapshot contains yet.
         rolled_back: One entry per resume, ``{"attempt", "after", "groups", "rows"}``.
         versions: Number of trained groups by the weight versions that generated them.
-        problems: Why the ledger does not close; empty if it does.
+        problems: Why the ledger is inconsistent; empty if it is consistent.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -32,6 +32,7 @@ class Report:
 
     @property
     def closes(self) -> bool:
+        """Whether the ledger is consistent."""
         return not self.problems
 
     @property
@@ -88,8 +89,8 @@ def _cut(report: Report, line: Line, closed: Numbers) -> None:
     said: Counter[str] = Counter(line["counts"])
     for state in sorted(said.keys() | report.counts.keys()):
         if said[state] != report.counts[state]:
-            told = f"{said[state]} groups {state}, the rows {report.counts[state]}"
-            report.problems.append(f"{where}: it says {told}")
+            told = f"{said[state]} groups {state}, but the rows give {report.counts[state]}"
+            report.problems.append(f"{where}: its sums give {told}")
     everything = Numbers(closed.intervals)
     for row in [*line["open"], *line["ahead"]]:
         if row["group"] in everything and not row.get("again"):
@@ -99,6 +100,6 @@ def _cut(report: Report, line: Line, closed: Numbers) -> None:
         missing = Numbers(line["given"]).missing_in(everything)[:8]
         strange = everything.missing_in(Numbers(line["given"]))[:8]
         report.problems.append(
-            f"{where}: lost are groups {missing or 'none'}, never asked for were {strange or 'none'}"
+            f"{where}: groups that were lost: {missing or 'none'}; groups never supplied: {strange or 'none'}"
         )
     report.cut, report.beyond = line, 0

@@ -337,7 +337,7 @@ def _restrict(z: Tensor, targets: Tensor, nuclei: Nuclei, start: int) -> None:
 def _score_rows(
     z: Tensor, targets: Tensor, with_entropy: bool, leave_probabilities: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log_prob, logsumexp and entropy of rows. ``z`` is overwritten, with ``leave_probabilities`` by softmax(z)."""
+    """Return log_prob, logsumexp and entropy of rows. ``z`` is overwritten, if required with its softmax."""
     largest = z.amax(-1, keepdim=True)
     picked = z.gather(-1, targets[:, None]).squeeze(-1)
     e = (z - largest).exp_()

@@ -228,13 +228,13 @@ def test_what_is_lost_or_used_twice_is_an_error_at_once(tmp_path: Path) -> None:
         ledger("asked", group(0), {})
     with pytest.raises(LedgerError, match="group 0 was accepted in rollout 0 but was not in flight"):
         ledger("accepted", group(0), {})
-    with pytest.raises(LedgerError, match="open and nobody has them: 2"):
+    with pytest.raises(LedgerError, match="pool and data source lack these open groups: 2"):
         ledger.complete(0, [group(0)], [group(1)], 3)
-    with pytest.raises(LedgerError, match="closed, yet kept to be used: 0"):
+    with pytest.raises(LedgerError, match="keep these closed groups: 0"):
         ledger.complete(0, [group(0)], [group(0), group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match="accepted groups and does not hand them over: 0"):
+    with pytest.raises(LedgerError, match="lacks groups that were accepted in it: 0"):
         ledger.complete(0, [], [group(1), group(2)], 3)
-    with pytest.raises(LedgerError, match="given groups unknown here: 3"):
+    with pytest.raises(LedgerError, match="the ledger lacks groups that were supplied: 3"):
         ledger.complete(0, [group(0)], [group(1), group(2)], 4)
 
 
@@ -329,7 +329,7 @@ def test_a_file_that_lacks_rows_of_the_snapshot_is_moved_aside(tmp_path: Path) -
     resumed = Ledger(path)
     resumed.restore(saved, attempt=1)
     (told,) = take_warnings()
-    assert "fewer rows than the snapshot speaks of" in told and (tmp_path / "ledger.lost.jsonl").is_file()
+    assert "fewer rows than the snapshot records" in told and (tmp_path / "ledger.lost.jsonl").is_file()
     steps(resumed, 5, 7)
     resumed.cut(6, 6)
     report = read_ledger(path)

@@ -225,9 +225,7 @@ def test_the_audit_finds_other_weights(dtype: str, engine: EngineHandle, model: 
         digests.add(name, tensor.to(getattr(torch, dtype)) + (name == "model.layers.0.self_attn.k_proj.weight"))
     held = run(engine.checksum())
     assert digests.digests.keys() == held.keys()
-    with pytest.raises(
-        WeightAuditError, match=r"1 of 14 tensors of engine .*: model.layers.0.self_attn.qkv_proj.weight"
-    ):
+    with pytest.raises(WeightAuditError, match=r"1 of 14 tensors of .*: model.layers.0.self_attn.qkv_proj.weight"):
         audit.check_digests(engine.url, digests.digests, held)
     forgotten = "model.layers.1.mlp.up_proj.weight"
     sync(args, trained, engine, transport, "24.1")

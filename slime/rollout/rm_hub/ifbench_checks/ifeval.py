@@ -1,6 +1,7 @@
-"""Checkers of IFEval's 25 instructions (Zhou et al. 2023, arXiv 2311.07911, table of verifiable instructions).
+"""Checkers for the 25 instructions of IFEval (Zhou et al. 2023, arXiv 2311.07911, table of verifiable instructions).
 
-Keywords are matched without regard to case, as literal text. The keyword arguments have the data set's own spelling.
+The docstring of a checker is its instruction, with the names of the arguments in braces and details of the check at the
+end. Keywords are literal text and match in upper and lower case. The names of the arguments are those of the data set.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ _DETECTOR = "langdetect"
 
 @checker("keywords:existence")
 def existence(response: str, *, keywords: list[str]) -> bool:
-    """Include the keywords {keywords} in the response; within longer words counts."""
+    """Include the keywords {keywords} in the response. A keyword that is part of a longer word counts."""
     return all(keyword.lower() in response.lower() for keyword in keywords)
 
 
 @checker("keywords:frequency")
 def frequency(response: str, *, keyword: str, frequency: int, relation: Relation) -> bool:
-    """The word {keyword} should appear {relation} {frequency} times; within longer words counts."""
+    """The word {keyword} should appear {relation} {frequency} times. A word that is part of a longer one counts."""
     return compare(response.lower().count(keyword.lower()), relation, frequency)
 
 
 @checker("keywords:forbidden_words")
 def forbidden_words(response: str, *, forbidden_words: list[str]) -> bool:
-    """Do not include the keywords {forbidden_words}: as whole words."""
+    """Do not include the keywords {forbidden_words}. Only whole words count."""
     return not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
 
 
 @checker("keywords:letter_frequency")
 def letter_frequency(response: str, *, letter: str, let_frequency: int, let_relation: Relation) -> bool:
-    """The letter {letter} should appear {let_relation} {let_frequency} times, in either case."""
+    """The letter {letter} should appear {let_relation} {let_frequency} times. Upper and lower case count."""
     return compare(response.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 @checker("language:response_language", needs=_DETECTOR)
 def response_language(response: str, *, language: str) -> bool:
-    """The entire response should be in {language} (a code of langdetect), no other language is allowed."""
+    """The entire response should be in {language}, a language code of langdetect. No other language is allowed."""
     return _language(response) == language
 
 
@@ -60,13 +61,13 @@ def number_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 
 @checker("length_constraints:number_words")
 def number_words(response: str, *, num_words: int, relation: Relation) -> bool:
-    r"""Answer with {relation} {num_words} words (runs of ``\w``)."""
+    r"""Answer with {relation} {num_words} words. A word is a sequence of ``\w``."""
     return compare(len(word_tokens(response)), relation, num_words)
 
 
 @checker("length_constraints:nth_paragraph_first_word")
 def nth_paragraph_first_word(response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """There should be {num_paragraphs} paragraphs with two line breaks between them; number {nth_paragraph} must
+    """There should be {num_paragraphs} paragraphs with two line breaks between them. Paragraph {nth_paragraph} must
     start with the word {first_word}."""
     paragraphs = [part for part in response.split("\n\n") if part.strip()]
     if len(paragraphs) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
@@ -104,21 +105,21 @@ def constrained_response(response: str) -> bool:
 
 @checker("detectable_format:number_highlighted_sections")
 def number_highlighted_sections(response: str, *, num_highlights: int) -> bool:
-    """Highlight at least {num_highlights} sections with markdown, ``*so*`` or ``**so**``."""
+    """Highlight at least {num_highlights} sections with markdown, as ``*text*`` or ``**text**``."""
     found = re.findall(r"\*([^\n*]*)\*", response) + re.findall(r"\*\*([^\n*]*)\*\*", response)
     return sum(bool(inner.strip()) for inner in found) >= num_highlights
 
 
 @checker("detectable_format:multiple_sections")
 def multiple_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    """The response must have at least {num_sections} sections; each begins with {section_spliter} and its number."""
+    """The response must have at least {num_sections} sections. Each begins with {section_spliter} and its number."""
     marker = re.escape(section_spliter.strip())
     return len(re.findall(rf"{marker}\s?\d+", response)) >= num_sections
 
 
 @checker("detectable_format:json_format")
 def json_format(response: str) -> bool:
-    """The entire output should be wrapped in JSON format; a markdown code fence around it is allowed."""
+    """The entire output should be wrapped in JSON format. A markdown code fence around it is allowed."""
     text = response.strip()
     if text.startswith("```"):
         text = re.sub(r"\A```(?:json)?", "", text, flags=re.IGNORECASE)
@@ -150,7 +151,7 @@ def repeat_prompt(response: str, *, prompt_to_repeat: str) -> bool:
 
 @checker("startend:end_checker")
 def end_checker(response: str, *, end_phrase: str) -> bool:
-    """Finish the response with this exact phrase {end_phrase}; no other words should follow (quotes may)."""
+    """Finish the response with this exact phrase {end_phrase}. Only quotation marks may follow, and no other words."""
     return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
 
 
@@ -186,7 +187,7 @@ def no_comma(response: str) -> bool:
 
 
 def _divided(response: str, divider: str) -> list[str] | None:
-    """The stripped parts between dividers; None when one in the middle is empty (at the ends they are dropped)."""
+    """Return the stripped parts between dividers. An empty part at either end is dropped; None if another is empty."""
     parts = [part.strip() for part in response.split(divider)]
     parts = parts[0 if parts[0] else 1 :]
     parts = parts[: len(parts) if parts and parts[-1] else -1]
@@ -194,7 +195,10 @@ def _divided(response: str, divider: str) -> list[str] | None:
 
 
 def _language(text: str) -> str | None:
-    """Code of the text's language by langdetect, seeded so that a text always gets the same; None without letters."""
+    """Return the language code that langdetect finds for a text, or None if the text has no letters.
+
+    langdetect samples at random, so it is seeded: a text always gets the same result.
+    """
     detector = importlib.import_module(_DETECTOR)
     detector.DetectorFactory.seed = 0
     try:
