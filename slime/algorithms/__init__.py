@@ -1,6 +1,6 @@
 """Estimators, KL, losses and corrections: pure functions of numbers and tensors, each with its formula and its source.
 
-An estimator of your own derives from :class:`Algorithm`, or from one of the built-in classes.
+A custom estimator derives from :class:`Algorithm` or from one of the built-in classes.
 """
 
 from .algorithm import Algorithm as Algorithm

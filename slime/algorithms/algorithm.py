@@ -1,11 +1,11 @@
-"""What an estimator is: the interface of the built-in ones and of a user's own.
+"""The interface of estimators, both built-in and custom.
 
-``--advantage-estimator`` names a class that derives from :class:`Algorithm`: a built-in one by its name in
-:mod:`.registry`, a user's own by its path, such as ``my_algo.py:MyAlgorithm``. Everything that the run does
-differently for one estimator stands in its class, so nothing can be forgotten elsewhere.
+``--advantage-estimator`` names a class that derives from :class:`Algorithm`: a built-in class by its name in
+:mod:`.registry`, or a custom class by its path, for example ``my_algo.py:MyAlgorithm``. Everything that a run does
+differently for an estimator is defined in its class, so that it cannot be forgotten elsewhere.
 
-The classes are read when the command line is checked, where torch may be missing and would take seconds to import.
-Therefore the files of the built-in estimators import torch only inside the functions that call it.
+The classes are imported when the command line is checked. At that time torch may be missing, and importing it would
+take seconds. So the files of the built-in estimators import torch only inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class EstimatorSettings:
     """``--eps-clip``: the ratio is clipped to [1 − eps_clip, 1 + eps_clip_high]."""
     eps_clip_high: float = 0.2
     eps_clip_c: float | None = None
-    """``--eps-clip-c``: the constant of the dual clip; None switches it off."""
+    """``--eps-clip-c``: the constant of the dual clip; None for no dual clip."""
     gamma: float = 1.0
     lambd: float = 1.0
     kl_coef: float = 0.0
-    """``--kl-coef``: weight of the KL to the reference in the reward."""
+    """``--kl-coef``: the weight of the KL to the reference model in the reward."""
     std_normalization: bool = True
     """False with ``--disable-grpo-std-normalization``."""
     max_response_len: int = 1024
     """``--rollout-max-response-len``, in tokens."""
     custom: Mapping[str, Any] = field(default_factory=dict)
-    """The names that ``--custom-config-path`` sets and that are no flags of slime."""
+    """The values that ``--custom-config-path`` sets for names that are not flags of slime."""
 
 
 class Entries(Protocol):
-    """A rank batch as an estimator reads it: a mapping from the names of the batch page of the documentation."""
+    """The view of a rank batch for estimators: a mapping from the names on the batch page of the documentation."""
 
     def __getitem__(self, name: str, /) -> Any: ...
 
     def get(self, name: str, /) -> Any:
-        """None where the batch has no such entry."""
+        """Return an entry, or None if the batch does not have it."""
 
 
 class Row(NamedTuple):
@@ -66,23 +66,23 @@ class Row(NamedTuple):
 class Algorithm(ABC):
     """Baseline, advantages, importance ratio and policy loss of one estimator.
 
-    A class must define :meth:`group_baseline` and :meth:`advantages`, or inherit them from a built-in estimator: a
-    class that trained on raw rewards because nobody thought of a baseline would learn without an error, and badly.
-    Ratio, loss and reduction are those of PPO unless the class defines its own.
+    A class must define :meth:`group_baseline` and :meth:`advantages`, or inherit them from a built-in estimator. They
+    have no default, because a class that uses raw rewards by mistake would train without an error, but badly. Ratio,
+    loss and reduction are those of PPO unless the class overrides them.
     """
 
     needs_critic: ClassVar[bool] = False
-    """The run trains a critic, and the batch has its ``old_values``."""
+    """Whether the run trains a critic, whose ``old_values`` are in the batch."""
     needs_group: ClassVar[bool] = True
-    """The baseline compares the samples of one prompt: with a single sample every advantage would be 0."""
+    """Whether the baseline compares the samples of one prompt. With a single sample, every advantage would be 0."""
     needs_old_log_probs: ClassVar[bool] = False
-    """The trainer recomputes log π_old even where a rollout has a single optimizer step. Without it the current
-    log-probs are used there, which gives the same gradient for a ratio per token and saves a forward pass."""
+    """Whether the trainer recomputes log π_old even if a rollout has a single optimizer step. Otherwise the current
+    log-probs are used in that case, which gives the same gradient for a ratio per token and saves a forward pass."""
     uses_kl_in_reward: ClassVar[bool] = False
-    """:meth:`advantages` reads ``batch["kl"]``, so ``--kl-coef`` has an effect."""
+    """Whether :meth:`advantages` uses the values of ``batch["kl"]``, so that ``--kl-coef`` has an effect."""
     zero_advantage_has_no_gradient: ClassVar[bool] = True
-    """A sample whose advantages are all 0 has a gradient of exactly 0, so that training may leave it out. A class with
-    a loss or a reduction of its own has to say so itself; otherwise all of its samples are trained."""
+    """Whether a sample whose advantages are all 0 has a gradient of exactly 0, so that training may skip it. A class
+    that overrides the loss or the reduction must set this itself; otherwise all of its samples are trained."""
     requires: ClassVar[Mapping[str, str]] = {}
     """Switches that must be on, by attribute name, each with the reason."""
     forbids: ClassVar[Mapping[str, str]] = {}
@@ -92,7 +92,8 @@ class Algorithm(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        # The property cannot be inherited along with another loss: a term without an advantage would have a gradient.
+        # This must not be inherited if the loss is overridden, which may have a term that does not depend on the
+        # advantage and so has a gradient.
         changes_loss = "policy_loss" in vars(cls) or "pg_reducer" in vars(cls)
         if changes_loss and "zero_advantage_has_no_gradient" not in vars(cls):
             cls.zero_advantage_has_no_gradient = False
@@ -102,64 +103,70 @@ class Algorithm(ABC):
 
     @abstractmethod
     def group_baseline(self, rewards: Sequence[float]) -> Sequence[float]:
-        """The rewards of one prompt's samples, less the group's baseline; as many numbers, in the same order.
+        """Subtract the group's baseline from the rewards of one prompt's samples.
 
-        It is called where whole groups are at hand, before the rollout is split over the training ranks, and without
-        torch. The numbers arrive as ``batch["rewards"]`` in :meth:`advantages`. Equal rewards should give exactly 0,
-        so that training can leave their group out.
+        This is called for whole groups, before the rollout is divided among the training ranks, in a process that may
+        not have torch. :meth:`advantages` gets the result as ``batch["rewards"]``. Equal rewards should give exactly
+        0, so that training can skip their group.
+
+        Returns:
+            One number per reward, in the same order.
         """
 
     @abstractmethod
     def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
-        """Advantages and returns, per sample ``[response_length]``.
+        """Return advantages and returns, each ``[response_length]`` per sample.
 
         Args:
-            batch: the rank batch over whole responses: ``rewards`` (float per sample), ``kl``, ``loss_masks`` and,
-                with a critic, ``old_values`` (each per sample ``[response_length]``), ``response_lengths``,
+            batch: The rank batch over whole responses: ``rewards`` (one float per sample), ``kl``, ``loss_masks`` and,
+                with a critic, ``old_values`` (each ``[response_length]`` per sample), ``response_lengths`` and
                 ``total_lengths``.
         """
 
     def ppo_kl(
         self, log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
     ) -> Tensor:
-        """log π_old − log π_θ as the ratio ρ = exp(−ppo_kl) of this estimator sees it: each token's own.
+        """Return log π_old − log π_θ, from which the ratio ρ = exp(−ppo_kl) is computed; here for each token.
 
         Args:
-            log_probs, old_log_probs, mask: flat ``[R]``, the response tokens of all samples one after another.
-            lengths: how many tokens belong to each sample.
-            reduce: joins the shares of one response under context parallelism.
+            log_probs, old_log_probs, mask: Flat ``[R]``, the response tokens of all samples.
+            lengths: The number of tokens of each sample.
+            reduce: Sums over the ranks that hold other tokens of the same responses (context parallelism).
         """
         return old_log_probs - log_probs
 
     def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and clipfrac (1 where the clip took effect) per token, all ``[R]``: PPO's clipped surrogate."""
+        """Return loss and clipfrac (1 where the clip took effect) per token, ``[R]``; here PPO's clipped surrogate."""
         from .policy_loss import compute_policy_loss
 
         clip = self.settings
         return compute_policy_loss(ppo_kl, advantages, clip.eps_clip, clip.eps_clip_high, clip.eps_clip_c)
 
     def pg_reducer(self, mask: Tensor, default: Reducer) -> Reducer:
-        """What sums the policy loss ``[R]`` up to a scalar; ``default`` is the reduction of the run.
+        """Return the function that reduces the policy loss ``[R]`` to a scalar.
 
         Args:
-            mask: ``[R]``; 0 for tokens that are not trained.
+            mask: ``[R]``, 0 for tokens that are not trained.
+            default: The reduction of the run.
         """
         return default
 
     def notices(self) -> list[str]:
-        """What a user of these settings should be told; the run starts all the same."""
+        """Return notices for the user about these settings. They do not prevent the run."""
         return []
 
 
 def custom_setting(args: object, name: str, default: object) -> Any:
-    """A name that ``--custom-config-path`` may set on ``args``; ``default`` where it is absent or null. An attribute
-    access would not do: args raise on a name that no file has declared."""
+    """Return a value that ``--custom-config-path`` may set on ``args``, or ``default`` if it is absent or null.
+
+    Attribute access would not work, because ``args`` raises an error for a name that is not declared.
+    """
     value = vars(args).get(name)
     return default if value is None else value
 
 
 def class_problem(found: object) -> str | None:
-    """Why an object cannot serve as an estimator; None where it can."""
+    """Return why an object cannot be used as an estimator, or None if it can."""
     if not inspect.isclass(found):
         return f"it is a {type(found).__name__}, not a class that derives from slime.algorithms.Algorithm"
     if not issubclass(found, Algorithm):
@@ -179,25 +186,25 @@ def class_problem(found: object) -> str | None:
 
 
 def baseline_problem(algorithm: Algorithm) -> str | None:
-    """What is wrong with the baseline of a small group, which is tried before a run starts; None where nothing is."""
+    """Try the baseline on small groups, before a run starts, and return what is wrong with it, or None."""
     for rewards in ([0.0, 1.0, 0.5], [1.0, 1.0], [0.0, 0.0], [-1.0, 2.0]):
         try:
             subtract_baseline(algorithm, rewards)
-        except Exception as error:  # the user's code
+        except Exception as error:  # custom code may raise any exception
             return f"group_baseline({rewards}) failed: {type(error).__name__}: {error}"
     return None
 
 
 def subtract_baseline(algorithm: Algorithm, rewards: Sequence[float]) -> list[float]:
-    """:meth:`Algorithm.group_baseline`, checked.
+    """Call :meth:`Algorithm.group_baseline` and check its result.
 
     Raises:
-        ValueError: it does not return one finite number per reward.
+        ValueError: The result is not one finite number per reward.
     """
     result = [float(x) for x in algorithm.group_baseline(rewards)]
     if len(result) != len(rewards) or not all(map(math.isfinite, result)):
         raise ValueError(
-            f"{type(algorithm).__name__}.group_baseline gave {result} for the rewards {list(rewards)}: it must return "
-            "one finite number per reward"
+            f"{type(algorithm).__name__}.group_baseline returned {result} for the rewards {list(rewards)}, but it must "
+            "return one finite number per reward"
         )
     return result

@@ -1,8 +1,8 @@
-"""Group baselines: what is subtracted from a reward before it becomes an advantage.
+"""Group baselines, which are subtracted from rewards to compute advantages.
 
-They run where whole groups are at hand, when rewards are post-processed, so this file and ``rloo.py``
-need no torch. Each takes the rewards of one group. Equal rewards give exactly 0, whatever their number
-and order, so that the training step can skip their group.
+They are applied to whole groups when rewards are post-processed, so this file and ``rloo.py`` do not need torch. Each
+function takes the rewards of one group. Equal rewards give exactly 0, for any number and order, so that the training
+step can skip their group.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ def centred(rewards: Sequence[float]) -> list[float]:
     Source: Liu et al., "Understanding R1-Zero-Like Training" (Dr. GRPO, 2025); also the baseline of
     REINFORCE++-baseline, Hu et al. (2025).
     """
+    # The mean of equal numbers may differ from them by rounding, which would give a difference other than 0.
     mean = math.fsum(rewards) / len(rewards) if min(rewards) != max(rewards) else rewards[0]
     return [r - mean for r in rewards]
 
 
 def standardized(rewards: Sequence[float]) -> list[float]:
-    """(r_i − mean) / (std + 1e-6) with the unbiased (n − 1) deviation; a group of one is only centred.
+    """(r_i − mean) / (std + 1e-6), where the standard deviation is the unbiased one (n − 1); 0 for a group of one.
 
     Source: Shao et al., "DeepSeekMath" (GRPO, 2024), section 4.1.
     """

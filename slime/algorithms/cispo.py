@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 def compute_cispo_loss(
     ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Per token, with ρ = exp(−ppo_kl) and sg = stop gradient:
-    L = −sg(clip(ρ, 1−eps_clip, 1+eps_clip_high)) A log π_θ.
+    """Compute L = −sg(clip(ρ, 1−eps_clip, 1+eps_clip_high)) A log π_θ per token.
+
+    Here ρ = exp(−ppo_kl), and sg is the stop gradient.
 
     Returns:
-        loss and clipfrac (1 where the clip changed ρ), both of the shape of ``log_probs``.
+        The loss and clipfrac (1 where the clip changed ρ), both with the shape of ``log_probs``.
     """
-    # The ratio is a weight without a gradient. The gradient comes from the log-prob alone, so that a clipped token is
-    # trained less but never left out, as in the clipped surrogate of PPO.
+    # The ratio is a weight without a gradient; the gradient comes only from the log-prob. So a clipped token has a
+    # smaller gradient, but never none, unlike in the clipped surrogate of PPO.
     ratio = exp_ratio(-ppo_kl.detach())
     clipped = ratio.clamp(1 - eps_clip, 1 + eps_clip_high)
     return -clipped * advantages * log_probs, (clipped != ratio).to(log_probs.dtype)
@@ -45,8 +46,8 @@ class Cispo(Grpo):
     def policy_loss(self, ppo_kl: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         clip = self.settings
         loss, clipfrac = compute_cispo_loss(ppo_kl, log_probs, advantages, clip.eps_clip, clip.eps_clip_high)
-        # A token with A = 0 counts as unclipped, because samples whose advantages are all 0 may be left out of the
-        # step: the metric must not depend on that.
+        # Tokens with A = 0 count as not clipped. A step may skip samples whose advantages are all 0, and the metric
+        # must not depend on that.
         return loss, clipfrac * (advantages != 0)
 
     def notices(self) -> list[str]:
@@ -54,5 +55,5 @@ class Cispo(Grpo):
         if low >= 1:
             return []
         return [
-            f"cispo clips the weight from below at {1 - low:g} (--eps-clip {low}); the paper does not: --eps-clip 1"
+            f"cispo has a lower clip of the weight at {1 - low:g} (--eps-clip {low}); the paper has none (--eps-clip 1)"
         ]

@@ -1,4 +1,4 @@
-"""DAPO: GRPO with four changes, each a flag of its own.
+"""DAPO: GRPO with four changes, each with its own flag.
 
 ==================== ================================================================================
 clip-higher          ``--eps-clip 0.2 --eps-clip-high 0.28`` (:mod:`.policy_loss`)
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float = 1.0) -> float:
-    """What is added to the reward of a long response: 0 up to ``max_length − buffer`` tokens, then falling
-    linearly to ``−factor`` at ``max_length`` (eq. 13)."""
+    """Return the (negative) number to add to the reward of a long response.
+
+    It is 0 up to ``max_length − buffer`` tokens, and then decreases linearly to ``−factor`` at ``max_length`` (eq. 13).
+    """
     excess = length - (max_length - buffer)
     return -factor * min(max(excess, 0) / buffer, 1.0)

@@ -1,4 +1,4 @@
-"""On-policy distillation: pull the student towards a teacher on the student's own samples.
+"""On-policy distillation: move the student towards a teacher on the student's own samples.
 
 Source: Agarwal et al., "On-Policy Distillation of Language Models" (2024); as an advantage term, Lu et
 al. (Thinking Machines), "On-Policy Distillation" (2025).
@@ -12,10 +12,10 @@ from .sequences import keep_where
 
 
 def reverse_kl(student_log_probs: Tensor, teacher_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """One-sample estimate of KL(student ‖ teacher) per token: log π_student − log π_teacher; 0 where masked."""
+    """Return a one-sample estimate of KL(student ‖ teacher) per token: log π_student − log π_teacher; 0 if masked."""
     return keep_where(mask, student_log_probs - teacher_log_probs)
 
 
 def distilled_advantages(advantages: Tensor, kl: Tensor, coefficient: float) -> Tensor:
-    """A_t − coefficient · kl_t."""
+    """Return A_t − coefficient · kl_t."""
     return advantages - coefficient * kl

@@ -1,8 +1,8 @@
 """Dr. GRPO: no division by the group's standard deviation and none by the response's length.
 
-``--advantage-estimator dr_grpo`` centres the rewards and divides the sum over the tokens by a constant:
-``dr_grpo_divisor`` (``--custom-config-path``), else ``--rollout-max-response-len``. Another estimator takes the
-reducer alone with ``--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo.pg_loss_reducer``.
+``--advantage-estimator dr_grpo`` subtracts the mean of the group from the rewards, and divides the sum over tokens by a
+constant: ``dr_grpo_divisor`` (``--custom-config-path``), or by default ``--rollout-max-response-len``. Other estimators
+can use the reducer with ``--custom-pg-loss-reducer-function-path slime.algorithms.dr_grpo.pg_loss_reducer``.
 
 Source: Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective" (2025).
 """
@@ -35,13 +35,13 @@ def pg_loss_reducer(
     *,
     args: _Args,
 ) -> Reducer:
-    """Σ over the micro-batch of m·x / divisor."""
+    """Return a reducer that computes the sum of m·x / divisor over a micro-batch."""
     divisor = custom_setting(args, "dr_grpo_divisor", None) or args.rollout_max_response_len
     return constant_reducer(flatten(loss_masks), float(divisor))
 
 
 class DrGrpo(Grpo):
-    """GRPO with a centred reward and a constant divisor."""
+    """GRPO without the division by the standard deviation, and with a constant divisor of the loss."""
 
     zero_advantage_has_no_gradient = True  # the reduction is linear
     forbids: ClassVar[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""PPO: generalised advantage estimation from a critic's values.
+"""PPO: generalized advantage estimation (GAE) from a critic's values.
 
 Source: Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2016).
 """
@@ -24,27 +24,27 @@ def get_advantages_and_returns_batch(
     lambd: float,
     chunked: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """δ_t = r_t + γ V_{t+1} − V_t with V = 0 beyond the end; A_t = δ_t + γ λ A_{t+1}; returns = A + V.
+    """Compute δ_t = r_t + γ V_{t+1} − V_t with V = 0 after the end, A_t = δ_t + γ λ A_{t+1}, and returns = A + V.
 
     Args:
-        values_list, rewards_list: per sample ``[response_length]``, over whole responses.
-        chunked: the parallel scan; False is the serial recurrence, for comparison.
+        values_list, rewards_list: ``[response_length]`` per sample, over whole responses.
+        chunked: Use the parallel scan. False uses the serial recurrence, for comparison.
 
     Returns:
-        advantages and returns, per sample ``[response_length]``, without gradient.
+        Advantages and returns, ``[response_length]`` per sample, without gradient.
     """
     import torch
 
     lengths = [len(values) for values in values_list]
     if lengths != list(response_lengths):
         raise ValueError(
-            f"values have lengths {lengths}, responses {list(response_lengths)}: GAE needs whole responses"
+            f"values have lengths {lengths}, but responses {list(response_lengths)}: GAE needs whole responses"
         )
     if not lengths:
         return [], []
     values = torch.nn.utils.rnn.pad_sequence([v.detach() for v in values_list], batch_first=True)
     rewards = torch.nn.utils.rnn.pad_sequence(list(rewards_list), batch_first=True).to(values.dtype)
-    # Padding is 0 for values and rewards, so that the last token of a shorter response sees a value of 0 behind it.
+    # The padding of values and rewards is 0, so the value after the last token of a shorter response is 0.
     following = torch.nn.functional.pad(values, (0, 1))[:, 1:]
     delta = rewards + gamma * following - values
     scan = scan_from_end if chunked else _serial
@@ -63,7 +63,7 @@ def _serial(x: Tensor, factor: float) -> Tensor:
 
 
 class Ppo(Algorithm):
-    """Advantages by GAE over a critic's values. It trains on the reward as it is: the critic is the baseline."""
+    """PPO, with advantages from GAE. Rewards are used without a group baseline, because the critic is the baseline."""
 
     needs_critic = True
     needs_group = False
@@ -81,16 +81,16 @@ class Ppo(Algorithm):
         return rewards
 
     def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
-        """Token reward −kl_coef·kl_t, plus the response's reward on its last trained token.
+        """Compute GAE from token rewards −kl_coef·kl_t, to which the reward is added at the last trained token.
 
         Raises:
-            ValueError: the batch has no ``old_values``.
+            ValueError: The batch has no ``old_values``.
         """
         if batch.get("old_values") is None:
-            raise ValueError("--advantage-estimator ppo needs the critic's old_values in the batch, and there are none")
-        # Time steps are the trained tokens only. The tokens of a tool's output between two turns are no actions and
-        # the critic is not trained there, so neither their values nor their number may enter: the token that follows
-        # t is the next trained one. Masked tokens get advantages and returns of 0.
+            raise ValueError("--advantage-estimator ppo needs the critic's old_values, but the batch has none")
+        # Only trained tokens are time steps. The output of a tool between two turns is not an action, and the critic is
+        # not trained on it, so neither its values nor its length may have an effect: the token after t is the next
+        # trained token. Masked tokens get advantages and returns of 0.
         masks = [mask.bool() for mask in batch["loss_masks"]]
         values = [v[mask] for v, mask in zip(batch["old_values"], masks, strict=True)]
         rewards = []

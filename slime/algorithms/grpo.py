@@ -1,4 +1,4 @@
-"""GRPO: the reward, less its group's mean and divided by its group's deviation, is the advantage of every token.
+"""GRPO: the advantage of every token is the reward minus the mean of its group, divided by the standard deviation.
 
 Source: Shao et al., "DeepSeekMath" (2024), outcome supervision.
 """
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def get_grpo_returns(rewards: Sequence[float] | Tensor, kl: Sequence[Tensor]) -> list[Tensor]:
-    """R_i for every token: tensors with the shapes of ``kl`` (one per sample)."""
+    """Return R_i for every token of sample i, as tensors with the shapes of ``kl``."""
     return [k.new_full(k.shape, float(reward)) for reward, k in zip(rewards, kl, strict=True)]
 
 
 class Grpo(Algorithm):
-    """``--kl-coef`` has no effect here, nor on the estimators that inherit these advantages."""
+    """GRPO. ``--kl-coef`` has no effect on it, nor on estimators that inherit its advantages."""
 
     row = Row(
         "(r − mean) / (std + 1e-6) of the group, std over n − 1",
@@ -34,6 +34,6 @@ class Grpo(Algorithm):
         return standardized(rewards) if self.settings.std_normalization else centred(rewards)
 
     def advantages(self, batch: Entries) -> tuple[list[Tensor], list[Tensor]]:
-        """Advantages and returns are the same."""
+        """Return advantages and returns, which are equal."""
         returns = get_grpo_returns(batch["rewards"], batch["kl"])
         return returns, [x.clone() for x in returns]

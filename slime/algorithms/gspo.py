@@ -1,6 +1,6 @@
-"""GSPO: one importance ratio per sequence, its length-normalised likelihood ratio.
+"""GSPO: one importance ratio per sequence, which is its length-normalized likelihood ratio.
 
-Source: Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 7. Loss and clip are PPO's.
+Source: Zheng et al., "Group Sequence Policy Optimization" (2025), eq. 7. Loss and clip are those of PPO.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def sequence_kl(
     log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
 ) -> Tensor:
-    """Masked mean of log π_old − log π_θ over each whole sequence, given to each of its tokens, ``[R]``."""
+    """Return for each token ``[R]`` the masked mean of log π_old − log π_θ over its whole sequence."""
     difference = keep_where(mask, old_log_probs - log_probs)
     return spread(sequence_means(difference, mask, lengths, reduce), lengths)
 
@@ -31,14 +31,14 @@ def compute_gspo_kl(
     local_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> Tensor:
-    """:func:`sequence_kl` on lists, one tensor per sample.
+    """Compute :func:`sequence_kl` from lists with one tensor per sample.
 
     Args:
-        full_log_probs, full_old_log_probs, loss_masks: over the whole responses.
-        local_log_probs: this rank's share of each response; only the lengths are used.
+        full_log_probs, full_old_log_probs, loss_masks: Tensors over whole responses.
+        local_log_probs: The part of each response on this rank, of which only the length is used.
 
     Returns:
-        flat ``[sum of local lengths]``.
+        The result for the local tokens, flat ``[sum of local lengths]``.
     """
     lengths = [len(x) for x in full_log_probs]
     mask = flatten(loss_masks)
@@ -49,8 +49,8 @@ def compute_gspo_kl(
 class Gspo(Grpo):
     """GRPO with one ratio per response."""
 
-    # As in the reference implementation, which recomputes π_old for GSPO even where a rollout has one step: only so are
-    # its metrics ppo_kl and pg_clipfrac comparable, whose values lie near the small clips.
+    # The reference implementation recomputes π_old for GSPO even if a rollout has one step. Otherwise the metrics
+    # ppo_kl and pg_clipfrac, whose values are close to the small clips, could not be compared with it.
     needs_old_log_probs = True
     row = Row(
         "as `grpo`",

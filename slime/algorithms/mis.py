@@ -1,28 +1,28 @@
-"""Masked importance sampling: weights and rejection on token, sequence or geometric-mean level.
+"""Masked importance sampling: weights and rejection at token, sequence or geometric-mean level.
 
-A ``--custom-tis-function-path`` hook (``slime.algorithms.mis.compute_mis_weights``); its settings are
-attributes of ``args``, set by ``--custom-config-path``. All are optional:
+It is a ``--custom-tis-function-path`` hook (``slime.algorithms.mis.compute_mis_weights``). Its settings are attributes
+of ``args``, which ``--custom-config-path`` sets. All of them are optional:
 
 ==================== =========================================================================
 use_tis              multiply the loss by importance weights
 tis_level            ``token`` (default), ``sequence`` or ``geometric``
-tis_mode             ``truncate`` (default): weight clamped to [0, upper]; ``clip``: to [lower, upper];
-                     ``mask``: weight kept, tokens outside [lower, upper] rejected
+tis_mode             ``truncate`` (default): clamp the weight to [0, upper]; ``clip``: to [lower, upper];
+                     ``mask``: keep the weight, reject tokens outside [lower, upper]
 tis_upper_bound      default ``--tis-clip`` (2.0)
 tis_lower_bound      default 1 / tis_upper_bound
-tis_batch_normalize  divide by the mean weight over the rollout's tokens that neither mask nor tis_mode leaves out
-use_rs               reject tokens whose rs-level ratio lies outside [rs_lower_bound, rs_upper_bound]
+tis_batch_normalize  divide by the mean weight over the tokens of the rollout that mask and tis_mode keep
+use_rs               reject tokens whose ratio at rs_level is outside [rs_lower_bound, rs_upper_bound]
 rs_level             default tis_level
 rs_lower_bound, rs_upper_bound   default: the tis bounds
-rs_veto_threshold    one unmasked token with a ratio below this rejects its whole sequence
+rs_veto_threshold    reject a whole sequence if one of its unmasked tokens has a ratio below this
 ==================== =========================================================================
 
-With d_t = log π_train − log π_rollout, the log-ratio is d_t (token), Σ m d (sequence) or the masked
-mean of d (geometric), and the ratio its exp, the log-ratio clamped to ±20. A rejected token leaves
-the numerator of the loss; the denominator stays the mask sum from before the rejection.
+With d_t = log π_train − log π_rollout, the log-ratio is d_t (token), Σ m d (sequence) or the masked mean of d
+(geometric). The ratio is the exponential of the log-ratio, clamped to ±20. A rejected token is removed from the
+numerator of the loss, but the denominator is the sum of the mask before the rejection.
 
 Sources: Liu et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
-Mismatch" (2025); Zheng et al., GSPO (2025), for the length-normalised ratio.
+Mismatch" (2025); Zheng et al., GSPO (2025), for the length-normalized ratio.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Mode = Literal["truncate", "clip", "mask"]
 
 @dataclass(frozen=True)
 class MisConfig:
-    """The settings above, checked and with their defaults filled in."""
+    """The settings of the table above, checked and with defaults."""
 
     use_tis: bool
     tis_level: Level
@@ -62,7 +62,7 @@ class MisConfig:
 
     @classmethod
     def from_args(cls, args: object) -> MisConfig:
-        """Raises ValueError on an unknown level or mode, or on bounds in the wrong order."""
+        """Read the settings. Raises ValueError if a level or mode is unknown, or bounds are in the wrong order."""
 
         def setting(name: str, default: object) -> Any:
             return custom_setting(args, name, default)
@@ -93,16 +93,16 @@ class MisConfig:
             ("tis_mode", self.tis_mode, get_args(Mode)),
         ):
             if value not in known:
-                raise ValueError(f"{name}: {value!r} is none of {', '.join(known)} (set by --custom-config-path)")
+                raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(known)} (--custom-config-path)")
         for name, low, high in (("tis", self.tis_lower, self.tis_upper), ("rs", self.rs_lower, self.rs_upper)):
             if not 0 <= low <= high:
-                raise ValueError(f"{name}_lower_bound {low} and {name}_upper_bound {high}: need 0 <= lower <= upper")
+                raise ValueError(f"{name}_lower_bound {low} must be >= 0 and <= {name}_upper_bound {high}")
         if self.veto is not None and self.veto <= 0:
-            raise ValueError(f"rs_veto_threshold must be above 0, not {self.veto}")
+            raise ValueError(f"rs_veto_threshold is {self.veto}, but must be above 0")
 
 
 def ratio_at(level: Level, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY) -> Tensor:
-    """Importance ratio of every token on a level, ``[R]``. ``d`` must be 0 on masked tokens."""
+    """Return the importance ratio of every token at a level, ``[R]``. ``d`` must be 0 for masked tokens."""
     if level == "token":
         return exp_ratio(d)
     if level == "sequence":
@@ -113,7 +113,7 @@ def ratio_at(level: Level, d: Tensor, mask: Tensor, lengths: Sequence[int], redu
 def importance_weights(
     config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight before batch normalisation, mask after ``tis_mode`` (floats), and the raw ratio; all ``[R]``."""
+    """Return the weight before batch normalization, the mask after ``tis_mode`` as floats, and the ratio, all ``[R]``."""
     ratio = ratio_at(config.tis_level, d, mask, lengths, reduce)
     if config.tis_mode == "truncate":
         return ratio.clamp(max=config.tis_upper), mask, ratio
@@ -123,11 +123,10 @@ def importance_weights(
 
 
 def mean_weight(config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce) -> float:
-    """Mean weight over the tokens of all data-parallel ranks that neither the mask nor ``tis_mode`` leaves out: the
-    divisor of ``tis_batch_normalize``.
+    """Return the mean weight for ``tis_batch_normalize``, over tokens of all data-parallel ranks.
 
-    Taken once per rollout, before training, so that the loss does not depend on the micro-batches.
-    Returns 1.0 where the mean is 0 or nothing is unmasked.
+    Only tokens that the mask and ``tis_mode`` keep are counted. The mean is computed once per rollout, before training,
+    so that the loss does not depend on the micro-batches. It is 1.0 if the mean is 0 or all tokens are masked.
     """
     weight, kept, _ = importance_weights(config, d, mask, lengths)
     totals = torch.stack([(weight * kept).sum().double(), kept.sum().double()])
@@ -146,14 +145,14 @@ def compute_mis_weights(
     weight_mean: float | None = None,
     **_: object,
 ) -> TisResult:
-    """Weigh and reject.
+    """Multiply the loss by importance weights and reject tokens.
 
     Args:
-        weight_mean: mean weight of the whole rollout for ``tis_batch_normalize``; left out, the mean
-            over the tokens given here.
+        weight_mean: The mean weight of the whole rollout for ``tis_batch_normalize``. By default it is the mean over
+            the given tokens.
 
     Returns:
-        the weighted loss ``[R]``, masks after rejection (one per sample), and flat ``mis_*`` metrics.
+        The weighted loss ``[R]``, the masks after rejection (one per sample), and flat ``mis_*`` metrics.
     """
     config = MisConfig.from_args(args)
     lengths = [len(mask) for mask in loss_masks]
@@ -162,8 +161,8 @@ def compute_mis_weights(
     train = keep_where(mask, flatten(train_log_probs).detach())
     rollout = keep_where(mask, rollout)
     d = train - rollout
-    # Each rule only takes tokens away from this mask. The mean's divisor is made of the original one, so a rejected
-    # token counts as one with a loss of 0.
+    # Each rule only removes tokens from this mask. The divisor of the mean uses the original mask, so a rejected token
+    # counts as a token with a loss of 0.
     kept = mask
     metrics = _diagnostics(train, rollout, mask, lengths, reduce)
     if config.use_tis:
@@ -194,8 +193,11 @@ def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
 def _diagnostics(
     train: Tensor, rollout: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce
 ) -> dict[str, Tensor]:
-    """How far apart trainer and engine are: KL(rollout ‖ trainer) and chi²(trainer ‖ rollout), estimated on the
-    engine's own samples, and perplexities per sequence."""
+    """Return metrics of the difference between trainer and engine.
+
+    These are KL(rollout ‖ trainer) and chi²(trainer ‖ rollout), estimated on the engine's samples, and perplexities per
+    sequence.
+    """
     d = train - rollout
     token, sequence = (ratio_at(level, d, mask, lengths, reduce) for level in ("token", "sequence"))
     train_nll, rollout_nll = (-spread(sequence_means(x, mask, lengths, reduce), lengths) for x in (train, rollout))

@@ -1,9 +1,9 @@
-"""Correct for tokens that were sampled by an engine whose probabilities differ from the trainer's.
+"""Corrections for tokens that were sampled by an engine whose probabilities differ from those of the trainer.
 
-Both functions are built-in ``--custom-tis-function-path`` hooks. Such a hook is called with keywords:
-``args``, ``pg_loss`` (flat per token), ``train_log_probs``, ``rollout_log_probs``, ``loss_masks``,
-``total_lengths``, ``response_lengths`` (one entry per sample), and returns ``(pg_loss, loss_masks,
-metrics)`` with flat per-token metrics.
+Both functions are built-in ``--custom-tis-function-path`` hooks. Such a hook is called with the keyword arguments
+``args``, ``pg_loss`` (flat, per token), ``train_log_probs``, ``rollout_log_probs``, ``loss_masks``, ``total_lengths``
+and ``response_lengths`` (one entry per sample). It returns ``(pg_loss, loss_masks, metrics)``, where metrics are flat
+and per token.
 
 Sources: truncated importance sampling from Ionides (2008), for this mismatch in Yao et al., "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); IcePop from the Ring-1T
@@ -33,7 +33,7 @@ class Bounds(Protocol):
 
 
 def train_rollout_ratio(loss_masks: Parts, train_log_probs: Parts, rollout_log_probs: Parts) -> Tensor:
-    """exp(log π_train − log π_rollout) per token, flat and without gradient; 1 on masked tokens."""
+    """Return exp(log π_train − log π_rollout) per token, flat and without gradient; 1 for masked tokens."""
     difference = flatten(train_log_probs).detach() - flatten(rollout_log_probs).detach()
     return exp_ratio(keep_where(flatten(loss_masks), difference))
 
@@ -41,7 +41,7 @@ def train_rollout_ratio(loss_masks: Parts, train_log_probs: Parts, rollout_log_p
 def vanilla_tis_function(
     *, args: Bounds, pg_loss: Tensor, loss_masks: Parts, train_log_probs: Parts, rollout_log_probs: Parts, **_: object
 ) -> TisResult:
-    """Multiply the loss by the ratio, clamped to [``tis_clip_low``, ``tis_clip``]."""
+    """Multiply the loss by the ratio, which is clamped to [``tis_clip_low``, ``tis_clip``]."""
     ratio = train_rollout_ratio(loss_masks, train_log_probs, rollout_log_probs)
     weight = ratio.clamp(args.tis_clip_low, args.tis_clip)
     return pg_loss * weight, list(loss_masks), _metrics(ratio, weight)
@@ -50,7 +50,7 @@ def vanilla_tis_function(
 def icepop_function(
     *, args: Bounds, pg_loss: Tensor, loss_masks: Parts, train_log_probs: Parts, rollout_log_probs: Parts, **_: object
 ) -> TisResult:
-    """Multiply the loss by the ratio inside [``tis_clip_low``, ``tis_clip``], and by 0 outside."""
+    """Multiply the loss by the ratio if it is in [``tis_clip_low``, ``tis_clip``], and otherwise by 0."""
     ratio = train_rollout_ratio(loss_masks, train_log_probs, rollout_log_probs)
     inside = (ratio >= args.tis_clip_low) & (ratio <= args.tis_clip)
     weight = torch.where(inside, ratio, torch.zeros_like(ratio))

@@ -1,4 +1,4 @@
-"""Off-policy sequence masking: leave out bad answers that the policy has already moved away from.
+"""Off-policy sequence masking: mask responses with negative advantages that the policy has already moved away from.
 
 Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), section "Off-Policy Sequence Masking".
 """
@@ -23,13 +23,13 @@ def opsm_mask(
     lengths: Sequence[int],
     reduce: Reduce = IDENTITY,
 ) -> Tensor:
-    """0 for tokens with A < 0 in a sequence whose masked mean of log π_old − log π_θ exceeds ``delta``, else 1.
+    """Return 0 for tokens with A < 0 in a sequence whose masked mean of log π_old − log π_θ exceeds ``delta``, else 1.
 
-    All tensors flat ``[R]``; the result carries no gradient.
+    All tensors are flat ``[R]``. The result has no gradient.
     """
     difference = keep_where(mask, old_log_probs - log_probs).detach()
-    # The whole sequence is judged: its later tokens were sampled after the earlier ones, so a drift anywhere makes all
-    # of them off-policy.
+    # The mean is over the whole sequence: later tokens were sampled given the earlier ones, so a difference at any
+    # token makes the sequence off-policy.
     kl = spread(sequence_means(difference, mask, lengths, reduce), lengths)
     return 1 - ((advantages < 0) & (kl > delta)).to(difference.dtype)
 
@@ -47,10 +47,10 @@ def compute_opsm_mask(
     advantages: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """:func:`opsm_mask` on lists, one tensor over the whole response per sample, with ``args.opsm_delta``.
+    """Compute :func:`opsm_mask` with ``args.opsm_delta`` from lists with one tensor per sample, over whole responses.
 
     Returns:
-        mask and clipfrac (1 where masked), both flat.
+        The mask and clipfrac (1 for masked tokens), both flat.
     """
     keep = opsm_mask(
         args.opsm_delta,

@@ -1,4 +1,4 @@
-"""How a pure algorithm sums over ranks that it does not know of."""
+"""The interface with which algorithms sum over ranks, without depending on process groups."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Reduce(Protocol):
         """Sum over data- and context-parallel ranks, without gradient. Any shape."""
 
     def over_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over context-parallel ranks, with gradient (each rank gets its own share's)."""
+        """Sum over context-parallel ranks, with gradient. Each rank gets the gradient of its own part."""
 
 
 class Identity:
-    """One rank holds everything: sums are what they are."""
+    """The implementation for one rank, which has all data: sums over ranks change nothing."""
 
     def over_data(self, x: torch.Tensor) -> torch.Tensor:
         return x

@@ -1,8 +1,8 @@
-"""From a per-token tensor to this micro-batch's share of the step's scalar.
+"""Reduce a per-token tensor to the part of a micro-batch in the scalar of an optimizer step.
 
-A reducer gives a plain sum over rollouts or tokens; dividing it by the number of rollouts (or
-tokens) of the whole optimizer step makes a share, and the shares of all micro-batches and ranks add
-up to the step's value. So the value does not depend on how samples are packed and split.
+A reducer returns a plain sum over rollouts or tokens. Divided by the number of rollouts or tokens in the whole
+optimizer step, it is the part of the micro-batch. The parts of all micro-batches and ranks add up to the value of the
+step, which so does not depend on how samples are packed and divided.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Reducer: TypeAlias = "Callable[[Tensor], Tensor]"
-"""Per-token ``[R]`` → scalar. Values of masked tokens do not count, not even nan."""
+"""Reduces a per-token tensor ``[R]`` to a scalar. Masked tokens are ignored, even if their values are NaN."""
 
 
 def rollout_mean_reducer(mask: Tensor, rollout_mask_sums: Tensor, lengths: Sequence[int]) -> Reducer:
-    """Σ_i Σ_t m·x / max(mask sum of the whole rollout, 1): the sum over rollouts of each one's token mean.
+    """Return a reducer that computes the sum over rollouts of the mean over the tokens of each rollout.
+
+    The formula is Σ_i Σ_t m·x / max(mask sum of the whole rollout, 1).
 
     Args:
-        mask: ``[R]``; tokens rejected later are 0 here, while the divisor keeps counting them.
-        rollout_mask_sums: ``[n]``, per sample: mask sum over all samples of its rollout (fan-out siblings).
+        mask: ``[R]``. Rejected tokens are 0 here, but the divisor still counts them.
+        rollout_mask_sums: ``[n]``, for each sample the mask sum over all samples of its rollout.
     """
-    # The divisor is that of the whole rollout. A rollout that fanned out into several samples weighs as much as one
-    # that did not.
+    # The divisor is that of the whole rollout, so that a rollout with several samples has the same weight as a rollout
+    # with one.
     divisor = spread(rollout_mask_sums.clamp(min=1), lengths)
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype) / divisor.to(x.dtype)).sum()
 
 
 def token_sum_reducer(mask: Tensor) -> Reducer:
-    """Σ m·x, for ``--calculate-per-token-loss``."""
+    """Return a reducer that computes Σ m·x, for ``--calculate-per-token-loss``."""
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum()
 
 
 def constant_reducer(mask: Tensor, divisor: float) -> Reducer:
-    """Σ m·x / divisor, the same divisor for every response."""
+    """Return a reducer that computes Σ m·x / divisor, with the same divisor for every response."""
     return lambda x: (keep_where(mask, x) * mask.to(x.dtype)).sum() / divisor

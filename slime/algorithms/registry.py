@@ -1,7 +1,7 @@
-"""The built-in estimators, by their name in ``--advantage-estimator``.
+"""The built-in estimators, by their names in ``--advantage-estimator``.
 
-A new one is a file with its class and one line here. The choices of the flag, its checks, the post-processing of
-rewards, the training loop and the table in the documentation are made from the classes.
+A new estimator is a file with its class, and one line here. The choices of the flag, its checks, the post-processing of
+rewards, the training loop and the table in the documentation are derived from the classes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def documented_table() -> str:
-    """The table of estimators in docs/en/algorithms.md, in Markdown."""
+    """Return the table of estimators for docs/en/algorithms.md, in Markdown."""
     lines = ["| name | advantage of token t | policy loss | other flags | source |", "|---|---|---|---|---|"]
-    # vars(): a row that is inherited describes another estimator.
+    # With vars(), because an inherited row describes another estimator.
     lines += [f"| `{name}` | " + " | ".join(vars(one)["row"]) + " |" for name, one in ALGORITHMS.items()]
     return "\n".join(line.replace("|  |", "| |") for line in lines)

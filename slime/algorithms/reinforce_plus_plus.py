@@ -1,6 +1,6 @@
-"""REINFORCE++: discounted token rewards without a critic; whitening over the batch follows.
+"""REINFORCE++: discounted token rewards without a critic, which are whitened over the batch afterwards.
 
-Source: Hu et al., "REINFORCE++" (2025), and its baseline variant.
+Source: Hu et al., "REINFORCE++" (2025), and its variant with a baseline.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ def get_reinforce_plus_plus_returns(
     kl_coef: float,
     gamma: float,
 ) -> list[Tensor]:
-    """Σ_k γ^k · (reward of the k-th unmasked token from t on), where a token's reward is −kl_coef·kl_t, plus r_i on
-    the last unmasked token. Masked tokens (the output of a tool, say) are no actions: they are not discounted over,
-    and their returns are 0, as are those of a response with nothing unmasked (a removed sample).
+    """Return Σ_k γ^k · (reward of the k-th unmasked token from t on) for each token t.
 
-    All per-sample tensors are over whole responses, ``[response_length]``.
+    The reward of a token is −kl_coef·kl_t, to which r_i is added at the last unmasked token. Masked tokens (for example
+    the output of a tool) are not actions: they are not counted in the discount, and their returns are 0. All returns of
+    a response without unmasked tokens (a removed sample) are 0.
+
+    All tensors per sample are over whole responses, ``[response_length]``.
     """
     import torch
 
     token_rewards = []
     for reward, k, mask, length in zip(rewards, kl, loss_masks, response_lengths, strict=True):
         if len(k) != length:
-            raise ValueError(f"kl has {len(k)} tokens, the response {length}: REINFORCE++ needs whole responses")
+            raise ValueError(f"kl has {len(k)} tokens, but the response {length}: REINFORCE++ needs whole responses")
         token_reward = -kl_coef * k[mask.bool()]
         token_reward[-1:] += float(reward)
         token_rewards.append(token_reward)
@@ -51,7 +53,7 @@ def get_reinforce_plus_plus_returns(
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Sequence[float] | Tensor, kl: Sequence[Tensor], loss_masks: Sequence[Tensor], kl_coef: float
 ) -> list[Tensor]:
-    """R_i − kl_coef·kl_t, where R_i has the group's mean subtracted already. The KL of a masked token
+    """Return R_i − kl_coef·kl_t, where the mean of the group is already subtracted from R_i. The KL of a masked token
     counts as 0."""
     return [
         float(reward) - kl_coef * keep_where(mask, k) for reward, k, mask in zip(rewards, kl, loss_masks, strict=True)
@@ -59,7 +61,7 @@ def get_reinforce_plus_plus_baseline_advantages(
 
 
 class ReinforcePlusPlus(Algorithm):
-    """It trains on the reward as it is; the mean over the batch, which whitening subtracts, is the baseline."""
+    """REINFORCE++. There is no group baseline: whitening subtracts the mean over the batch, which is the baseline."""
 
     needs_group = False
     uses_kl_in_reward = True
@@ -89,7 +91,7 @@ class ReinforcePlusPlus(Algorithm):
 
 
 class ReinforcePlusPlusBaseline(Algorithm):
-    """REINFORCE++ with the group's mean as a baseline, without discounts."""
+    """REINFORCE++ with the mean of the group as the baseline, without discount."""
 
     uses_kl_in_reward = True
     requires = _NEEDS_WHITENING

@@ -1,4 +1,4 @@
-"""RLOO: each response's reward minus the mean reward of the other responses to the same prompt.
+"""RLOO: the advantage is the reward of a response minus the mean reward of the other responses to the same prompt.
 
 Source: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization" (2024), eq. 8.
 """
@@ -13,7 +13,7 @@ from .grpo import Grpo
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """r_i − Σ_{j≠i} r_j / (n − 1) = n / (n − 1) · (r_i − mean); 0 for a group of one, which has no baseline."""
+    """Return r_i − Σ_{j≠i} r_j / (n − 1) = n / (n − 1) · (r_i − mean), or 0 for a group of one."""
     n = len(rewards)
     return [d * n / (n - 1) for d in centred(rewards)] if n > 1 else [0.0] * n
 

@@ -1,8 +1,8 @@
-"""Sums and means over the sequences inside a flat token tensor.
+"""Sums and means over the sequences in a flat token tensor.
 
-Per-token tensors are flat, ``[R]``: the response tokens of all samples one after another;
-``lengths`` says how many belong to each. Under context parallelism a rank holds only its own share
-of every response (perhaps none), and ``reduce.over_sequence`` adds the shares up.
+Per-token tensors are flat, ``[R]``: the concatenated response tokens of all samples. ``lengths`` has the number of
+tokens of each sample. With context parallelism, a rank has only a part of every response, which may be empty, and
+``reduce.over_sequence`` sums over the parts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 IDENTITY: Reduce = Identity()
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ±20 before ``exp``: beyond that a ratio says nothing more, and an
-overflow to infinity would make the gradient ``0 * inf = nan`` even where a clip discards it."""
+"""Log-ratios are clamped to ±20 before ``exp``. A larger ratio has no more meaning, and an overflow to infinity would
+give the gradient ``0 * inf = nan`` even if a clip discards the value."""
 
 
 def sequence_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum of each sequence, ``[R] -> [n]``. In a fixed order, so the same on every run."""
+    """Return the sum of each sequence, ``[R] -> [n]``. The order of summation is fixed, so it is reproducible."""
     import torch
 
     if not lengths:
@@ -32,7 +32,7 @@ def sequence_sums(x: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def spread(per_sequence: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Give every token its sequence's value, ``[n] -> [R]``."""
+    """Return for every token the value of its sequence, ``[n] -> [R]``."""
     import torch
 
     repeats = torch.as_tensor(lengths, device=per_sequence.device, dtype=torch.int64)
@@ -40,48 +40,48 @@ def spread(per_sequence: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def sequence_means(x: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY) -> Tensor:
-    """Mean of each whole sequence over its unmasked tokens, ``[R] -> [n]``; 0 where nothing is unmasked."""
+    """Return the mean of each whole sequence over its unmasked tokens, ``[R] -> [n]``; 0 if all are masked."""
     weight = mask.to(x.dtype)
     total = reduce.over_sequence(sequence_sums(x * weight, lengths))
-    # With context parallelism a rank holds some tokens of a response. Sum and count are joined before the division; a
-    # mean of the shares' means would weigh them wrongly.
+    # With context parallelism, a rank has some tokens of a response. Sum and count are reduced before the division,
+    # because a mean of means would give wrong weights to parts of different lengths.
     count = reduce.over_sequence(sequence_sums(weight, lengths))
     return total / count.clamp(min=1)
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """``exp`` of a log-ratio, clamped to ±:data:`MAX_LOG_RATIO` first."""
+    """Return ``exp`` of a log-ratio after a clamp to ±:data:`MAX_LOG_RATIO`."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def keep_where(mask: Tensor, x: Tensor) -> Tensor:
-    """``x`` where the mask is on, exactly 0 elsewhere, also where ``x`` is nan or infinite there.
+    """Return ``x`` where the mask is not 0, and exactly 0 elsewhere, even if ``x`` is NaN or infinite there.
 
-    ``x * mask`` would keep a nan, in the value and in the gradient.
+    ``x * mask`` would keep a NaN, in the value and in the gradient.
     """
     return x.where(mask.bool(), x.new_zeros(()))
 
 
 def put_where(mask: Tensor, x: Tensor) -> Tensor:
-    """The inverse of ``whole[mask]``: ``x`` (as many as the mask has ones) where the mask is on, 0 elsewhere."""
+    """Return a tensor with ``x`` where the mask is not 0, and 0 elsewhere: the inverse of ``whole[mask]``."""
     whole = x.new_zeros(len(mask))
     whole[mask.bool()] = x
     return whole
 
 
 def flatten(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate per-sample tensors; an empty list gives an empty float tensor."""
+    """Concatenate the tensors of samples. An empty list gives an empty float tensor."""
     import torch
 
     return torch.cat(list(parts)) if parts else torch.zeros(0)
 
 
 def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
-    """Discounted sums from each position to the end: ``y_t = x_t + factor * y_{t+1}``, ``[B, T] -> [B, T]``.
+    """Return discounted sums from each position to the end: ``y_t = x_t + factor * y_{t+1}``, ``[B, T] -> [B, T]``.
 
-    Computed in chunks: inside a chunk by one product with a triangular matrix of powers, between
-    chunks by carrying ``y`` of the next chunk's first position. ``T / chunk_size`` sequential steps
-    instead of ``T``, and equal to the serial recurrence up to rounding.
+    They are computed in chunks: within a chunk by a product with a triangular matrix of powers, and between chunks with
+    ``y`` at the first position of the next chunk. This takes ``T / chunk_size`` sequential steps instead of ``T``, and
+    is equal to the serial recurrence up to rounding.
     """
     import torch
 
@@ -92,11 +92,11 @@ def scan_from_end(x: Tensor, factor: float, chunk_size: int = 128) -> Tensor:
     padded = torch.nn.functional.pad(x, (0, chunks * chunk_size - length)).view(batch, chunks, chunk_size)
     position = torch.arange(chunk_size, device=x.device)
     distance = position[:, None] - position[None, :]
-    # As a matrix product the scan runs on the accelerator in T / chunk_size steps. Powers of the factor stay harmless
-    # inside a chunk, where a closed form over the whole length would overflow.
+    # A closed form over the whole length would need powers of the factor that overflow. Within a chunk the powers are
+    # small enough.
     kernel = torch.tril(factor ** distance.clamp(min=0).to(x.dtype))  # [source, target], source >= target
     sums = padded @ kernel
-    reach = factor ** (chunk_size - position).to(x.dtype)  # from a position to the next chunk's first
+    reach = factor ** (chunk_size - position).to(x.dtype)  # discount from a position to the start of the next chunk
     carry = x.new_zeros(batch, 1)
     out = []
     for chunk in sums.unbind(1)[::-1]:

@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def compute_sft_loss(log_probs: Tensor) -> Tensor:
-    """−log π per token; the reduction applies the mask (only the assistant's turns)."""
+    """Return −log π per token. The reduction applies the mask, which selects the turns of the assistant."""
     return -log_probs

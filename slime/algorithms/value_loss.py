@@ -1,6 +1,6 @@
 """The critic's clipped regression loss.
 
-Source: the value clipping of OpenAI's baselines, as analysed in Engstrom et al., "Implementation
+Source: the value clipping of OpenAI's baselines, as analyzed in Engstrom et al., "Implementation
 Matters in Deep Policy Gradients" (2020).
 """
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def compute_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, value_clip: float) -> tuple[Tensor, Tensor]:
-    """Per token: max((V − ret)², (V_old + clip(V − V_old, ±value_clip) − ret)²), without a factor ½.
+    """Compute max((V − ret)², (V_old + clip(V − V_old, ±value_clip) − ret)²) per token, without a factor ½.
 
     Returns:
-        loss and clipfrac (1 where the clipped term is larger), both of the shape of ``values``.
+        The loss and clipfrac (1 where the clipped term is larger), both with the shape of ``values``.
     """
     clipped = old_values + (values - old_values).clamp(-value_clip, value_clip)
     plain_error = (values - returns).square()
