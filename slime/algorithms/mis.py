@@ -113,7 +113,7 @@ def ratio_at(level: Level, d: Tensor, mask: Tensor, lengths: Sequence[int], redu
 def importance_weights(
     config: MisConfig, d: Tensor, mask: Tensor, lengths: Sequence[int], reduce: Reduce = IDENTITY
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weight before batch normalization, the mask after ``tis_mode`` as floats, and the ratio, all ``[R]``."""
+    """Return weight before batch normalization, mask after ``tis_mode`` (floats), and ratio, all ``[R]``."""
     ratio = ratio_at(config.tis_level, d, mask, lengths, reduce)
     if config.tis_mode == "truncate":
         return ratio.clamp(max=config.tis_upper), mask, ratio

@@ -1,1 +1,1 @@
-"""Training backends behind one small interface, and the loss path that they share."""
+"""Training backends with one small interface, and the loss path that they share."""

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """What :func:`compute_advantages` does beside the estimator's own formula."""
+    """What :func:`compute_advantages` does in addition to the formula of the estimator."""
 
     enabled: bool
     """False with ``--disable-compute-advantages-and-returns``."""
@@ -40,10 +40,10 @@ class AdvantageSettings:
     """``--opd-kl-coef``; None without ``--use-opd``."""
     normalize: bool
     weights_to_average: MisConfig | None
-    """Where the loss divides importance weights by their mean over the rollout (``tis_batch_normalize``): how these
-    weights are computed."""
+    """How importance weights are computed, if the loss divides them by their mean over the rollout
+    (``tis_batch_normalize``); otherwise None."""
     args: Args
-    """Only for the user's function."""
+    """For the custom function only."""
 
     @classmethod
     def from_args(cls, args: Args) -> AdvantageSettings:
@@ -63,28 +63,30 @@ class AdvantageSettings:
         )
 
     def for_critic(self) -> AdvantageSettings:
-        """The critic's returns are of rewards only: it has no log-probs to penalise, to compare with a teacher's or to
-        hand to a user's function, and whitening is for the actor's advantages."""
+        """Return the settings for the critic.
+
+        Its returns depend on rewards only. It has no log-probs for a KL penalty, a teacher or a custom function, and
+        whitening is for the advantages of the actor.
+        """
         return replace(self, custom=None, kl_coef=0.0, distillation_coef=None, normalize=False, weights_to_average=None)
 
 
 def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Reduce) -> None:
     """Set ``advantages``, ``returns`` and ``kl`` (per sample ``[response_length]``) in the batch.
 
-    In this order: KL to the reference (0 when ``--kl-coef`` is 0); the estimator, or the user's function; the
-    distillation term (sets ``opd_reverse_kl``); whitening; and the mean importance weight
-    (``mis_weight_mean``) where the loss will divide by it.
+    The steps are, in this order: the KL to the reference (0 if ``--kl-coef`` is 0); the estimator or the custom
+    function; the distillation term, which also sets ``opd_reverse_kl``; whitening; and the mean importance weight
+    (``mis_weight_mean``) if the loss divides by it.
 
-    Log-probs that were not recomputed (``old_log_probs`` absent: the loss takes the current ones) are fine
-    unless one of these steps needs them.
+    ``old_log_probs`` may be absent unless one of these steps needs them. The loss then uses the current log-probs.
 
     Args:
-        batch: a rank batch (``slime.data.fields``) over *whole* responses: a context-parallel
-            backend gathers them first.
-        reduce: ``over_data`` must count each of those responses once.
+        batch: A rank batch (``slime.data.fields``) over *whole* responses. A context-parallel backend gathers them
+            first.
+        reduce: Its ``over_data`` must count each of these responses once.
 
     Raises:
-        ValueError: an entry that the flags call for is missing; the message names both.
+        ValueError: An entry that the flags need is missing. The message names both.
     """
     if not settings.enabled:
         return
@@ -98,14 +100,14 @@ def compute_advantages(settings: AdvantageSettings, batch: RankBatch, reduce: Re
     if settings.distillation_coef is not None:
         _add_distillation(settings, settings.distillation_coef, batch)
     if settings.normalize:
-        # After the distillation term: whitening is to scale what the loss will see.
+        # Whitening comes after the distillation term, because it must scale the advantages that the loss uses.
         batch["advantages"] = normalize_advantages(batch["advantages"], batch["loss_masks"], reduce)
     if settings.weights_to_average is not None:
         batch["mis_weight_mean"] = _mean_weight(settings.weights_to_average, batch, reduce)
 
 
 def _policy_log_probs(settings: AdvantageSettings, batch: RankBatch) -> list[Tensor] | None:
-    """log π_old as training will use it: the engine's, the recomputed ones, or None (the current ones)."""
+    """Return log π_old as the loss uses it: from the engine, recomputed, or None for the current log-probs."""
     if settings.use_rollout_logprobs and batch.get("rollout_log_probs") is not None:
         return batch["rollout_log_probs"]
     return batch.get("old_log_probs")
@@ -141,8 +143,8 @@ def _add_distillation(settings: AdvantageSettings, coefficient: float, batch: Ra
 
 
 def _mean_weight(config: MisConfig, batch: RankBatch, reduce: Reduce) -> float:
-    # The mean is taken over the whole rollout, once: a mean per micro-batch would make the loss depend on how samples
-    # are packed.
+    # The mean is computed once, over the whole rollout. With a mean per micro-batch, the loss would depend on how
+    # samples are packed.
     train = flatten(_require(batch.get("old_log_probs"), "old_log_probs", "tis_batch_normalize"))
     rollout = flatten(_require(batch.get("rollout_log_probs"), "rollout_log_probs", "tis_batch_normalize"))
     mask = flatten(batch["loss_masks"])

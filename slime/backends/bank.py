@@ -1,4 +1,4 @@
-"""Further copies of the weights (reference, teacher, old actor), swapped into the model to be used."""
+"""Copies of the weights (reference, teacher, old actor), which are swapped into the model when they are used."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from slime.config.args import Args
 logger = logging.getLogger(__name__)
 LIVE = "actor"
 DEVICE_SHARE = 1 / 8
-"""Copies stay on the accelerator when they take at most this share of the memory that is free once model and
-optimizer are built: activations and gradients need the rest."""
+"""Copies stay on the accelerator if they need at most this part of the memory that is free after model and optimizer
+are built. Activations and gradients need the rest."""
 
 
 class WeightBank:
-    """Copies of a model's parameters by tag, each this rank's shard only. ``"actor"`` is what the model holds.
+    """Copies of a model's parameters by tag. Each copy has only the shard of this rank.
 
-    How a copy gets into the model is decided once, by where the copies are:
+    The weights in the model have the tag ``"actor"``. The place of the copies determines how they get into the model:
 
     - On the CPU without sharding, pointers are exchanged.
-    - On the accelerator (``on_device``), copies have the model's dtype and are exchanged with it tensor by tensor.
-    - In CPU memory, pinned for CUDA, copies have ``dtype``. While one is in use, the actor's weights wait in an arena
-      that all copies share. Only the actor is written back: copies do not change by being used.
+    - On the accelerator (``on_device``), copies have the dtype of the model and are exchanged with it tensor by tensor.
+    - In CPU memory, which is pinned for CUDA, copies have ``dtype``. While a copy is in use, the actor's weights are
+      kept in an arena that all copies share. Only the actor is written back, because copies do not change while in use.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class WeightBank:
     ) -> None:
         """
         Args:
-            may_swap_pointers: False where someone else points into these tensors' memory.
-            dtype: of the floating-point tensors of copies in CPU memory; None for the model's own. That which
-                computes loses nothing, for the forward pass casts to it anyway.
-            arena: memory for the actor's weights while a copy is in use; may be that which the trainer sleeps in.
-                None for one of its own.
+            may_swap_pointers: False if other objects have pointers to the memory of these tensors.
+            dtype: The dtype of floating-point tensors of copies in CPU memory; None for that of the model. The dtype of
+                the forward pass loses nothing, because the forward pass casts to it anyway.
+            arena: Memory for the actor's weights while a copy is in use. It may be the memory to which the trainer is
+                offloaded. With None, the bank allocates its own.
         """
         self.named = named
         self.copies: dict[str, list[Tensor]] = {}
         self.moving: set[str] = set()
-        """Tags of the copies that change during a run, and so belong in its snapshots."""
+        """The tags of the copies that change during a run, so that snapshots must contain them."""
         unsharded = all(not isinstance(p, DTensor) and p.device.type == "cpu" for _, p in named)
         self._pointers = may_swap_pointers and unsharded
         self._on_device = on_device and not self._pointers
@@ -75,7 +75,7 @@ class WeightBank:
         return self.copies[tag]
 
     def _room(self, tag: str) -> list[Tensor]:
-        """The tensors of a copy, made if there are none yet."""
+        """Return the tensors of a copy, which are allocated at the first call."""
         if tag not in self.copies:
             live = self._live()
             on_device = self._pointers or self._on_device
@@ -87,7 +87,7 @@ class WeightBank:
         """Make ``target`` equal to ``source``.
 
         Raises:
-            KeyError: there is no such copy.
+            KeyError: There is no such copy.
         """
         tensors = self._require(source)
         for mine, theirs in zip(self._live() if target == LIVE else self._room(target), tensors, strict=True):
@@ -96,15 +96,16 @@ class WeightBank:
 
     @torch.no_grad()
     def add(self, tag: str, full: dict[str, Tensor], fetch: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """A copy from whole tensors, by the same names.
+        """Make a copy from whole tensors.
 
         Args:
-            full: by name; may be on the ``meta`` device where ``fetch`` gets the values from another rank.
-            fetch: gives the values of one tensor of ``full``, whole. Called in the order of the model's parameters on
+            full: The tensors by the names of the parameters. They may be on the ``meta`` device if ``fetch`` gets the
+                values from another rank.
+            fetch: Returns the values of one tensor of ``full``. It is called in the order of the model's parameters, on
                 all ranks together.
 
         Raises:
-            ValueError: other names or shapes than the trained model's.
+            ValueError: Names or shapes differ from those of the trained model.
         """
         for name, p in self.named:
             if name not in full or full[name].shape != p.shape:
@@ -116,7 +117,7 @@ class WeightBank:
 
     @contextmanager
     def using(self, tag: str) -> Iterator[None]:
-        """Have the model hold another copy for a while. What is written to the model meanwhile may be lost: see
+        """Put another copy into the model within the context. Changes of the model within it may be lost; see
         :meth:`filling`."""
         if tag == LIVE:
             yield
@@ -137,8 +138,8 @@ class WeightBank:
 
     @contextmanager
     def filling(self, tag: str) -> Iterator[None]:
-        """What is written to the model inside becomes the copy ``tag``, which is made if there is none; afterwards the
-        model holds the actor's weights again."""
+        """Make the weights that are written to the model within the context the copy ``tag``. Afterwards the model has
+        the actor's weights again."""
         if self._pointers or self._on_device:
             self.copy(LIVE, tag)
             with self.using(tag):
@@ -155,15 +156,15 @@ class WeightBank:
                 p.data, copies[i] = copies[i], p.data
             else:
                 mine = local(p.detach())
-                # One tensor at a time, so that an exchange takes the memory of the largest tensor and not of a whole
-                # copy.
+                # One tensor at a time, so that an exchange needs memory for the largest tensor only, and not for a
+                # whole copy.
                 before = mine.clone()
                 mine.copy_(copies[i])
                 copies[i].copy_(before)
 
     @contextmanager
     def _actor_aside(self) -> Iterator[None]:
-        """Keep the model's tensors in the arena meanwhile."""
+        """Keep the tensors of the model in the arena within the context."""
         live = [_bytes(tensor) for tensor in self._live()]
         if self._arena is None:
             self._arena = HostArena(pinned=any(tensor.is_cuda for tensor in live))
@@ -185,12 +186,12 @@ class WeightBank:
             _synchronize(self.named)
 
     def tensors(self, tag: str) -> dict[str, Tensor]:
-        """This rank's part of a copy by the parameters' names, in the copy's own memory."""
+        """Return this rank's shards of a copy by parameter name. They are not copied."""
         return {name: tensor for (name, _), tensor in zip(self.named, self._require(tag), strict=True)}
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Cast on the accelerator, so that one asynchronous transfer in the narrower dtype is all that crosses the bus."""
+    """Copy with a cast on the accelerator, so that the only transfer is asynchronous and in the narrower dtype."""
     if target.is_cuda and not source.is_cuda:
         source = source.to(target.device, non_blocking=True)
     elif source.is_cuda and not target.is_cuda:
@@ -208,7 +209,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def shard_of(full: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of ``full``, split as ``like`` is."""
+    """Return this rank's shard of ``full``, which is sharded like ``like``."""
     if not isinstance(like, DTensor):
         return full
     for axis, (offset, size) in enumerate(zip(*shard_box(like), strict=True)):
@@ -217,25 +218,25 @@ def shard_of(full: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_box(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of this rank's part in the whole tensor."""
+    """Return offsets and sizes of this rank's shard in the whole tensor."""
     sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(offsets), tuple(sizes)
 
 
 @dataclass(frozen=True)
 class CopySettings:
-    """Which copies of the weights an actor holds, and where they come from."""
+    """The copies of the weights that an actor has, and where they are loaded from."""
 
     ref: bool
     ref_load: str | None
-    """None: the weights that training starts from."""
+    """None for the weights with which training starts."""
     ref_moves: bool
-    """The reference is refreshed during the run (``--ref-update-interval``)."""
+    """Whether the reference is refreshed during the run (``--ref-update-interval``)."""
     teacher_load: str | None
-    """None: the trainer holds no teacher."""
+    """None if the trainer has no teacher."""
     old_actor: bool
     shares_device: bool
-    """Engines use the same accelerator."""
+    """Whether engines use the same accelerator."""
 
     @classmethod
     def from_args(cls, args: Args) -> CopySettings:
@@ -253,14 +254,15 @@ class CopySettings:
 def keeps_copies_on_device(
     settings: CopySettings, named: Sequence[tuple[str, Tensor]], free_bytes: int | None = None
 ) -> bool:
-    """Whether the copies that the flags ask for stay on the accelerator; the trainer's log says so. A collective: the
-    ranks may have different amounts of free memory, and all of them keep their copies in the same place.
+    """Return whether the copies stay on the accelerator, and log it.
 
-    Not where the trainer shares the accelerator with engines, which need that memory.
+    This is a collective operation, because the ranks may have different amounts of free memory but must all keep their
+    copies in the same place. Copies never stay on an accelerator that the trainer shares with engines, which need the
+    memory.
 
     Args:
-        named: parameters of the model; its optimizer has been built.
-        free_bytes: on the accelerator; measured by default.
+        named: The parameters of the model. Its optimizer must exist already.
+        free_bytes: The free memory of the accelerator; measured by default.
     """
     count = settings.ref + (settings.teacher_load is not None) + 2 * settings.old_actor
     if not count or settings.shares_device:
@@ -281,10 +283,10 @@ def keeps_copies_on_device(
 
 
 def load_copies(settings: CopySettings, bank: WeightBank, initial: str, load: Callable[[str, str], None]) -> None:
-    """Make the copies that the flags ask for, beside the weights that training starts from.
+    """Make the copies that the flags require.
 
     Args:
-        initial: where the live weights come from; a reference from the same place is copied, not read again.
+        initial: The path of the weights in the model. A reference with the same path is copied and not read again.
         load: ``load(tag, path)`` reads the weights at ``path`` into the copy ``tag``.
     """
     if settings.ref:

@@ -20,7 +20,7 @@ Metrics = dict[str, float]
 
 
 class TrainBackend(Protocol):
-    """One rank of a training job. Every method is called on all ranks together."""
+    """One rank of a training job. All ranks must call every method together."""
 
     role: str
     """``actor`` or ``critic``."""
@@ -30,64 +30,83 @@ class TrainBackend(Protocol):
     data_parallel_rank: int
     data_parallel_size: int
     reduce: DataParallelReduce
-    """Sums over the ranks that hold other samples."""
+    """Sums over the ranks that have other samples."""
     needs: TrainNeeds
-    """Which forward passes the flags need."""
+    """The forward passes that the flags need."""
     saving: BackgroundSave | None
-    """A save of ``--async-save`` that is not finished; whoever finishes it sets this to None."""
+    """A save of ``--async-save`` that is not finished. The caller that finishes it sets this to None."""
 
     @property
     def moving_copies(self) -> set[str]:
-        """Copies of the weights that change during a run, and so belong in its snapshots."""
+        """Return the tags of the copies that change during a run, so that snapshots must contain them."""
 
     def log_probs(
         self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
     ) -> dict[str, list[torch.Tensor]]:
-        """Forward only. Returns ``{"log_probs": [...]}`` and, if asked, ``"entropy"``: float32
-        ``[response_length]`` per sample, on the CPU. ``temperature`` divides the logits; default
-        ``--rollout-temperature``."""
+        """Compute log-probs in a forward pass.
+
+        Args:
+            temperature: The logits are divided by it; ``--rollout-temperature`` by default.
+
+        Returns:
+            ``{"log_probs": [...]}`` and, if requested, ``"entropy"``: float32 ``[response_length]`` per sample, on the
+            CPU.
+        """
 
     def values(self, batch: RankBatch) -> list[torch.Tensor]:
-        """Critic only: float32 ``[response_length]`` per sample, on the CPU."""
+        """Compute values in a forward pass of the critic: float32 ``[response_length]`` per sample, on the CPU."""
 
     def train_step(self, batch: RankBatch, step: int) -> Metrics:
-        """Forward, backward and optimizer for optimizer step ``step`` of this batch.
-        Metrics are the same on every rank. Raises on a non-finite loss or gradient norm."""
+        """Run forward, backward and optimizer for optimizer step ``step`` of this batch.
+
+        The metrics are the same on every rank. A loss or gradient norm that is not finite is an error.
+        """
 
     def rehearse(self, tokens: int) -> None:
-        """Forward and backward of micro-batches of ``tokens`` tokens on each GPU, which leave no trace: what they take
-        of memory is what a training step of such micro-batches takes."""
+        """Run forward and backward of micro-batches with ``tokens`` tokens on each GPU, without changing any state.
+
+        They need as much memory as a training step with such micro-batches.
+        """
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """HF-named full tensors in checkpoint order; a collective: every rank must exhaust it."""
+        """Yield full tensors with Hugging Face names, in the order of the checkpoint.
+
+        This is a collective operation: every rank must exhaust the iterator.
+        """
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
         """Refresh the reference or old actor from another copy."""
 
     def reset_optimizer(self) -> None:
-        """Forget the optimizer's moments (``--reset-optimizer-states``)."""
+        """Reset the moments of the optimizer (``--reset-optimizer-states``)."""
 
     def take_save_memory(self) -> None:
-        """Get the memory that ``--async-save`` copies into, on a thread, once; after the first step, which makes the
-        optimizer's state."""
+        """Allocate the memory for the copies of ``--async-save`` on a thread. Only the first call does this.
+
+        It must be called after the first step, which creates the optimizer state.
+        """
 
     def save(self, path: Path) -> list[FileEntry]:
-        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``; returns its files. With
-        ``--async-save`` only copies are made at once; :attr:`saving` is what is still to be written."""
+        """Write this rank's shard of model, optimizer, scheduler and RNG below ``path``, and return its files.
+
+        With ``--async-save`` only copies are made here; :attr:`saving` is then the save in the background.
+        """
 
     def save_hf(self, path: Path) -> None:
-        """Write the weights below ``path`` in Hugging Face's format; a collective."""
+        """Write the weights below ``path`` in Hugging Face format. This is a collective operation."""
 
     def load(self, path: Path) -> None:
-        """Read what :meth:`save` wrote, also by another number of ranks."""
+        """Load what :meth:`save` wrote, possibly with another number of ranks."""
 
     def clear_memory(self) -> None:
-        """Free gradients and the accelerator memory that the allocator keeps for the next step."""
+        """Free gradients and the cached accelerator memory of the allocator."""
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give accelerator memory back (copies to pinned CPU memory); a no-op on the CPU.
+        """Release accelerator memory by moving tensors to pinned CPU memory. On the CPU this does nothing.
 
-        ``keep_weights``: optimizer state and gradients only, so that :meth:`named_weights` still works; a second call
-        without it gives the rest back."""
+        Args:
+            keep_weights: Release only optimizer state and gradients, so that :meth:`named_weights` still works. A
+                second call without it releases the rest.
+        """
 
     def wake(self) -> None: ...

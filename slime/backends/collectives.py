@@ -15,18 +15,18 @@ from slime.models.context_parallel import sum_over
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; a plain tensor as it is."""
+    """Return this rank's shard of a sharded tensor. A plain tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
 class DataParallelReduce:
-    """``slime.algorithms.reduce.Reduce`` where every data-parallel rank holds whole samples.
+    """The implementation of ``slime.algorithms.reduce.Reduce`` for process groups.
 
     Args:
-        world_size: ranks of ``group``.
-        group: ranks that hold other samples; None for all.
-        sequence_group: ranks that hold other tokens of the same samples; None when there are none.
+        world_size: The number of ranks in ``group``.
+        group: The ranks that have other samples; None for all ranks.
+        sequence_group: The ranks that have other tokens of the same samples; None if there are none.
     """
 
     world_size: int
@@ -45,11 +45,11 @@ class DataParallelReduce:
         return x if self.sequence_group is None else sum_over(x, self.sequence_group)
 
     def maximum(self, values: list[float]) -> list[float]:
-        """Element-wise over ranks."""
+        """Return the element-wise maximum over ranks."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def total(self, values: list[float]) -> list[float]:
-        """Element-wise sum over ranks, in float64."""
+        """Return the element-wise sum over ranks, in float64."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def _reduced(self, values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -60,26 +60,26 @@ class DataParallelReduce:
         return packed.tolist()
 
     def each(self, value: float) -> list[float]:
-        """The value of every rank, by rank."""
+        """Return the values of all ranks, in the order of ranks."""
         if self.world_size == 1:
             return [value]
-        # A gather, since a sum over a row that is 0 but for one place would turn a neighbour's inf into nan.
+        # A gather, and not a sum of rows that are 0 except at one place: that could turn an inf of another rank into NaN.
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(gathered, mine, group=self.group)
         return [float(x) for x in gathered]
 
     def metrics(self, shares: dict[str, float], same_names: bool) -> dict[str, float]:
-        """Shares summed over ranks, ``*_max`` by maximum.
+        """Sum the parts of metrics over ranks; ``*_max`` are combined by maximum.
 
         Args:
-            same_names: all ranks have the same metrics; otherwise (a rank without samples) names are
+            same_names: Whether all ranks have the same metrics. Otherwise (with a rank without samples) the names are
                 exchanged first.
         """
         if self.world_size == 1:
             return shares
-        # All ranks must add the same metric in the same place of the collective, whatever the order in which they met
-        # them.
+        # Every metric must have the same place in the collective on all ranks, which may have added them in different
+        # orders.
         names = sorted(shares)
         if not same_names:
             everyones: list[list[str] | None] = [None] * self.world_size

@@ -21,27 +21,27 @@ LOOPBACK = "lo"
 def create_backend(
     args: Args, role: str, rank: int, world_size: int, master_addr: str, master_port: int, local_rank: int = 0
 ) -> TrainBackend:
-    """Join the process group (gloo on the CPU; NCCL for CUDA tensors on CUDA) and build the backend.
+    """Join the process group (gloo for CPU tensors, NCCL for CUDA tensors) and build the backend.
 
     Args:
         role: ``actor`` or ``critic``.
-        local_rank: index of this rank's accelerator among those it can see.
+        local_rank: The index of this rank's accelerator among those that it can see.
 
     Raises:
-        ValueError: unknown backend, role or advantage estimator.
+        ValueError: The backend, role or advantage estimator is unknown.
     """
     if role not in ("actor", "critic"):
         raise ValueError(f"role must be actor or critic, not {role!r}")
     if args.train_backend not in ("fsdp", "megatron"):
         raise ValueError(f"--train-backend {args.train_backend!r} is neither fsdp nor megatron")
-    if args.train_backend == "megatron":  # else its communication does not run beside its products
+    if args.train_backend == "megatron":  # otherwise its communication does not overlap with its matrix products
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
 
     from slime.config.algorithm import algorithm_class
     from slime.models.cpu_memory import bound_kernel_caches, keep_freed_memory
 
-    algorithm_class(args.advantage_estimator)  # raises before the first rollout is made
+    algorithm_class(args.advantage_estimator)  # raises an error for an unknown one before the first rollout
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -54,8 +54,8 @@ def create_backend(
     if args.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     _init_process_group(args, rank, world_size, master_addr, master_port, device)
-    # Every rank draws other numbers, the same ones in each run. Whatever must be equal on all ranks (a value head) has
-    # a seed of its own.
+    # Every rank has different random numbers, which are the same in each run. What must be equal on all ranks (a value
+    # head) has its own seed.
     torch.manual_seed(args.seed + rank)
     if args.train_backend == "megatron":
         from slime.backends.megatron.core import prepare, require_cuda
@@ -78,13 +78,13 @@ def _init_process_group(
     if dist.is_initialized():
         return
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))  # FSDP's device mesh reads them
-    # NCCL reads it once per process; the engines' NCCL, which weights are broadcast to, has the same.
+    # NCCL reads this once per process. It must be the same on the engines, to which weights are broadcast.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if _is_loopback(master_addr) and os.path.isdir(f"/sys/class/net/{LOOPBACK}"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else gloo listens on what the host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # by default gloo listens on the address of the host name
     if world_size > 1:
-        # Otherwise every gloo group connects each of its ranks to all others when it is made: 1,000 ranks have 499,500
-        # connections, and as many again for --async-save. A ring or a tree needs a few for each rank.
+        # Otherwise every gloo group connects each of its ranks to all others when it is created: 1,000 ranks have
+        # 499,500 connections, and as many again for --async-save. A ring or a tree needs only a few per rank.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(
@@ -98,16 +98,16 @@ def _init_process_group(
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host name (torchrun gives one) or an address names this machine alone."""
+    """Return whether a host name (torchrun gives one) or an address is that of the loopback interface."""
     addresses = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
     return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def _store(rank: int, world_size: int, address: str, port: int, timeout: timedelta) -> Store:
-    """The key-value store through which the ranks find each other.
+    """Return the key-value store for the rendezvous of the ranks.
 
-    It has no authentication, so rank 0 listens on ``address`` only (``init_method="tcp://…"`` would listen on all
-    interfaces), and a single rank needs no server at all. Under torchrun its agent serves the store already.
+    The store has no authentication. So rank 0 listens on ``address`` only (``init_method="tcp://…"`` would listen on
+    all interfaces), and a single rank starts no server. Under torchrun, its agent serves the store already.
     """
     from torch.distributed import HashStore, TCPStore
 

@@ -1,11 +1,11 @@
-"""The one loss path of all training backends.
+"""The loss that all training backends use.
 
-A loss is a sum of named parts; each part is a coefficient times a per-token tensor, reduced to a
-scalar. The result, and every metric, is this micro-batch's *share*: the plain sum of the shares over
-all micro-batches and ranks of an optimizer step is the step's value, and so is the gradient's. The
-exception are metrics whose name ends in ``_max``: reduce those by maximum.
+A loss is a sum of named parts. Each part is a coefficient times a per-token tensor, reduced to a scalar. The loss and
+every metric are *shares* of the micro-batch: their plain sum over all micro-batches and ranks of an optimizer step is
+the value for the step, and the same holds for the gradient. The exceptions are metrics whose names end with ``_max``,
+which are combined by maximum.
 
-Default ("per-rollout mean"): Σ_i Σ_t m·x / max(mask sum of the whole rollout, 1) / num_rollouts.
+Default (mean per rollout): Σ_i Σ_t m·x / max(mask sum of the whole rollout, 1) / num_rollouts.
 ``--calculate-per-token-loss``: Σ m·x / num_tokens.
 """
 
@@ -32,22 +32,23 @@ Metrics = dict[str, Tensor]
 T = TypeVar("T")
 
 WEIGHT = "/weight"
-"""``name`` is a mean over the tokens of one kind: once summed over micro-batches and ranks, divide it by this."""
+"""The suffix of the weight of a metric ``name`` that is a mean over the tokens of one kind. After the sum over
+micro-batches and ranks, the metric is divided by its weight."""
 
 LOSS_METRICS = ("loss", "pg_loss", "pg_clipfrac", "value_loss", "value_clipfrac")
-"""To these, a sample left out because its advantages are 0 contributes 0. All others are diagnostics: the KL too,
-since samples are left out only where its coefficient is 0."""
+"""The metrics to which a sample that is skipped because its advantages are 0 contributes 0. All others are diagnostics.
+The KL is one too, because samples are skipped only if its coefficient is 0."""
 
 
 class LossSum(NamedTuple):
-    """Sums over rollouts (or tokens) of the micro-batch, before the division by the step's count."""
+    """Sums over the rollouts (or tokens) of the micro-batch, before the division by the count of the step."""
 
     loss: Tensor
     metrics: Metrics
 
 
 class Part(NamedTuple):
-    """``coefficient * value`` is one term of the loss; the metric shows ``value``."""
+    """One term of the loss, which is ``coefficient * value``. Its metric is ``value``."""
 
     coefficient: float
     value: Tensor
@@ -56,38 +57,39 @@ class Part(NamedTuple):
 def compute_loss(
     settings: LossSettings, tokens: TokenBatch, *, num_rollouts: float, num_tokens: float, reduce: Reduce = IDENTITY
 ) -> tuple[Tensor, Metrics]:
-    """This micro-batch's share of the step's loss and metrics.
+    """Compute the share of a micro-batch in the loss and metrics of the step.
 
     Args:
-        settings: ``loss_type`` selects the loss, except that values in the batch (the critic) mean the value loss.
-        num_rollouts: rollouts in the whole step over all ranks (``global_batch_sizes[step]``).
-        num_tokens: the step's Σ max(mask sum, 1) over all ranks (``global_token_counts[step]``).
-        reduce: its ``over_sequence`` joins the shares of a context-parallel group. ``over_data`` is
-            not used: ranks may have different micro-batches.
+        settings: Its ``loss_type`` selects the loss. If the batch has values (of the critic), it is the value loss.
+        num_rollouts: The number of rollouts in the whole step, over all ranks (``global_batch_sizes[step]``).
+        num_tokens: Σ max(mask sum, 1) of the step, over all ranks (``global_token_counts[step]``).
+        reduce: Its ``over_sequence`` sums over a context-parallel group. ``over_data`` is not used, because ranks may
+            have different micro-batches.
 
     Returns:
-        loss (scalar with gradient; 0 with a gradient path where nothing is unmasked) and metrics
-        (detached scalars, contract names).
+        The loss, a scalar with gradient (0 with a gradient path if all tokens are masked), and the metrics, which are
+        detached scalars.
 
     Raises:
-        ValueError: a tensor that the flags call for is missing, or has a wrong length.
+        ValueError: A tensor that the flags need is missing or has a wrong length.
     """
     kind = "value_loss" if tokens.values is not None else settings.loss_type
     loss, metrics = LOSSES[kind](settings, tokens.cleaned(), reduce)
-    # The divisor is the whole step's, not this micro-batch's: only so do the shares add up to the same loss and
-    # gradient however the samples are spread over micro-batches and ranks.
+    # The divisor is that of the whole step, not of this micro-batch. So the shares add up to the same loss and gradient
+    # for every division of the samples into micro-batches and ranks.
     count = max(float(num_tokens if settings.per_token else num_rollouts), 1.0)
     shares = {name: x.detach() if is_max_metric(name) else x.detach() / count for name, x in metrics.items()}
     return loss / count, {"loss": loss.detach() / count} | shares
 
 
 def is_max_metric(name: str) -> bool:
-    """Whether micro-batches and ranks combine this metric by maximum instead of sum."""
+    """Return whether a metric is combined over micro-batches and ranks by maximum instead of sum."""
     return name.endswith("_max")
 
 
 def divide_by_weights(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Means over tokens of one kind (:data:`WEIGHT`), from the step's totals; kinds without a token are left out."""
+    """Compute means over tokens of one kind (:data:`WEIGHT`) from the totals of a step. Kinds without tokens are
+    omitted."""
     return {
         name: value / metrics[name + WEIGHT] if name + WEIGHT in metrics else value
         for name, value in metrics.items()
@@ -96,14 +98,14 @@ def divide_by_weights(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def rescale_diagnostics(metrics: Mapping[str, float], trained_share: float) -> dict[str, float]:
-    """Correct the step's diagnostics for samples that were left out (``TrainNeeds.skips_zero_advantages``).
+    """Correct the diagnostics of a step for samples that were skipped (``TrainNeeds.skips_zero_advantages``).
 
-    Loss parts are right as they are, since such a sample adds 0. Diagnostics (entropy, KL, mismatch)
-    become means over the rollouts that were trained.
+    Parts of the loss need no correction, because a skipped sample adds 0. Diagnostics (entropy, KL, mismatch) become
+    means over the rollouts that were trained.
 
     Args:
-        metrics: the step's totals.
-        trained_share: trained / all rollouts of the step (tokens with ``--calculate-per-token-loss``).
+        metrics: The totals of the step.
+        trained_share: The trained part of the rollouts of the step (of its tokens with ``--calculate-per-token-loss``).
     """
     if trained_share <= 0:
         return dict(metrics)
@@ -111,14 +113,14 @@ def rescale_diagnostics(metrics: Mapping[str, float], trained_share: float) -> d
 
 
 def _sum_parts(parts: Mapping[str, Part]) -> LossSum:
-    # A part with coefficient 0 is only shown. It must not enter the sum: 0 times an infinite KL is nan, and so would be
-    # the gradient of everything else.
+    # A part with coefficient 0 is only a metric. It must not be in the sum: 0 times an infinite KL is NaN, and then the
+    # whole gradient would be NaN.
     loss = torch.stack([part.coefficient * part.value for part in parts.values() if part.coefficient != 0]).sum()
     return LossSum(loss, {name: part.value for name, part in parts.items()})
 
 
 def _mean(settings: LossSettings, tokens: TokenBatch, mask: Tensor) -> Reducer:
-    """The run's reduction: of the tokens in ``mask``, over rollouts or over tokens."""
+    """Return the reduction of the run for the tokens in ``mask``: over rollouts or over tokens."""
     if settings.per_token:
         return token_sum_reducer(mask)
     return rollout_mean_reducer(mask, tokens.rollout_mask_sums, tokens.response_lengths)
@@ -133,8 +135,8 @@ def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
     algorithm, lengths = settings.algorithm, tokens.response_lengths
     mean_for_metrics = _mean(settings, tokens, tokens.loss_mask)
 
-    # π_old. Where nothing recomputed it, the policy has not moved yet: the current log-probs without gradient make the
-    # ratio 1, and its gradient that of log π.
+    # π_old. If it was not recomputed, the policy has not changed yet. With the current log-probs without gradient, the
+    # ratio is 1 and its gradient is that of log π.
     trainer_old = log_probs.detach() if tokens.old_log_probs is None else tokens.old_log_probs
     engine_old = tokens.rollout_log_probs if settings.use_rollout_logprobs else None
     old = trainer_old if engine_old is None else engine_old
@@ -145,8 +147,8 @@ def _policy_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> 
     importance_ratio = exp_ratio(-ppo_kl.detach())
     metrics: Metrics = {"ppo_kl": mean_for_metrics(ppo_kl), "ois": mean_for_metrics(importance_ratio)}
 
-    # Masks and weights. A masked token leaves the sum, while the mean's divisor keeps counting it: a response of which
-    # half is rejected must not weigh as much per token as a whole one.
+    # Masks and weights. A rejected token is removed from the sum, but the divisor of the mean still counts it.
+    # Otherwise the remaining tokens of a response with many rejected tokens would get a larger weight.
     if settings.opsm_delta is not None:
         keep = opsm_mask(settings.opsm_delta, log_probs, old, advantages, tokens.loss_mask, lengths, reduce)
         pg_loss = pg_loss * keep
@@ -179,19 +181,21 @@ def _kl_part(
     if settings.kl is None:
         return {}
     ref = _need(tokens.ref_log_probs, "ref_log_probs", "--use-kl-loss")
-    # The tokens were sampled from the old policy. Weighed by the ratio, the estimate is of the KL of the policy that is
-    # trained, and so is its gradient.
+    # The tokens were sampled from the old policy. Multiplied by the ratio, the estimate and its gradient are those for
+    # the policy that is trained.
     ratio = exp_ratio(log_probs - old) if settings.kl.unbiased else None
     return {"kl_loss": Part(settings.kl.coefficient, mean(compute_approx_kl(log_probs, ref, settings.kl.kind, ratio)))}
 
 
 def _engine_gap(tokens: TokenBatch, train: Tensor, reducer: Reducer) -> Metrics:
-    """How far the trainer's log-probs are from those the engine sampled with: mean and maximum of the
-    absolute difference, and the k3 estimate of KL(engine ‖ trainer)."""
+    """Compare the trainer's log-probs with those of the engine.
+
+    Returns the mean and maximum of the absolute difference, and the k3 estimate of KL(engine ‖ trainer).
+    """
     if tokens.rollout_log_probs is None:
         return {}
-    # Both are log-probs of the same tokens, and ideally equal: what is left is numerics of the engine, another weight
-    # version, or a token that the engine sampled from a restricted vocabulary.
+    # Both are log-probs of the same tokens and would ideally be equal. Differences come from the numerics of the
+    # engine, from another weight version, or from tokens that the engine sampled from a restricted vocabulary.
     difference = train - tokens.rollout_log_probs
     gap = difference.abs()
     by_age: Metrics = {}
@@ -205,7 +209,7 @@ def _engine_gap(tokens: TokenBatch, train: Tensor, reducer: Reducer) -> Metrics:
 
 
 def _ages(tokens: TokenBatch) -> list[tuple[str, Tensor]]:
-    """1.0 for the tokens of each age: of the weights that are trained, one step old, and older."""
+    """Return a mask of the tokens of each age: from the weights that are trained, one step old, and older."""
     age = tokens.staleness
     if age is None:
         return []
@@ -216,7 +220,7 @@ def _ages(tokens: TokenBatch) -> list[tuple[str, Tensor]]:
 def _correct_off_policy(
     settings: LossSettings, tokens: TokenBatch, pg_loss: Tensor, trainer_old: Tensor, reduce: Reduce
 ) -> tuple[Tensor, Tensor, Metrics]:
-    """Loss after the importance weights, mask after rejection, and flat metrics."""
+    """Return the loss with importance weights, the mask after rejection, and flat metrics."""
     correction = settings.correction
     if correction is None or (correction.by_default and tokens.rollout_log_probs is None):
         return pg_loss, tokens.loss_mask, {}
@@ -237,7 +241,7 @@ def _correct_off_policy(
     if not correction.applies:
         return pg_loss, tokens.loss_mask, metrics
     mask = torch.cat(list(masks)).to(tokens.loss_mask.dtype) if masks else tokens.loss_mask
-    # A user's function can reject tokens; it cannot bring back those that the sample's own mask leaves out.
+    # A custom function can reject tokens, but it cannot restore tokens that the mask of the sample excludes.
     return corrected, mask * tokens.loss_mask, metrics
 
 
@@ -272,17 +276,16 @@ def _sft_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> Los
 
 
 def _custom_loss(settings: LossSettings, tokens: TokenBatch, reduce: Reduce) -> LossSum:
-    """``--custom-loss-function-path``: ``fn(args, batch, logits, sum_of_sample_mean)``.
+    """Call the function of ``--custom-loss-function-path`` as ``fn(args, batch, logits, sum_of_sample_mean)``.
 
-    * ``batch``: dict of per-sample lists: the rank batch's own entries (``tokens``, ``loss_masks``,
-      ``advantages``, ``log_probs`` (old), …, ``unconcat_tokens`` = ``tokens``,
-      ``metadata`` = ``train_metadata``), and flat ``[R]`` tensors
-      ``targets``, ``current_log_probs`` (with gradient) and ``loss_mask``. With context parallelism all entries
-      per response token, and ``response_lengths``, are this rank's share.
-    * ``logits``: ``[R, vocab]``, the row that scores each response token, divided by the rollout
-      temperature, with gradient.
-    * ``sum_of_sample_mean(x)``: ``[R]`` → the run's reduction, *before* the division by the step's
-      rollouts or tokens; that division is made here, for the loss and for each metric.
+    * ``batch``: A dict with lists per sample, which are the entries of the rank batch (``tokens``, ``loss_masks``,
+      ``advantages``, ``log_probs`` (old), …, ``unconcat_tokens`` = ``tokens``, ``metadata`` = ``train_metadata``), and
+      the flat ``[R]`` tensors ``targets``, ``current_log_probs`` (with gradient) and ``loss_mask``. With context
+      parallelism, ``response_lengths`` and all entries per response token are this rank's part.
+    * ``logits``: ``[R, vocab]``, the row that scores each response token, divided by the rollout temperature, with
+      gradient.
+    * ``sum_of_sample_mean(x)``: Reduces ``[R]`` with the reduction of the run, *before* the division by the rollouts or
+      tokens of the step. That division is done here, for the loss and for each metric.
     """
     assert settings.custom_loss is not None, "from_args has checked it"
     logits = _need(tokens.logits, "logits", "--loss-type custom_loss")
@@ -314,7 +317,7 @@ def _need(value: Tensor | None, name: str, why: str) -> Tensor:
 def _call_accepting(
     function: Callable[..., T], given: Mapping[str, object], optional: Mapping[str, object], positional: bool = False
 ) -> T:
-    """Call a hook with what its contract gives, and with those optional extras that it has parameters for."""
+    """Call a hook with its required arguments, and with those optional arguments for which it has parameters."""
     parameters = inspect.signature(function).parameters
     extra = {name: value for name, value in optional.items() if name in parameters}
     return function(*given.values(), **extra) if positional else function(**given, **extra)

@@ -1,4 +1,4 @@
-"""What the loss of a run is made of, read from the flags once."""
+"""The settings of the loss, read from the flags once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS_TYPES = ("policy_loss", "value_loss", "sft_loss", "custom_loss")
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What :func:`compute_loss` is made of, read from the flags once."""
+    """The settings of :func:`compute_loss`, read from the flags once."""
 
     loss_type: str
     algorithm: Algorithm
@@ -32,18 +32,18 @@ class LossSettings:
     opsm_delta: float | None
     """None without ``--use-opsm``."""
     correction: Correction | None
-    """None where nothing corrects for the engine's probabilities and nothing measures them."""
+    """None if there is neither a correction for the engine's probabilities nor a measurement of the mismatch."""
     value_clip: float
     pg_reducer: Callable[..., Reducer] | None
     """The function of ``--custom-pg-loss-reducer-function-path``."""
     custom_loss: Callable[..., tuple[Tensor, Mapping[str, object]]] | None
     """The function of ``--custom-loss-function-path``."""
     args: Args
-    """Only for the user's functions."""
+    """For custom functions only."""
 
     @classmethod
     def from_args(cls, args: Args) -> LossSettings:
-        """Raises ValueError on an unknown ``--loss-type``, or one whose function is not given."""
+        """Read the flags. Raises ValueError if ``--loss-type`` is unknown or its function is not given."""
         if args.loss_type not in LOSS_TYPES:
             raise ValueError(f"unknown --loss-type {args.loss_type!r}; one of {', '.join(LOSS_TYPES)}")
         reducer, custom_loss = args.custom_pg_loss_reducer_function_path, args.custom_loss_function_path
@@ -67,24 +67,24 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class KlLoss:
-    """The KL to the reference as a term of the loss."""
+    """The settings of the KL to the reference as a term of the loss."""
 
     coefficient: float
     kind: str
     unbiased: bool
-    """Weigh the estimate by the importance ratio (``--use-unbiased-kl``)."""
+    """Whether to multiply the estimate by the importance ratio (``--use-unbiased-kl``)."""
 
 
 @dataclass(frozen=True)
 class Correction:
-    """Importance weights for tokens that the engine sampled with other probabilities than the trainer computes."""
+    """The settings of importance weights for tokens whose probabilities differ between engine and trainer."""
 
     function: Callable[..., TisResult]
-    """The function of ``--custom-tis-function-path``, else truncated importance sampling."""
+    """The function of ``--custom-tis-function-path``; truncated importance sampling by default."""
     applies: bool
-    """False with ``--get-mismatch-metrics`` alone: the function only measures."""
+    """Whether the correction is applied. With ``--get-mismatch-metrics`` alone, the function only measures."""
     by_default: bool
-    """The user did not ask for it. Then a rollout without the engine's log-probs is trained uncorrected."""
+    """Whether the correction is used without a flag. Then a rollout without the engine's log-probs is not corrected."""
 
     @classmethod
     def from_args(cls, args: Args) -> Correction | None:
