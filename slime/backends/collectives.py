@@ -63,7 +63,7 @@ class DataParallelReduce:
         """Return the values of all ranks, in the order of ranks."""
         if self.world_size == 1:
             return [value]
-        # A gather, and not a sum of rows that are 0 except at one place: that could turn an inf of another rank into NaN.
+        # A gather, and not a sum of rows that are 0 except at one place, which could turn another rank's inf into NaN.
         mine = torch.tensor([value], dtype=torch.float64, device=self.device)
         gathered = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(gathered, mine, group=self.group)

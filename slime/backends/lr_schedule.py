@@ -1,4 +1,4 @@
-"""Megatron's learning-rate schedules, counted in optimizer steps."""
+"""The learning-rate schedules of Megatron, as functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from slime.config.args import Args
 
 @dataclass(frozen=True)
 class LrSchedule:
-    """Learning rate of optimizer step k (from 0): the formulas of Megatron's OptimizerParamScheduler,
-    which counts samples; steps of equal size make that the same.
+    """The learning rate of optimizer step k (from 0), with the formulas of Megatron's OptimizerParamScheduler.
 
-    Warm-up: ``init + (max − init)·k/warmup`` for k ≤ warmup. After it, with r = (k − warmup)/(decay − warmup):
-    linear ``1 − r``, cosine ``(cos πr + 1)/2``, each from max to min; inverse-square-root ``max·√(warmup/k)``,
-    at least min; WSD: max until ``decay − wsd_decay``, then down in one of four shapes. Behind ``decay``
-    (but for constant): min.
+    Megatron counts samples instead of steps, which is equivalent if all steps have the same size.
+
+    Warm-up: ``init + (max − init)·k/warmup`` for k ≤ warmup. After it, with r = (k − warmup)/(decay − warmup): linear
+    ``1 − r`` and cosine ``(cos πr + 1)/2``, both from max to min; inverse-square-root ``max·√(warmup/k)``, but at least
+    min; WSD: max until ``decay − wsd_decay``, then a decay with one of four shapes. After ``decay``, the learning rate
+    is min, except with the constant schedule.
     """
 
     max_lr: float
@@ -31,11 +32,11 @@ class LrSchedule:
 
     @classmethod
     def from_args(cls, args: Args, role: str = "actor") -> LrSchedule:
-        """From the flags; a critic has ``--critic-lr`` and ``--critic-lr-warmup-iters`` where given.
+        """Read the flags. A critic uses ``--critic-lr`` and ``--critic-lr-warmup-iters`` if they are given.
 
         Raises:
-            ValueError: the schedule depends on the length of the run and ``num_rollout`` is not known yet, or
-                the warm-up is as long as the decay.
+            ValueError: The schedule depends on the length of the run, and ``num_rollout`` is not known yet; or the
+                warm-up is as long as the decay.
         """
         critic = role == "critic"
         constant = args.lr_decay_style == "constant" and not args.lr_warmup_fraction
@@ -85,8 +86,9 @@ class LrSchedule:
 
 
 def planned_steps(args: Args, role: str = "actor") -> int:
-    """Optimizer steps of a role in the whole run, at least 1. The actor rests in the first
-    ``--num-critic-only-steps`` rollouts.
+    """Return the number of optimizer steps of a role in the whole run, at least 1.
+
+    The actor is not trained in the first ``--num-critic-only-steps`` rollouts.
 
     Raises:
         ValueError: ``num_rollout`` is not known. The driver sets it from ``--num-epoch`` and the data source before
@@ -105,12 +107,13 @@ def planned_steps(args: Args, role: str = "actor") -> int:
 
 
 def zero_lr_warning(args: Args, metrics: Mapping[str, float], rollout_id: int) -> str | None:
-    """What to tell the user when a step's learning rate was 0, so that it changed no weights; None otherwise.
+    """Return a warning if the learning rate of a step was 0, so that the weights did not change; otherwise None.
 
-    The first step of a warm-up from 0 is exempt.
+    There is no warning for the first step of a warm-up from 0.
 
     Args:
-        metrics: of the step, with ``train/lr-pg_0`` and ``train/critic-lr-pg_0`` where they trained.
+        metrics: The metrics of the step, with ``train/lr-pg_0`` if the actor was trained and ``train/critic-lr-pg_0``
+            if the critic was.
     """
     warms_up = args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters
     rates = {"actor": "train/lr-pg_0", "critic": "train/critic-lr-pg_0"}
@@ -124,7 +127,7 @@ def zero_lr_warning(args: Args, metrics: Mapping[str, float], rollout_id: int) -
 
 
 def _decay(flag: str, style: str, ratio: float) -> float:
-    """The part of the learning rate that is left after ``ratio`` of a decay."""
+    """Return the part of the learning rate that remains after ``ratio`` of a decay."""
     if style == "linear":
         return 1.0 - ratio
     if style == "cosine":

@@ -1,4 +1,4 @@
-"""Which samples a rank trains in an optimizer step, and how many it may leave out."""
+"""The micro-batches of a rank: the samples of an optimizer step, packs for forward passes, and samples to skip."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MicroBatches = list[list[int]]
 
 
 def of_step(batch: RankBatch, step: int) -> MicroBatches:
-    """The rank's micro-batches of optimizer step ``step``: local sample positions.
+    """Return the rank's micro-batches of optimizer step ``step``, as positions of samples in the rank batch.
 
     Raises:
-        IndexError: the batch has fewer steps.
+        IndexError: The batch has fewer steps.
     """
     counts = batch["num_microbatches"]
     if not 0 <= step < len(counts):
@@ -31,14 +31,14 @@ def of_step(batch: RankBatch, step: int) -> MicroBatches:
 def forward_only(
     settings: PackingSettings, batch: RankBatch, context_size: int, at_least: int = 1
 ) -> MicroBatches | None:
-    """Packs of at most ``--log-probs-max-tokens-per-gpu`` tokens for passes without a backward.
+    """Return packs of at most ``--log-probs-max-tokens-per-gpu`` tokens for forward passes without backward.
 
-    None where such passes use the micro-batches of training: the flag is not given or names training's own budget, or
-    batches are padded, so that tokens do not say what fits.
+    The result is None if such passes use the micro-batches of training. This is so if the flag is not given or equals
+    the budget of training, or if batches are padded, so that the number of tokens does not determine what fits.
 
     Args:
-        context_size: ranks that share the tokens of each sample.
-        at_least: number of packs, where there are as many samples.
+        context_size: The number of ranks among which the tokens of each sample are divided.
+        at_least: The least number of packs, if there are as many samples.
     """
     budget = settings.forward_max_tokens
     if budget is None or budget == settings.max_tokens or settings.pads:
@@ -49,7 +49,7 @@ def forward_only(
 
 
 def without_zero_advantages(batch: RankBatch, micro_batches: MicroBatches) -> MicroBatches:
-    """Leave out samples whose advantages are all exactly 0 (where the mask is on), and micro-batches left empty."""
+    """Remove samples whose advantages are exactly 0 for all unmasked tokens, and micro-batches that become empty."""
     advantages, masks = batch["advantages"], batch["loss_masks"]
 
     def moves_weights(i: int) -> bool:
@@ -60,7 +60,8 @@ def without_zero_advantages(batch: RankBatch, micro_batches: MicroBatches) -> Mi
 
 
 def weight(batch: RankBatch, micro_batches: MicroBatches, per_token: bool) -> float:
-    """The weight of these samples in the step's mean, before the division by its rollouts or (``per_token``) tokens."""
+    """Return the weight of these samples in the mean of the step: their number of rollouts, or with ``per_token`` of
+    tokens."""
     total = 0.0
     for indices in micro_batches:
         for i in indices:
@@ -70,22 +71,22 @@ def weight(batch: RankBatch, micro_batches: MicroBatches, per_token: bool) -> fl
 
 
 class ResponseValues:
-    """Values per response token of all samples of a rank batch, put in one micro-batch after the other."""
+    """Collects values per response token for all samples of a rank batch, one micro-batch after the other."""
 
     def __init__(self, batch: RankBatch, names: Sequence[str], device: torch.device) -> None:
         self.names, self.lengths = names, [int(x) for x in batch["response_lengths"]]
         self.starts = torch.tensor([0, *self.lengths]).cumsum(0)
-        # One row per name, the samples end to end. It stays on the device until all values are there: a copy to the CPU
-        # after each micro-batch would wait for its kernels, and the next one's could not be queued meanwhile. Tokens
-        # that other context-parallel ranks score stay 0, so that the sum over these ranks is complete.
+        # One row per name with the concatenated samples. It stays on the device until all values are there: a copy to
+        # the CPU after each micro-batch would wait for its kernels, and the kernels of the next one could not be queued
+        # meanwhile. Tokens that other context-parallel ranks score stay 0, so that a sum over these ranks is complete.
         self.flat = torch.zeros(len(names), sum(self.lengths), dtype=torch.float32, device=device)
 
     def put(self, indices: Sequence[int], own: list[Tensor] | None, scores: object) -> None:
         """
         Args:
-            indices: of the micro-batch's samples in the batch; none for a dummy.
-            own: which response tokens of each sample are this rank's; None for all.
-            scores: has an attribute ``[R]`` for each of the names.
+            indices: The positions of the micro-batch's samples in the batch; empty for a dummy.
+            own: The response tokens of each sample that this rank has; None for all.
+            scores: An object that has an attribute ``[R]`` for each of the names.
         """
         if not indices:
             return
@@ -96,5 +97,5 @@ class ResponseValues:
             row.index_copy_(0, rows, getattr(scores, name).float())
 
     def by_sample(self) -> dict[str, list[Tensor]]:
-        """Per name one CPU tensor ``[response_length]`` for each sample."""
+        """Return for each name one CPU tensor ``[response_length]`` per sample."""
         return {n: list(row.split(self.lengths)) for n, row in zip(self.names, self.flat.cpu(), strict=True)}

@@ -1,4 +1,4 @@
-"""What a run's flags need computed before and during a training step."""
+"""The computations that the flags of a run need before and during a training step."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ SAFE_TIS_HOOKS = ("vanilla_tis_function", "icepop_function", "compute_mis_weight
 class TrainNeeds:
     """Which forward passes and which outputs of the model a run needs, read from the flags once.
 
-    Every pass that can be left out is left out, and this class is the one place that says when. All ranks must agree,
-    because a forward pass is a collective. So the answers depend only on flags, and on entries of the batch that are
-    the same on every rank.
+    Every pass that is not needed is skipped, and only this class decides that. All ranks must agree, because a forward
+    pass is a collective operation. So the decisions depend only on flags, and on entries of the batch that are the same
+    on every rank.
     """
 
     ref_log_probs: bool
-    """A reference model's log-probs enter the reward (``--kl-coef``) or the loss (``--use-kl-loss``)."""
+    """Whether log-probs of a reference model are used in the reward (``--kl-coef``) or loss (``--use-kl-loss``)."""
     teacher_log_probs: bool
-    """The trainer itself holds the teacher of on-policy distillation (``--opd-type megatron``)."""
+    """Whether the trainer has the teacher of on-policy distillation (``--opd-type megatron``)."""
     old_actor: bool
-    """The old log-probs are those of a separate copy of the weights (``--keep-old-actor``)."""
+    """Whether the old log-probs are those of a separate copy of the weights (``--keep-old-actor``)."""
     old_log_probs: bool
-    """The old log-probs are recomputed even if the rollout takes a single optimizer step."""
+    """Whether the old log-probs are recomputed even if the rollout has a single optimizer step."""
     trains: bool
-    """The loss uses old log-probs at all; supervised fine-tuning does not."""
+    """Whether the loss uses old log-probs. Supervised fine-tuning does not."""
     engine_log_probs: bool
-    """The engine's log-probs serve as the old ones (``--use-rollout-logprobs``)."""
+    """Whether the engine's log-probs are used as the old ones (``--use-rollout-logprobs``)."""
     rollout_entropy: bool
-    """The pass that recomputes log-probs also computes the entropy (``--use-rollout-entropy``)."""
+    """Whether the pass that recomputes log-probs also computes the entropy (``--use-rollout-entropy``)."""
     entropy: bool
-    """The training forward pass computes the policy's entropy, for the loss or as a metric."""
+    """Whether the forward pass of training computes the entropy of the policy, for the loss or as a metric."""
     entropy_grad: bool
-    """That entropy carries a gradient."""
+    """Whether this entropy has a gradient."""
     logits: bool
-    """The loss reads the logits themselves (``TokenBatch.logits``), as only a custom loss does."""
+    """Whether the loss uses the logits (``TokenBatch.logits``), which only a custom loss does."""
     skips_zero_advantages: bool
-    """A sample whose final advantages are all exactly 0 has a gradient of exactly 0, so the actor may leave it out of
-    forward and backward, with ``num_rollouts`` and ``num_tokens`` of the step unchanged. False where another term has
-    a gradient without an advantage (KL loss, entropy), or where a hook may add one."""
+    """Whether the actor may skip the forward and backward of samples whose final advantages are all exactly 0, because
+    their gradient is exactly 0. ``num_rollouts`` and ``num_tokens`` of the step do not change. It is False if another
+    term has a gradient without an advantage (KL loss, entropy), or if a hook may add such a term."""
 
     @classmethod
     def from_args(cls, args: Args) -> TrainNeeds:
@@ -77,10 +77,10 @@ class TrainNeeds:
         )
 
     def recomputes_old_log_probs(self, batch: RankBatch) -> bool:
-        """Whether the trainer must compute log π_old in a forward pass before the first step of this rollout.
+        """Return whether the trainer must compute log π_old in a forward pass before the first step of this rollout.
 
-        Otherwise the loss takes the engine's, or the current log-probs without gradient: the ratio is then 1 with the
-        right gradient, as it would be in a first step anyway.
+        Otherwise the loss uses the engine's log-probs, or the current ones without gradient. The ratio is then 1 with
+        the right gradient, as it is in a first step in any case.
         """
         if not self.trains:
             return False
@@ -90,5 +90,5 @@ class TrainNeeds:
 
 
 def _is_linear(path: str | None) -> bool:
-    """Whether the function of ``--custom-tis-function-path`` is known to weigh the loss and to add nothing to it."""
+    """Return whether the function of ``--custom-tis-function-path`` is known to only multiply the loss by weights."""
     return not path or (path.startswith("slime.") and path.replace(":", ".").rpartition(".")[2] in SAFE_TIS_HOOKS)

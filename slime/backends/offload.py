@@ -1,4 +1,4 @@
-"""Give accelerator memory back between training phases, and take it again."""
+"""Release accelerator memory between training phases, and take it again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ALIGNMENT = 64
 
 
 class Offloader:
-    """Moves the bytes behind tensors to pinned CPU memory and back, in place.
+    """Moves the storages of tensors to pinned CPU memory and back, in place.
 
-    It frees each storage and later gives it its size again, so every alias (FSDP's views of its shards,
-    the optimizer's references) stays what it was. The pinned memory is kept: pinning costs far more than the
-    copy. It comes in pieces of a power of two, for torch rounds what it pins up to one. Others may use
-    :attr:`host` for a while, behind what sleeps.
+    Each storage is freed and later resized to its old size, so all aliases (FSDP's views of its shards, the references
+    of the optimizer) stay valid. The pinned memory is kept, because pinning takes much longer than the copy. It is
+    allocated in pieces whose size is a power of two, because torch rounds pinned memory up to one. Other code may use
+    the part of :attr:`host` after the offloaded bytes.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -33,11 +33,11 @@ class Offloader:
 
     @torch.no_grad()
     def sleep(self, tensors: Iterable[Tensor], keep: Iterable[Tensor] = ()) -> int:
-        """Returns the bytes given back; 0 on the CPU, and when everything sleeps already.
+        """Offload tensors, and return the number of released bytes: 0 on the CPU, or if all are offloaded already.
 
         Args:
-            keep: tensors that stay, with all that shares their memory, until a later call puts them to sleep as well;
-                there is room for them then.
+            keep: Tensors that stay on the accelerator, with all tensors that share their memory. A later call can
+                offload them too; memory for this is reserved.
         """
         staying = self._storages(keep)
         storages = {place: x for place, x in self._storages(tensors).items() if place not in staying}
@@ -52,14 +52,14 @@ class Offloader:
             self._asleep.append((storage, flat.numel()))
             offset += flat.numel()
         self._synchronize()
-        # Only now: the copies above are asynchronous and read this memory until the synchronisation.
+        # This must come after the synchronization, because the copies above are asynchronous and read this memory.
         for storage in storages.values():
             storage.resize_(0)
         self.host.held = offset
         return offset - start
 
     def _storages(self, tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-        """What is awake on the accelerator, by address."""
+        """Return the storages that are on the accelerator, by address."""
         storages = {}
         for tensor in tensors:
             part = local(tensor)
@@ -86,21 +86,21 @@ class Offloader:
 
 
 class HostArena:
-    """Pinned CPU memory as one row of bytes, made of pieces of a power of two."""
+    """Pinned CPU memory as one sequence of bytes, made of pieces whose sizes are powers of two."""
 
     def __init__(self, piece_bytes: int = ARENA_BYTES, pinned: bool = True) -> None:
         self.piece_bytes, self.pinned = piece_bytes, pinned
         self.memory: list[Tensor] = []
         self.held = 0
-        """Bytes at the beginning that are someone's; others take what lies behind them."""
+        """The number of bytes at the beginning that are in use. Other code may use the bytes after them."""
 
     @property
     def nbytes(self) -> int:
         return sum(piece.numel() for piece in self.memory)
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for ``nbytes``; never shrinks, and keeps what it holds. What is left over after whole pieces gets a
-        smaller one."""
+        """Make the memory at least ``nbytes`` large. It never shrinks, and its contents are kept. The rest after full
+        pieces is a smaller piece."""
         small = None
         if self.memory and self.memory[-1].numel() < self.piece_bytes and nbytes > self.nbytes:
             small = self.memory.pop()  # only the last piece may be small
@@ -112,7 +112,7 @@ class HostArena:
                 small = None
 
     def pieces(self, offset: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut ``flat`` (uint8) where the pieces end: pairs of host memory from ``offset`` on and its part."""
+        """Divide ``flat`` (uint8) at the ends of pieces. Yield pairs of host memory, from ``offset`` on, and a part."""
         done = 0
         while done < flat.numel():
             index, start = divmod(offset + done, self.piece_bytes)
@@ -122,13 +122,13 @@ class HostArena:
 
 
 def host_tensors(like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Uninitialised CPU tensors of these shapes, pinned where ``like`` is on CUDA.
+    """Return uninitialized CPU tensors with these shapes, pinned if ``like`` is on CUDA.
 
-    Many share one piece of memory of a power of two: torch rounds what it pins up to one, so tensors that are pinned
-    one by one take up to twice their size.
+    Many tensors share one piece of memory whose size is a power of two. torch rounds pinned memory up to a power of
+    two, so tensors that are pinned one by one would need up to twice their size.
 
     Args:
-        dtype: of those whose dtype is a floating-point one; None for their own.
+        dtype: The dtype of tensors that have a floating-point dtype; None for their own.
     """
     kinds = [dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype for tensor in like]
     needs = [-(-t.numel() * kind.itemsize // ALIGNMENT) * ALIGNMENT for t, kind in zip(like, kinds, strict=True)]

@@ -1,4 +1,4 @@
-"""What a rank writes of a snapshot: files with their digests, also while training goes on (``--async-save``)."""
+"""The files that a rank writes of a snapshot, with their digests; also during training (``--async-save``)."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ class RngState(TypedDict):
 
 
 class SavedState(Protocol):
-    """What a rank has of the training state. Every method is called on all ranks together."""
+    """The part of the training state on a rank. All ranks must call every method together."""
 
     def take_memory(self) -> None:
-        """Get the memory that the first asynchronous save copies into, on a thread, while training goes on; once."""
+        """Allocate the memory for the copies of asynchronous saves on a thread, during training. Only the first call
+        does this."""
 
     def writer(self, path: Path) -> Write:
-        """A function that writes the state as it is now below ``path``. A half-written folder is the caller's to hide.
+        """Return a function that writes the current state below ``path``. The caller must hide an incomplete folder.
 
-        With ``--async-save`` everything is copied at once, so that the function may be called while training goes on.
+        With ``--async-save`` everything is copied first, so that the function may be called during training.
         """
 
     def load(self, path: Path) -> None:
-        """Read what :meth:`writer` wrote, whatever the number of ranks was."""
+        """Load what :meth:`writer` wrote, with any number of ranks."""
 
 
 class BackgroundSave:
-    """Tensors were copied; ``written`` is done when this rank's files are there. Errors of the writer are raised by
-    :meth:`finish`."""
+    """A save in the background, whose tensors are copied already. ``written`` is done when this rank's files are
+    written. :meth:`finish` raises the errors of the writer."""
 
     def __init__(self, written: Future[list[FileEntry]]) -> None:
         self.written = written
@@ -63,7 +64,7 @@ class BackgroundSave:
         """Wait for this rank's files and return them.
 
         Raises:
-            TimeoutError: they were not there in time.
+            TimeoutError: The files were not written in time.
         """
         try:
             return self.written.result(seconds)
@@ -72,7 +73,7 @@ class BackgroundSave:
 
 
 def in_background(write: Write) -> BackgroundSave:
-    """Call ``write`` on a thread of its own."""
+    """Call ``write`` on a new thread."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="save")
     written = pool.submit(write)
     pool.shutdown(wait=False)
@@ -80,17 +81,17 @@ def in_background(write: Write) -> BackgroundSave:
 
 
 def new_save_group(args: Args) -> ProcessGroup | None:
-    """The ranks as a group for the collectives of ``--async-save``, which overlap those of training; a collective.
+    """Create a group of all ranks for the collectives of ``--async-save``, which overlap those of training.
 
-    None without ``--async-save``, or without a process group.
+    This is a collective operation. The result is None without ``--async-save`` or without a process group.
     """
     return dist.new_group(backend="gloo") if args.async_save and dist.is_initialized() else None
 
 
 def small_files_writer(path: Path, rank: int, rng: RngState, description: Mapping[str, object] | None) -> Write:
-    """A function that writes a rank's random state below ``path``, and what describes the folder where that is given.
+    """Return a function that writes a rank's random state below ``path``, and the description of the folder, if given.
 
-    Both are written as they are now, whenever the function is called.
+    Both are captured now, so it does not matter when the function is called.
     """
     text = None if description is None else json.dumps(description, indent=2) + "\n"
 
@@ -106,7 +107,7 @@ def small_files_writer(path: Path, rank: int, rng: RngState, description: Mappin
 
 
 def rng_state() -> RngState:
-    """The states of torch's generators in this process."""
+    """Return the states of torch's random-number generators in this process."""
     state: RngState = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -120,10 +121,12 @@ def set_rng_state(state: RngState) -> None:
 
 
 def require_undamaged(folder: Path, rank: int, ranks: int) -> None:
-    """Each rank reads its share of the files of a snapshot's ``folder`` and compares their digests; a collective.
+    """Compare the digests of the files in a snapshot's ``folder``, which are divided among the ranks.
+
+    This is a collective operation.
 
     Raises:
-        SnapshotError: on all ranks, if one of them found damage.
+        SnapshotError: A rank found damage. The error is raised on all ranks.
     """
     found: list[str | None] = [damaged_part(folder, rank, ranks)]
     if ranks > 1:

@@ -1,4 +1,4 @@
-"""What both training backends share: the loss of a micro-batch, the account of an optimizer step, and saved state."""
+"""The base class of both training backends: loss of a micro-batch, metrics of an optimizer step, and saved state."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from slime.data.fields import RankBatch
 from slime.data.schedule import PackingSettings
 
 PACKS_PER_STAGE = 4
-"""Packs of a forward-only pass per pipeline stage: the pipeline is then busy at least 80% of the time."""
+"""The packs of a forward-only pass per pipeline stage. With so many, the pipeline is busy at least 80% of the time."""
 
 
 class NonFiniteError(FloatingPointError):
-    """The loss or the gradient norm is nan or infinite; the weights were not changed."""
+    """The loss or the gradient norm is NaN or infinite. The weights were not changed."""
 
 
 class StepOptimizer(Protocol):
-    """What a step asks of a backend's optimizer."""
+    """The interface of a backend's optimizer that a step needs."""
 
     steps: int
-    """Taken so far."""
+    """The number of steps so far."""
 
     def grad_norm(self) -> float:
-        """Of the gradients of all ranks, the same number on each of them; a collective."""
+        """Return the norm of the gradients of all ranks, the same number on each. This is a collective operation."""
 
     def reset(self) -> None: ...
 
     def step(self, norm: float) -> float:
-        """Update with gradients clipped from ``norm``; returns the learning rate that was used."""
+        """Update the weights with clipped gradients, whose norm is ``norm``, and return the learning rate."""
 
 
 class SharedBackend:
-    """Base class of the backends. All ranks call every method together."""
+    """The base class of the backends. All ranks must call every method together."""
 
     optimizer: StepOptimizer
     bank: WeightBank
     state: SavedState
     reduce: DataParallelReduce
-    """Over ranks that hold other samples."""
+    """Sums over ranks that have other samples."""
     share_reduce: DataParallelReduce
-    """Over all ranks that compute shares of the loss: with context parallelism, of other tokens too."""
+    """Sums over all ranks that compute shares of the loss: with context parallelism, also of other tokens."""
 
     _uneven = False
-    """Whether some rank had fewer micro-batches than another in the last pass."""
+    """Whether some ranks had fewer micro-batches than others in the last pass."""
 
     def __init__(self, args: Args, role: str, rank: int, world_size: int, device: torch.device) -> None:
         self.args, self.role, self.device = args, role, device
@@ -76,14 +76,14 @@ class SharedBackend:
     def share_of_loss(
         self, batch: RankBatch, indices: list[int], step: int, scores: Scores, targets: Tensor, own: list[Tensor] | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One micro-batch's share of the loss and the metrics of optimizer step ``step``.
+        """Compute the share of a micro-batch in the loss and metrics of optimizer step ``step``.
 
         Args:
-            own: with context parallelism, which response tokens of each sample are this rank's.
+            own: With context parallelism, the response tokens of each sample that this rank has.
         """
         if not indices:
-            # A rank with fewer micro-batches than the others takes part in their collectives with a dummy. Its loss
-            # is 0, but with a gradient path through the whole model, so that backward runs the same collectives.
+            # A rank with fewer micro-batches than others takes part in their collectives with a dummy. The loss of the
+            # dummy is 0, but has a gradient path through the whole model, so that backward runs the same collectives.
             return scores.trained.sum() * 0.0, {}
         tokens = TokenBatch.from_rank_batch(
             batch,
@@ -102,17 +102,17 @@ class SharedBackend:
         )
 
     def scheduled_and_trained(self, batch: RankBatch, step: int) -> tuple[mb.MicroBatches, mb.MicroBatches]:
-        """The rank's micro-batches of a step, and those left without samples that cannot move the weights."""
+        """Return the rank's micro-batches of a step, and the same without samples that cannot change the weights."""
         scheduled = mb.of_step(batch, step)
         skipping = self.role == "actor" and batch.get("advantages") is not None and self.needs.skips_zero_advantages
         return scheduled, mb.without_zero_advantages(batch, scheduled) if skipping else scheduled
 
     def forward_packs(self, batch: RankBatch, stages: int = 1) -> mb.MicroBatches:
-        """The micro-batches of a forward-only pass; a collective. Still to be :meth:`aligned`.
+        """Return the micro-batches of a forward-only pass, to which :meth:`aligned` must still be applied.
 
-        Ranks run them in lock step, so each packs its samples into as many as the rank that needs the most. With
-        several pipeline stages there are at least four times as many packs as stages, if training has as many:
-        fewer, larger ones would leave the stages idle while the pipeline fills and drains.
+        This is a collective operation. Ranks run the passes in lock step, so each rank makes as many packs as the rank
+        that needs the most. With several pipeline stages there are at least four times as many packs as stages, if
+        training has as many: with fewer, larger packs, stages would be idle while the pipeline fills and drains.
         """
         training: mb.MicroBatches = batch["micro_batch_indices"]
         context = self.share_reduce.world_size // self.reduce.world_size
@@ -125,16 +125,18 @@ class SharedBackend:
                     f"samples {missing[:8]} of the rank batch are in no micro-batch, so nothing scores them"
                 )
             return training
-        # A rank that needs fewer packs splits its samples further instead of running dummies: smaller packs cost less
-        # memory and dummies are wasted work.
+        # A rank that needs fewer packs divides its samples further instead of running dummies: smaller packs need less
+        # memory, and dummies are wasted work.
         most = int(self.reduce.maximum([float(len(packs))])[0])
         if most > len(packs):
             packs = mb.forward_only(self.packing, batch, context, most) or []
         return packs
 
     def aligned(self, micro_batches: mb.MicroBatches, multiple: int = 1) -> mb.MicroBatches:
-        """As many micro-batches as the rank with the most has (up to a multiple), empty ones at the end: forward and
-        backward are collectives."""
+        """Add empty micro-batches, up to the number of the rank with the most, rounded up to a multiple.
+
+        This is necessary because forward and backward are collective operations.
+        """
         count = len(micro_batches)
         most, least = self.reduce.maximum([float(count), float(-count)])
         self._uneven = most != -least
@@ -142,7 +144,7 @@ class SharedBackend:
         return [*micro_batches, *([[]] * (wanted - count))]
 
     def add_shares(self, total: dict[str, float], shares: dict[str, Tensor]) -> None:
-        """Fold one micro-batch's shares (scalars) into the step's."""
+        """Add the shares of a micro-batch, which are scalars, to the totals of the step."""
         if not shares:
             return
         values = torch.stack([x.detach().double().reshape(()) for x in shares.values()]).tolist()
@@ -156,13 +158,13 @@ class SharedBackend:
     def _step_metrics(
         self, shares: dict[str, float], batch: RankBatch, scheduled: mb.MicroBatches, trained: mb.MicroBatches
     ) -> Metrics:
-        """The step's values over all ranks."""
+        """Compute the metrics of the step over all ranks."""
         metrics = self.share_reduce.metrics(shares, same_names=not self._uneven)
         counts = [float(sum(map(len, part))) for part in (scheduled, trained)]
         weights = [mb.weight(batch, part, self.args.calculate_per_token_loss) for part in (scheduled, trained)]
         all_count, count, all_weight, weight = self.reduce.total([*counts, *weights])
-        # Losses and metrics were divided by all rollouts of the step. For the loss that is right, since the samples
-        # left out add 0; diagnostics are to be means over the samples that were computed.
+        # Losses and metrics were divided by all rollouts of the step. This is right for the loss, because skipped
+        # samples add 0. But diagnostics must be means over the samples that were computed.
         if count < all_count:
             metrics = {"loss": 0.0, "pg_loss": 0.0, "pg_clipfrac": 0.0} | metrics
             metrics = rescale_diagnostics(metrics, weight / all_weight if all_weight else 0.0)
@@ -178,10 +180,10 @@ class SharedBackend:
         scheduled: mb.MicroBatches,
         trained: mb.MicroBatches,
     ) -> Metrics:
-        """Update the weights with this step's gradients, and return its metrics.
+        """Update the weights with the gradients of this step, and return its metrics.
 
         Raises:
-            NonFiniteError: before the weights change.
+            NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
         self._require_finite(shares.get("loss", 0.0), "loss", batch, step)
         grad_norm = self.optimizer.grad_norm()
@@ -193,7 +195,7 @@ class SharedBackend:
         }
 
     def _require_finite(self, value: float, what: str, batch: RankBatch, step: int) -> None:
-        """The same verdict on every rank, so that none waits for one that raised."""
+        """Raise the same error on every rank, so that no rank waits for one that raised an error."""
         everyones = self.share_reduce.each(value)
         bad = [rank for rank, x in enumerate(everyones) if not math.isfinite(x)]
         if bad:
@@ -207,7 +209,7 @@ class SharedBackend:
 
     @property
     def moving_copies(self) -> set[str]:
-        """Copies of the weights that change during a run, and so belong in its snapshots."""
+        """Return the tags of the copies that change during a run, so that snapshots must contain them."""
         return self.bank.moving
 
     def barrier(self) -> None:
@@ -215,10 +217,10 @@ class SharedBackend:
             dist.barrier()
 
     def finish_update(self) -> None:
-        """Wait until the last update has reached the weights: called before they are read or replaced."""
+        """Wait until the last update has reached the weights. It is called before they are read or replaced."""
 
     def copy_weights(self, source: ModelTag, target: ModelTag) -> None:
-        """Make one copy equal to another; a target that does not exist yet is made."""
+        """Make one copy equal to another. A target that does not exist yet is created."""
         self.finish_update()
         self.bank.copy(source, target)
         if target != LIVE:
@@ -233,7 +235,7 @@ class SharedBackend:
     def save(self, path: Path) -> list[FileEntry]:
         self.finish_update()
         if self.saving is not None:
-            # The memory that this save copies into still holds the copies of the last one.
+            # The last save must be finished, because its copies are in the memory that this save uses.
             self.saving.finish(self.args.phase_timeout)
         write = self.state.writer(Path(path))
         if not self.args.async_save:

@@ -1,7 +1,7 @@
-"""Tensors of the whole model as rectangles that ranks hold, in torch's distributed checkpoint (DCP) format.
+"""Save and load tensors as rectangles that ranks have, in torch's distributed checkpoint (DCP) format.
 
-Each rank writes its own rectangles into a file of its own, without a gather, one tensor in memory after the other. Any
-other division of the same tensors reads them: each rank reads what overlaps its rectangles.
+Each rank writes its rectangles to its own file, without a gather and with one tensor in memory at a time. They can be
+loaded with any other division of the same tensors: each rank reads the parts that overlap its rectangles.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from slime.checkpoint.files import DigestedFile, FileEntry, describe_files
 from slime.weights.dcp_metadata import require_tensors
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a rectangle."""
+"""The offsets and sizes of a rectangle."""
 
 
 class TensorShard(NamedTuple):
-    """A rectangle of a tensor, and the memory that holds it on this rank."""
+    """A rectangle of a tensor, and its memory on this rank."""
 
     name: str
-    """Of the whole tensor."""
+    """The name of the whole tensor."""
     data: Tensor
-    """Of the rectangle's shape."""
+    """The values, with the shape of the rectangle."""
     offsets: tuple[int, ...]
     full_shape: tuple[int, ...]
     may_be_padded: bool = False
-    """The first axis of the stored tensor may have another length: what it lacks stays as it is."""
+    """Whether the first axis of the stored tensor may have another length. Missing rows are not changed in memory."""
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """The elements ``start`` to ``end`` of a tensor in row-major order, as rectangles, in that order.
+    """Divide the elements ``start`` to ``end`` of a tensor, in row-major order, into rectangles.
 
-    A tensor of ``n`` dimensions takes up to ``2 n - 1`` of them: the rest of a row, whole rows, the begin of a row,
-    and of each incomplete row the same.
+    A tensor of ``n`` dimensions needs up to ``2 n - 1`` rectangles: the rest of a row, whole rows, and the beginning of
+    a row, where each incomplete row is divided in the same way.
     """
     if start >= end:
         return []
@@ -94,14 +94,15 @@ def _in_row(index: int, box: Box) -> Box:
 
 
 def share(numel: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Where a rank's part of a flat tensor begins and ends when all ranks hold the same."""
+    """Return start and end of a rank's part if a flat tensor is divided equally among ranks."""
     return numel * rank // ranks, numel * (rank + 1) // ranks
 
 
 class ShardMemory:
-    """CPU memory for copies of a rank's shards, kept from one save to the next.
+    """CPU memory for copies of a rank's shards, which is kept from one save to the next.
 
-    To get memory takes longer than to copy: the kernel clears it page by page, and that for copies from CUDA is pinned.
+    Allocating memory takes longer than copying: the kernel clears it page by page, and memory for copies from CUDA is
+    pinned.
     """
 
     def __init__(self) -> None:
@@ -114,12 +115,12 @@ class ShardMemory:
         return self._taking is not None or bool(self._kinds)
 
     def take(self, shards: Iterable[TensorShard]) -> None:
-        """Get memory for such shards, cleared, on a thread of its own: :meth:`copied` then only copies."""
+        """Allocate and clear memory for such shards on a new thread, so that :meth:`copied` only has to copy."""
         like = [shard.data.detach() for shard in shards]
 
         def get() -> None:
             for device in {tensor.device for tensor in like if tensor.is_cuda}:
-                torch.cuda.set_device(device)  # a new thread has device 0
+                torch.cuda.set_device(device)  # a new thread starts with device 0
             tensors = host_tensors(like)
             for tensor in tensors:
                 tensor.zero_()
@@ -130,14 +131,14 @@ class ShardMemory:
 
     @torch.no_grad()
     def copied(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
-        """The same shards in this memory, so that training may go on; those of the last call are overwritten."""
+        """Copy shards to this memory, so that training can continue. Copies of the last call are overwritten."""
         if self._taking is not None:
             self._taking.join()
             self._taking = None
         shards = list(shards)
         kinds = _kinds([shard.data for shard in shards])
         if kinds != self._kinds:
-            self._tensors.clear()  # before there is new memory
+            self._tensors.clear()  # frees the old memory before new memory is allocated
             self._tensors = host_tensors([shard.data.detach() for shard in shards])
             self._kinds = kinds
         for tensor, shard in zip(self._tensors, shards, strict=True):
@@ -153,7 +154,7 @@ def _kinds(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype, tor
 
 @contextmanager
 def _causes_named(folder: Path) -> Iterator[None]:
-    """torch's exception is none that ``except Exception`` catches, and its message leaves the causes out."""
+    """Convert torch's exception, which is not an ``Exception`` and whose message does not contain the causes."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -167,16 +168,16 @@ def _causes_named(folder: Path) -> Iterator[None]:
 def write_shards(
     shards: Sequence[TensorShard], folder: Path, root: Path, group: ProcessGroup | None = None
 ) -> list[FileEntry]:
-    """Write ``folder`` with all ranks of ``group``; a collective.
+    """Write ``folder`` with all ranks of ``group``. This is a collective operation.
 
     Returns:
-        This rank's files, on disk and digested, with paths relative to ``root``.
+        This rank's files with their digests, after they are synced to disk. The paths are relative to ``root``.
 
     Raises:
-        RuntimeError: a rank failed; or the ranks' rectangles overlap or leave something out.
+        RuntimeError: A rank failed; or the rectangles of the ranks overlap or do not cover everything.
     """
-    # The planner brings its own tensors, so the state dict of the call is empty. That way a rank's rectangles need no
-    # DTensor to describe them.
+    # The planner has the tensors, so the state dict of the call is empty. In this way, the rectangles of a rank need
+    # not be described by DTensors.
     writer = _DigestingWriter(folder)
     with torch.no_grad(), _causes_named(folder):
         dcp.save(
@@ -217,8 +218,8 @@ def _write_item(shard: TensorShard) -> WriteItem:
 
 
 class _DigestingWriter(dcp.FileSystemWriter):
-    """One file per rank, digested as it is written. torch's own writer keeps a CPU copy of all that a rank writes until
-    the file is complete; this one keeps a tensor."""
+    """Writes one file per rank, and computes its digest at the same time. Unlike torch's writer, which keeps a CPU copy
+    of everything until the file is complete, it keeps one tensor."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -244,7 +245,7 @@ def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
     assert isinstance(data, Tensor), "the planner has tensors only"
     tensor = data.detach().cpu()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        tensor = tensor.clone()  # torch.save writes whole storages
+        tensor = tensor.clone()  # without it, torch.save would write the whole storage of a view
     torch.save(tensor, cast("IO[bytes]", file))
 
 
@@ -252,11 +253,11 @@ def _write_tensor(data: Tensor | io.BytesIO, file: DigestedFile) -> None:
 
 
 class StoredTensors:
-    """Names, shapes and dtypes of what a folder holds.
+    """The names, shapes and dtypes of the tensors in a folder.
 
     Raises:
-        ValueError: the folder's index names anything but tensors.
-        FileNotFoundError: there is no index.
+        ValueError: The index of the folder contains something other than tensors.
+        FileNotFoundError: There is no index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -271,11 +272,13 @@ class StoredTensors:
         return name in self.shapes
 
     def read(self, shards: Sequence[TensorShard]) -> None:
-        """Fill the memory of ``shards``; a collective. Dtypes are converted.
+        """Load stored values into the memory of ``shards``, with a cast if the dtypes differ.
+
+        This is a collective operation.
 
         Raises:
-            ValueError: names that are not stored, or have another shape there.
-            RuntimeError: a rank could not read.
+            ValueError: Some names are not stored, or have another shape in the folder.
+            RuntimeError: A rank could not read.
         """
         problems = []
         for shard in shards:
@@ -297,7 +300,8 @@ class StoredTensors:
 
 
 class _TensorReader(dcp.FileSystemReader):
-    """Holds one stored tensor at a time. Within one call, torch's reader keeps a tensor until it has read the next."""
+    """A reader that has one stored tensor in memory at a time. torch's reader keeps a tensor until it has read the
+    next one of the same call."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -318,7 +322,7 @@ class _ShardLoadPlanner(DefaultLoadPlanner):
         for name, shards in self.by_name.items():
             stored = self.metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            for number, shard in enumerate(shards):  # one by one: two may be the same rectangle
+            for number, shard in enumerate(shards):  # numbered, because two shards may be the same rectangle
                 chunk = ChunkStorageMetadata(torch.Size(shard.offsets), shard.data.shape)
                 for item in create_read_items_for_chunk_list(name, stored, [chunk]):
                     index = dataclasses.replace(item.dest_index, index=number)

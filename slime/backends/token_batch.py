@@ -1,4 +1,4 @@
-"""One micro-batch as the loss sees it: flat tensors over response tokens."""
+"""The input of the loss: a micro-batch as flat tensors over response tokens."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from slime.algorithms.sequences import keep_where
 from slime.data.fields import BY_NAME, LOSS_FIELDS, RankBatch
 
 PER_TOKEN = ("log_probs", "entropy", "values", *LOSS_FIELDS)
-"""Fields of :class:`TokenBatch` with one value per response token, beside the mask."""
+"""The fields of :class:`TokenBatch` with one value per response token, without the mask."""
 
 
 class Scores(NamedTuple):
-    """What a model returns for the loss: per response token ``[R]``, values or log-probs."""
+    """The outputs of a model for the loss, per response token ``[R]``: log-probs or values."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
     logits: Tensor | None = None
-    """``[R, vocab]``, over the temperature; only where the loss needs them."""
+    """``[R, vocab]``, divided by the temperature; only if the loss needs them."""
     values: Tensor | None = None
 
     @property
     def trained(self) -> Tensor:
-        """The one that always has a gradient: a critic's values, an actor's log-probs."""
+        """The output that always has a gradient: the values of a critic or the log-probs of an actor."""
         trained = self.log_probs if self.values is None else self.values
         assert trained is not None
         return trained
@@ -35,23 +35,25 @@ class Scores(NamedTuple):
 
 @dataclass
 class TokenBatch:
-    """Per-token tensors are ``[R]``: the response tokens of the micro-batch's n samples one after
-    another, in sample order. With context parallelism they are this rank's share, and
-    ``response_lengths`` counts that share; ``total_lengths`` stays that of the whole sequences.
+    """The tensors of one micro-batch of n samples.
+
+    Per-token tensors are ``[R]``: the concatenated response tokens of the samples, in their order. With context
+    parallelism they are the part of this rank, and ``response_lengths`` are the lengths of this part, but
+    ``total_lengths`` are those of whole sequences.
     """
 
     response_lengths: list[int]
     total_lengths: list[int]
     loss_mask: Tensor
-    """``[R]``, any numeric dtype; 1 = train on this token."""
+    """``[R]``, of any numeric dtype; 1 for tokens that are trained."""
     rollout_mask_sums: Tensor
-    """``[n]``: mask sum over all samples of the sample's rollout, in the whole batch."""
+    """``[n]``: for each sample, the mask sum over all samples of its rollout in the whole batch."""
     log_probs: Tensor | None = None
     """``[R]``, with gradient; None only for the critic."""
     entropy: Tensor | None = None
-    """``[R]``; with gradient where ``--entropy-coef`` is not 0."""
+    """``[R]``, with gradient if ``--entropy-coef`` is not 0."""
     old_log_probs: Tensor | None = None
-    """Recomputed by the trainer before the first step; None = the current ones, detached."""
+    """Log-probs that the trainer recomputed before the first step; None for the current ones, detached."""
     ref_log_probs: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     teacher_log_probs: Tensor | None = None
@@ -59,19 +61,20 @@ class TokenBatch:
     returns: Tensor | None = None
     old_values: Tensor | None = None
     values: Tensor | None = None
-    """``[R]``, with gradient: the critic's. Their presence selects the value loss."""
+    """``[R]``, with gradient: the values of the critic. If they are present, the loss is the value loss."""
     opd_reverse_kl: Tensor | None = None
     staleness: Tensor | None = None
-    """Steps between the weights that made a token and those that train on it; -1 where that is not known."""
+    """The number of steps between the weights that generated a token and those that are trained on it; -1 if it is not
+    known."""
     mis_weight_mean: float | None = None
     logits: Tensor | None = None
-    """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature,
-    with gradient. Only for ``--loss-type custom_loss`` (``TrainNeeds.logits``)."""
+    """``[R, vocab]``: the rows that score the response tokens, divided by the rollout temperature, with gradient. Only
+    for ``--loss-type custom_loss`` (``TrainNeeds.logits``)."""
     targets: Tensor | None = None
-    """int64 ``[R]``: the response tokens themselves, beside ``logits``."""
+    """int64 ``[R]``: the response tokens; only together with ``logits``."""
     sample_entries: dict[str, Any] = field(default_factory=dict)
-    """The rank batch's own entries for these samples (lists of n), for a custom loss and by the names that it knows;
-    those per response token are this rank's share."""
+    """The entries of the rank batch for these samples (lists of length n), for a custom loss and with its names.
+    Entries per response token are the part of this rank."""
 
     @classmethod
     def from_rank_batch(
@@ -87,12 +90,12 @@ class TokenBatch:
         device: torch.device | str | None = None,
         response_index: Sequence[Tensor] | None = None,
     ) -> TokenBatch:
-        """Pick the samples at ``indices`` (in that order) and flatten their per-token entries.
+        """Select the samples at ``indices``, in that order, and flatten their per-token entries.
 
         Args:
-            batch: over whole responses.
-            device: where the loss is computed; default that of ``log_probs`` or ``values``.
-            response_index: with context parallelism, which response tokens of each sample are this rank's.
+            batch: A rank batch over whole responses.
+            device: The device of the loss; by default that of ``log_probs`` or ``values``.
+            response_index: With context parallelism, the response tokens of each sample that this rank has.
         """
         current = log_probs if log_probs is not None else values
         if device is None:
@@ -145,16 +148,17 @@ class TokenBatch:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """float32, or float64 where the model's output is."""
+        """float32, or float64 if the output of the model is float64."""
         current = self.log_probs if self.log_probs is not None else self.values
         return torch.float32 if current is None else torch.promote_types(current.dtype, torch.float32)
 
     def cleaned(self) -> TokenBatch:
-        """Per-token values in the compute dtype, and 0 on masked tokens: whatever stands there (−inf of
-        a token outside the nucleus, nan) reaches neither the loss nor the gradient.
+        """Return the batch with per-token values in the compute dtype and 0 for masked tokens.
+
+        So values of masked tokens (NaN, or −inf for a token outside the nucleus) affect neither loss nor gradient.
 
         Raises:
-            ValueError: a per-token tensor that has not one entry per token of the mask.
+            ValueError: A per-token tensor does not have one entry per token of the mask.
         """
         dtype = self.compute_dtype
         changes: dict[str, Any] = {}
@@ -171,5 +175,5 @@ class TokenBatch:
         return replace(self, loss_mask=self.loss_mask.to(dtype), **changes)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """A flat per-token tensor as one tensor per sample."""
+        """Split a flat per-token tensor into one tensor per sample."""
         return list(x.split(self.response_lengths))

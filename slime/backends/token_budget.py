@@ -1,9 +1,10 @@
-"""How many tokens a micro-batch may hold: measured in training passes over packs of two sizes.
+"""Find out how many tokens a micro-batch may have, with training passes over packs of two sizes.
 
-The peak of allocated memory grows linearly with the tokens of a pack: attention kernels keep no scores, and logits
-are made in chunks. A line through two peaks says what a token takes and what is needed besides (weights, optimizer
-state, gradients, one chunk of logits), and so how many tokens fit into what the process can get. The estimate is on the
-safe side: where the logits of a small model set the peak of the two packs, a token seems to take more than it does.
+The peak of allocated memory grows linearly with the tokens of a pack, because attention kernels do not store scores,
+and logits are computed in chunks. A line through two peaks gives the memory per token and the memory that does not
+depend on tokens (weights, optimizer state, gradients, one chunk of logits), and so the number of tokens that fit into
+the available memory. The estimate is conservative: if the logits of a small model determine the peak of the two packs,
+the memory per token is overestimated.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ if TYPE_CHECKING:
     from slime.data.fields import RankBatch
 
 FIRST_SIZE = 4096
-"""Tokens of the first pack, as many as the default budget has at least. The second has twice as many."""
+"""The tokens of the first pack, which is the least default budget. The second pack has twice as many."""
 MOST_TOKENS = 65536
-"""A larger budget gains no throughput, and kernels that index a tensor with 32 bits, such as a feed-forward layer's
-activations of this many tokens and a width of 28,672, would be near their limit."""
+"""The largest budget. A larger one gives no more throughput, and kernels with 32-bit indices are near their limit: for
+example, the activations of a feed-forward layer with a width of 28,672."""
 LEAST_TOKENS = 1024
 MULTIPLE = 256
 SAMPLE_TOKENS = 1024
@@ -29,7 +30,7 @@ SAMPLE_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one rank found: tokens that fit, bytes that each takes, and bytes that are there for them."""
+    """The result of one rank: how many tokens fit, the bytes per token, and the bytes available for tokens."""
 
     tokens: int
     bytes_per_token: float
@@ -37,22 +38,22 @@ class Measurement:
 
 
 class Meter(Protocol):
-    """Bytes of accelerator memory."""
+    """Measures accelerator memory in bytes."""
 
     def available(self) -> int:
-        """What the process holds and what is free: all that it could have."""
+        """Return the memory that the process has plus the free memory, which is the most that it can have."""
 
     def allocated(self) -> int: ...
 
     def start(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
 
     def peak(self) -> int:
-        """The largest :meth:`allocated` since :meth:`start`."""
+        """Return the largest :meth:`allocated` since :meth:`start`."""
 
 
 class CudaMeter:
-    """Of the current device, by torch's allocator."""
+    """Measures the memory of the current CUDA device with torch's allocator."""
 
     def __init__(self) -> None:
         import torch
@@ -78,14 +79,14 @@ class CudaMeter:
 
 
 def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
-    """Run training passes of ``backend`` and say how many tokens per GPU fit; a collective.
+    """Run training passes of ``backend`` and return how many tokens per GPU fit. This is a collective operation.
 
     Args:
-        backend: its weights, optimizer state and gradients are as before.
-        share: of the available memory that may be used at the peak.
+        backend: The backend. Its weights, optimizer state and gradients do not change.
+        share: The part of the available memory that may be used at the peak.
 
     Raises:
-        MemoryError: not even a small pack fits.
+        MemoryError: Not even a small pack fits.
     """
     import torch
 
@@ -93,7 +94,7 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
 
     reduce = DataParallelReduce(backend.world_size, torch.device("cpu"))
     try:
-        backend.rehearse(FIRST_SIZE)  # compiled kernels, workspaces and communication buffers exist from here on
+        backend.rehearse(FIRST_SIZE)  # the first pass creates compiled kernels, workspaces and communication buffers
     except torch.OutOfMemoryError as error:
         raise MemoryError(
             f"a training pass over {FIRST_SIZE} tokens does not fit into the memory of rank {backend.rank}: use "
@@ -104,12 +105,12 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
     peaks: dict[int, int] = {}
     for size in (FIRST_SIZE, 2 * FIRST_SIZE):
         if peaks:
-            backend.rehearse(size)  # kernels that were compiled for one size are compiled again for any
+            backend.rehearse(size)  # kernels that were compiled for one size are compiled again for all sizes
         meter.start()
         backend.rehearse(size)
         peaks[size] = meter.peak()
-        # Twice the tokens take at most twice what these took. A rank that ran out of memory would leave the others
-        # waiting, so all of them go on or none.
+        # Twice as many tokens need at most twice as much memory. If one rank ran out of memory, the others would wait
+        # for it, so either all ranks continue or none.
         if reduce.maximum([idle + 2 * (peaks[size] - idle) - share * available])[0] > 0:
             break
     backend.clear_memory()
@@ -117,36 +118,36 @@ def measure(backend: TrainBackend, share: float, meter: Meter) -> Measurement:
 
 
 def fit(peaks: Mapping[int, float], idle: float, usable: float) -> Measurement:
-    """How many tokens have a peak of ``usable`` bytes.
+    """Compute how many tokens have a peak of ``usable`` bytes.
 
     Args:
-        peaks: bytes by tokens of a pack, of one or two packs.
-        idle: bytes between passes. With one pack, all above it is taken to be due to tokens.
+        peaks: The peak in bytes by the number of tokens, for one or two packs.
+        idle: The bytes between passes. With one pack, all memory above it is attributed to tokens.
     """
     (few, low), (many, high) = min(peaks.items()), max(peaks.items())
     per_token = (high - low) / (many - few) if many > few else (high - idle) / many
     per_token = max(per_token, 1.0)
-    # What is left after everything that does not grow with tokens: weights, optimizer state, gradients and one chunk of
-    # logits, which is where the line meets the axis.
+    # The memory that is left after everything that does not grow with tokens (weights, optimizer state, gradients and
+    # one chunk of logits), which is the intercept of the line.
     room = usable - (high - per_token * many)
     return Measurement(max(math.floor(room / per_token), 0), per_token, max(room, 0.0))
 
 
 def budget(found: Sequence[Measurement], longest: int) -> int:
-    """The same for all ranks: what fits on the rank with the least room, within bounds.
+    """Return the budget for all ranks: the number of tokens that fit on the rank with the least memory, within bounds.
 
     Args:
-        found: of all ranks.
-        longest: tokens of the longest sample on one GPU; it may exceed :data:`MOST_TOKENS`.
+        found: The measurements of all ranks.
+        longest: The tokens of the longest sample on one GPU, which may be more than :data:`MOST_TOKENS`.
     """
-    # Ranks pack alike only with one budget, so the rank with the least room decides.
+    # All ranks must have the same budget, so the rank with the least memory determines it.
     tokens = min(one.tokens for one in found)
     tokens = max(min(tokens, max(MOST_TOKENS, longest)), LEAST_TOKENS)
     return tokens - tokens % MULTIPLE
 
 
 def rehearsal_batch(tokens: int, vocab_size: int) -> RankBatch:
-    """Samples with no prompt in common that have ``tokens`` tokens together, all but their first a response."""
+    """Return samples with ``tokens`` tokens in total, without common prompts. All but the first token are response."""
     import torch
 
     from slime.data.fields import RankBatch
@@ -155,7 +156,7 @@ def rehearsal_batch(tokens: int, vocab_size: int) -> RankBatch:
     if tokens % SAMPLE_TOKENS > 1:
         lengths.append(tokens % SAMPLE_TOKENS)
     generator = torch.Generator().manual_seed(0)
-    high = max(min(vocab_size, 30_000), 2)  # ids of images and other media come last in a vocabulary
+    high = max(min(vocab_size, 30_000), 2)  # avoids the ids of images and other media at the end of a vocabulary
     return RankBatch(
         {
             "tokens": [torch.randint(high, (length,), generator=generator) for length in lengths],

@@ -1,4 +1,4 @@
-"""What a training rank does with its part of a rollout, on any backend."""
+"""The work of a training rank on its part of a rollout, for any backend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METRICS = tuple(field.name for field in FIELDS if field.metric)
 
 
 class PhaseTimer:
-    """Wall seconds per named phase, and a profile where one is asked for."""
+    """Measures wall-clock seconds per named phase, and makes a profile if requested."""
 
     def __init__(self, profiler: Profiler | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -41,21 +41,19 @@ class PhaseTimer:
 def train_on_rollout(
     backend: TrainBackend, args: Args, batch: RankBatch, profiler: Profiler | None = None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Score, estimate advantages, and take every optimizer step of one rollout.
+    """Compute log-probs and advantages, and run all optimizer steps of one rollout.
 
-    The batch is completed in place: ``ref_log_probs``, ``old_log_probs`` (where the flags need them recomputed),
-    ``old_values`` (critic: its own, from before the update), ``kl``, ``advantages``, ``returns``.
-
-    Args:
-        backend: called on all ranks together, each with its own batch.
+    All ranks must call this together, each with its own batch. These entries are added to the batch: ``ref_log_probs``,
+    ``old_log_probs`` (if they are recomputed), ``old_values`` (of the critic, from before the update), ``kl``,
+    ``advantages`` and ``returns``.
 
     Returns:
-        metrics (``train/…`` or ``train/critic-…``: the mean over the rollout's optimizer steps;
-        ``rollout/…``: means over its samples; equal on all ranks) and seconds per phase.
+        The metrics and the seconds per phase. Metrics ``train/…`` and ``train/critic-…`` are means over the optimizer
+        steps of the rollout, ``rollout/…`` are means over its samples. They are equal on all ranks.
 
     Raises:
-        ValueError: the batch lacks what the flags need; the message names both.
-        NonFiniteError: the loss or gradient of a step is not finite.
+        ValueError: The batch lacks an entry that the flags need. The message names both.
+        NonFiniteError: The loss or gradient of a step is not finite.
     """
     timer = PhaseTimer(profiler)
     critic = backend.role == "critic"
@@ -63,7 +61,7 @@ def train_on_rollout(
         backend.reset_optimizer()
     if critic:
         with timer.phase("values"):
-            # Before any update: they are the baseline of the advantages, and the centre of the clip of the value loss.
+            # Computed before any update: they are the baseline of the advantages, and the value loss clips around them.
             batch["old_values"] = backend.values(batch)
     else:
         _score(backend, batch, timer)
@@ -96,7 +94,7 @@ def train_on_rollout(
 
 
 def _score(backend: TrainBackend, batch: RankBatch, timer: PhaseTimer) -> None:
-    """The actor's forward passes before the first optimizer step, each only where it is needed."""
+    """Run the forward passes of the actor before the first optimizer step, each only if it is needed."""
     needs = backend.needs
     if needs.ref_log_probs and batch.get("ref_log_probs") is None:
         with timer.phase("ref_log_probs"):
@@ -128,13 +126,16 @@ def _combined(name: str, values: list[float]) -> float:
 
 
 def rollout_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
-    """``rollout/<entry>``: the mean over all samples of all ranks; of a per-token entry, each sample's masked mean."""
+    """Return ``rollout/<entry>``, the mean over the samples of all ranks. For a per-token entry it is the mean of the
+    samples' masked means."""
     return _means(backend, batch, METRICS, [True] * len(batch["tokens"]), "rollout/")
 
 
 def correct_sample_metrics(backend: TrainBackend, batch: RankBatch) -> dict[str, float]:
-    """``rollout/correct-<entry>`` of the samples whose raw reward counts as a pass, and their share
-    (``--log-correct-samples``); no entries where none is correct."""
+    """Return ``rollout/correct-<entry>`` for the samples whose raw reward counts as a pass, and their fraction.
+
+    This is for ``--log-correct-samples``. If no sample is correct, there are no such entries.
+    """
     chosen = [float(reward) > PASS_ABOVE for reward in batch["raw_reward"]]
     known = sum(not math.isnan(reward) for reward in batch["raw_reward"])
     correct, count = backend.reduce.total([float(sum(chosen)), float(known)])
@@ -154,23 +155,25 @@ def _means(
         entries = [(x, mask) for x, mask, wanted in zip(batch[key], masks, chosen, strict=True) if wanted]
         if BY_NAME[key].per == "sample":
             known = (float(x) for x, _ in entries)
-            values = [x for x in known if not math.isnan(x)]  # no raw reward: its verifier gave no answer
+            values = [x for x in known if not math.isnan(x)]  # NaN is a missing raw reward, after a failed verifier
         else:
             tensors = ((torch.as_tensor(x), mask) for x, mask in entries if bool(mask.any()))
             values = [float(x[mask != 0].double().mean()) for x, mask in tensors]
         names.append(BY_NAME[key].public_name)
-        # Sums and counts instead of means: ranks hold different numbers of samples, and one collective at the end
-        # serves all metrics.
+        # Sums and counts instead of means, because ranks have different numbers of samples. One collective at the end
+        # reduces all metrics.
         numbers += [sum(values), float(len(values))]
     totals = backend.reduce.total(numbers)
     return {f"{prefix}{name}": totals[2 * i] / max(totals[2 * i + 1], 1.0) for i, name in enumerate(names)}
 
 
 def score_probe(backend: TrainBackend, tokens: Sequence[int]) -> list[float]:
-    """Log-prob at temperature 1 of every token but the first; a collective, equal on all ranks.
+    """Return the log-probs of all tokens except the first, at temperature 1, equal on all ranks.
+
+    This is a collective operation.
 
     Args:
-        tokens: at least two ids; each rank scores all of them.
+        tokens: At least two ids. Each rank computes the log-probs of all of them.
     """
     batch = RankBatch(
         {

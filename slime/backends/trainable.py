@@ -1,4 +1,4 @@
-"""Which parameters are trained, by the checkpoint's names."""
+"""Select the parameters that are trained, by their names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import nn
 from slime.config.args import Args
 
 Names = Sequence[str]
-"""The tensors of the checkpoint that one parameter holds: several where a backend fuses them."""
+"""The names of the checkpoint tensors in one parameter. There are several if a backend fuses them."""
 
 
 def select_trainable(held: Iterable[tuple[nn.Parameter, Names]], everywhere: Sequence[Names], args: Args) -> None:
-    """Freeze by ``--only-train-params-name-list`` or ``--freeze-params-name-list``, regular expressions that are
-    searched in the names of the checkpoint.
+    """Freeze parameters by ``--only-train-params-name-list`` or ``--freeze-params-name-list``.
+
+    These are regular expressions that are searched in the names of the checkpoint.
 
     Args:
-        held: the parameters of this rank.
-        everywhere: the names of every parameter of the model, also of those on other pipeline stages, so that all
-            ranks come to the same verdict.
+        held: The parameters of this rank.
+        everywhere: The names of all parameters of the model, including those on other pipeline stages, so that all
+            ranks find the same errors.
 
     Raises:
-        ValueError: the expressions separate what one parameter holds, match nothing, or leave nothing to train.
+        ValueError: The expressions divide a fused parameter, match nothing, or leave no parameter to train.
     """
     only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
     if not only and not freeze:

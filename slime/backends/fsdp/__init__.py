@@ -1,1 +1,1 @@
-"""Training of Hugging Face models with PyTorch's FSDP2, data parallel."""
+"""Data-parallel training of Hugging Face models with PyTorch's FSDP2."""

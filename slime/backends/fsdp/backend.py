@@ -1,4 +1,4 @@
-"""One rank of data-parallel training with FSDP2: ``slime.backends.base.TrainBackend``."""
+"""The implementation of ``slime.backends.base.TrainBackend`` for data-parallel training with FSDP2."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from slime.models.scorer import PolicyScorer, ValueScorer
 
 
 class FsdpBackend(SharedBackend):
-    """Actor or critic. Every method is called on all ranks together."""
+    """One rank of an actor or critic. All ranks must call every method together."""
 
     optimizer: ScheduledAdamW
 
@@ -51,9 +51,9 @@ class FsdpBackend(SharedBackend):
         self.data_parallel_rank, self.data_parallel_size = layout.data_rank(rank), layout.dp
         self.share_reduce = DataParallelReduce(world_size, device)
         self.shard_size = args.fsdp_shard_size or world_size
-        """Ranks that together hold one replica of the model; see :func:`slime.backends.fsdp.model.shard_mesh`."""
+        """The number of ranks that share one replica of the model; see :func:`slime.backends.fsdp.model.shard_mesh`."""
         self.context_group: ProcessGroup | None = None
-        """Ranks that hold other tokens of the same samples; None without context parallelism."""
+        """The ranks that have other tokens of the same samples; None without context parallelism."""
         data = None
         if layout.cp > 1:
             mesh = init_device_mesh(device.type, (layout.dp, layout.cp), mesh_dim_names=("data", "context"))
@@ -69,7 +69,7 @@ class FsdpBackend(SharedBackend):
             self.named_parameters,
             dtype=DTYPES[args.train_dtype],
             on_device=role == "actor" and keeps_copies_on_device(copies, self.named_parameters),
-            arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
+            arena=self.offloader.host if device.type == "cuda" else None,  # free while the model is on the accelerator
         )
         if role == "actor":
             load_copies(copies, self.bank, initial_weights(args), self._load_copy)
@@ -78,14 +78,17 @@ class FsdpBackend(SharedBackend):
         self.state = FsdpState(args, role, rank, world_size, self.shard_size, self.buffers, self.optimizer, self.bank)
 
     def _over_shards(self, value: float) -> float:
-        """The sum over the shards of one replica. It is one collective over all ranks, and so the same number on each;
-        a shard is counted once per replica."""
+        """Return the sum over the shards of one replica.
+
+        It is computed by one collective over all ranks, so that it is the same number on each. Every shard is counted
+        once per replica, which is corrected.
+        """
         return self.share_reduce.total([value])[0] * self.shard_size / self.world_size
 
     def _load_copy(self, tag: str, path: str) -> None:
-        """Rank 0 reads the model; every rank gets its shards of it, one tensor at a time."""
+        """Load a copy. Rank 0 reads the model, and every rank gets its shards, one tensor at a time."""
         alone = self.world_size == 1
-        dtype = DTYPES[self.args.train_dtype]  # that which computes: the copy is for forward passes only
+        dtype = DTYPES[self.args.train_dtype]  # the dtype of forward passes, because the copy is used for them only
         model = load_full_model(self.args, path, empty=not alone and self.rank != 0, dtype=dtype)
         fetch = (lambda tensor: tensor) if alone else partial(from_first_rank, device=self.device)
         self.bank.add(tag, dict(model.named_parameters()), fetch)
@@ -95,7 +98,7 @@ class FsdpBackend(SharedBackend):
     def log_probs(
         self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
     ) -> dict[str, list[Tensor]]:
-        """Log-probs (and entropy) of every sample's response under one of the weight copies."""
+        """Compute log-probs (and entropy) of the responses of all samples with one of the copies of the weights."""
         divisor = self.args.rollout_temperature if temperature is None else temperature
         scorer = self.scorer
         assert isinstance(scorer, PolicyScorer), "a critic has no log-probs"
@@ -104,7 +107,7 @@ class FsdpBackend(SharedBackend):
             return self._score(batch, names, lambda inputs: scorer(inputs, divisor, with_entropy)[0])
 
     def values(self, batch: RankBatch) -> list[Tensor]:
-        """The critic's values of every sample's response."""
+        """Compute the critic's values for the responses of all samples."""
         assert isinstance(self.scorer, ValueScorer), "only a critic has values"
         return self._score(batch, ["values"], lambda inputs: Scores(values=self.scorer(inputs)))["values"]
 
@@ -112,7 +115,7 @@ class FsdpBackend(SharedBackend):
     def _score(
         self, batch: RankBatch, names: list[str], forward: Callable[[ModelInputs], object]
     ) -> dict[str, list[Tensor]]:
-        """What ``forward`` returns under these names, for every sample."""
+        """Run ``forward`` on all micro-batches, and return its outputs with these names for every sample."""
         found = ResponseValues(batch, names, self.device)
         for indices in self.aligned(self.forward_packs(batch)):
             inputs = self._inputs(batch, indices)
@@ -125,10 +128,10 @@ class FsdpBackend(SharedBackend):
     # --- training -------------------------------------------------------------------------------
 
     def train_step(self, batch: RankBatch, step: int) -> Metrics:
-        """One optimizer step. The loss is a sum of shares over micro-batches and ranks, and so is the gradient.
+        """Run one optimizer step. Loss and gradient are sums of shares over micro-batches and ranks.
 
         Raises:
-            NonFiniteError: before the weights change.
+            NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
         scheduled, trained = self.scheduled_and_trained(batch, step)
         self.optimizer.zero_grad()
@@ -138,22 +141,25 @@ class FsdpBackend(SharedBackend):
             self._communicate_for(last=number == len(micro_batches))
             parts.append(self._backward(batch, indices, step))
         for part in parts:
-            self.add_shares(shares, part)  # waits for the accelerator: once all its work is queued
+            self.add_shares(shares, part)  # waits for the accelerator, so it comes after all work is queued
         return self.finish_step(shares, batch, step, scheduled, trained)
 
     def _communicate_for(self, last: bool) -> None:
-        """What FSDP does in the next backward pass. Between replicas gradients are summed after the ``last``
-        micro-batch of a step only; until then each rank adds up its shard of its replica's gradients."""
+        """Set the communication of FSDP for the next backward pass.
+
+        Gradients are summed over replicas only after the ``last`` micro-batch of a step. Until then, each rank
+        accumulates its shard of the gradients of its replica.
+        """
         if not isinstance(self.scorer, FSDPModule):
             return
-        # Unsynchronised gradients stay whole on each rank: fewer reduce-scatters, and the memory of all gradients in
-        # exchange.
+        # Without synchronization, the whole gradients stay on each rank. This needs fewer reduce-scatters, but memory
+        # for all gradients.
         self.scorer.set_requires_gradient_sync(last or not self.args.fsdp_accumulate_unsharded_gradients)
         self.scorer.set_requires_all_reduce(last)
         self.scorer.set_reshard_after_backward(last or self.args.fsdp_reshard_after_forward)
 
     def _backward(self, batch: RankBatch, indices: list[int], step: int) -> dict[str, Tensor]:
-        """One micro-batch; without samples a dummy that keeps this rank in step with the others."""
+        """Run forward and backward of one micro-batch. Without samples it is a dummy, because of the collectives."""
         inputs = self._inputs(batch, indices)
         loss, metrics = self.share_of_loss(
             batch, indices, step, self._scores(inputs), inputs.targets, inputs.response_index
@@ -162,7 +168,7 @@ class FsdpBackend(SharedBackend):
         return metrics
 
     def _scores(self, inputs: ModelInputs) -> Scores:
-        """All that the loss takes of the model."""
+        """Return all outputs of the model that the loss needs."""
         needs = self.needs
         if isinstance(self.scorer, ValueScorer):
             return Scores(values=self.scorer(inputs))
@@ -175,7 +181,7 @@ class FsdpBackend(SharedBackend):
         context = 1 if self.context_group is None else self.context_group.size()
         vocab_size: int = self.builder.backbone.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
         batch = rehearsal_batch(tokens * context, vocab_size)
-        for _ in range(2):  # the second finds the gradients of the first
+        for _ in range(2):  # in the second pass, the gradients of the first are in memory
             inputs = self._inputs(batch, list(range(len(batch["tokens"]))))
             (self._scores(inputs).trained.sum() * 0.0).backward()
         self.optimizer.zero_grad()
@@ -185,12 +191,12 @@ class FsdpBackend(SharedBackend):
     def _inputs(self, batch: RankBatch, indices: list[int]) -> ModelInputs:
         if indices:
             return self.builder.from_batch(batch, indices)
-        # The smallest sample there is: one token to attend to and one to score. It exists for its collectives only.
+        # The smallest possible sample, with one token to attend to and one to score. Only its collectives matter.
         return self.builder.build([torch.zeros(2, dtype=torch.long)], [1], [0], [None])
 
     def _reshard(self) -> None:
-        """FSDP's root keeps its gathered weights after a forward, and so may layers; without a backward they would go
-        stale."""
+        """Free the gathered weights, which FSDP's root and some layers keep after a forward. Without a backward they
+        would not be updated."""
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -198,7 +204,8 @@ class FsdpBackend(SharedBackend):
     # --- weights and state ----------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors with the checkpoint's names, in the dtype that computes; may alias the live weights."""
+        """Yield full tensors with the names of the checkpoint, in the dtype of forward passes. They may be the memory of
+        the model."""
         assert isinstance(self.scorer, PolicyScorer), "a critic's weights go to no engine"
         yield from iter_hf_weights(self.scorer.hf, DTYPES[self.args.train_dtype])
 

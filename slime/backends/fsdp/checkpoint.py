@@ -1,8 +1,8 @@
-"""Save and load the training state of all ranks, by torch's distributed checkpoint.
+"""Save and load the training state of all ranks with torch's distributed checkpoint.
 
-Tensors are stored by name, each rank's shard in a file of the rank, so another number of ranks can read them. Of
-several replicas (``--fsdp-shard-size``) only one writes a tensor. The optimizer's step and the schedule come back
-exactly; random-number generators where the rank existed before.
+Tensors are stored by name, and each rank writes its shards to its own file, so another number of ranks can load them.
+With several replicas (``--fsdp-shard-size``), only one of them writes a tensor. The step of the optimizer and the
+schedule are restored exactly, and random-number generators on the ranks that existed before.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ TENSORS = "dcp"
 
 class _Stored(NamedTuple):
     part: Tensor
-    """What this rank holds."""
+    """The shard of this rank."""
     like: Tensor
-    """Split over the ranks as the stored tensor is: a DTensor, or a plain tensor where every rank has all of it."""
+    """A tensor with the sharding of the stored one: a DTensor, or a plain tensor if every rank has the whole tensor."""
 
 
 @dataclass
 class FsdpState:
-    """What a rank has of the training state: :class:`slime.backends.saving.SavedState`."""
+    """The part of the training state on a rank; see :class:`slime.backends.saving.SavedState`."""
 
     args: Args
     role: str
     rank: int
     world_size: int
     shard_size: int
-    """Ranks that together hold one replica of the model."""
+    """The number of ranks that share one replica of the model."""
     buffers: list[tuple[str, Tensor]]
     optimizer: ScheduledAdamW
     bank: WeightBank
@@ -63,22 +63,22 @@ class FsdpState:
             dist.barrier()
         shards, group = self._written_shards(), None
         if self.args.async_save:
-            # Training goes on while these are written, so they are copies, and the collectives of the writer have a
-            # group of their own: on the default one they would mix with those of the next step.
+            # Training continues while these are written, so they are copies, and the collectives of the writer use a
+            # separate group. In the default group they would be mixed with those of the next step.
             shards, group = self.memory.copied(shards), self.group
         small = small_files_writer(path, self.rank, rng_state(), self._describe() if self.rank == 0 else None)
         return lambda: [*small(), *write_shards(shards, path / TENSORS, path, group)]
 
     def load(self, path: Path) -> None:
-        """Read what :meth:`writer` wrote, whatever the number of ranks was.
+        """Load what :meth:`writer` wrote, with any number of ranks.
 
-        ``--no-load-optim`` leaves optimizer and schedule at their start, ``--no-load-rng`` the random state,
-        ``--finetune`` both and the copies that a run made of its weights.
+        With ``--no-load-optim``, optimizer and schedule are not loaded; with ``--no-load-rng``, the random state is
+        not; with ``--finetune``, neither of them and none of the copies that a run made of its weights.
 
         Raises:
-            FileNotFoundError: there is no such state.
-            ValueError: it belongs to the other role, or its index could run code.
-            SnapshotError: a file has changed since it was written.
+            FileNotFoundError: There is no such state.
+            ValueError: The state belongs to the other role, or its index could execute code.
+            SnapshotError: A file has changed since it was written.
         """
         if not (path / META).is_file():
             raise FileNotFoundError(
@@ -91,7 +91,7 @@ class FsdpState:
         args = self.args
         copies = [] if args.finetune else meta["copies"]
         for tag in copies:
-            self.bank.copy("actor", tag)  # makes room of the right shape
+            self.bank.copy("actor", tag)  # allocates tensors with the right shapes
             self.bank.moving.add(tag)
         tensors = self._tensors(copies, meta["optimizer"] and not args.no_load_optim)
         StoredTensors(path / TENSORS).read(_shards(tensors))
@@ -109,20 +109,23 @@ class FsdpState:
         state = {name: _Stored(local(tensor.detach()), tensor) for name, tensor in named.items()}
         parameters = dict(self.bank.named)
         for tag in copies:
-            # A copy is a plain tensor on the CPU; how it is split over the ranks, its parameter says.
+            # A copy is a plain tensor on the CPU. Its sharding is that of its parameter.
             copy = self.bank.tensors(tag)
             state |= {f"copy/{tag}/{name}": _Stored(part, parameters[name]) for name, part in copy.items()}
         return state
 
     def _written_shards(self) -> list[TensorShard]:
-        """What this rank writes. The ranks of one replica write a whole tensor; tensors are dealt out to the replicas
-        so that all write about as much. Rank 0 writes what is not split."""
+        """Return the shards that this rank writes.
+
+        The ranks of one replica write a whole tensor together. Tensors are distributed over replicas so that all write
+        about the same number of bytes. Rank 0 writes tensors that are not sharded.
+        """
         state = self._tensors(sorted(self.bank.moving), with_optimizer=not self.args.no_save_optim)
         sizes = [0] * (self.world_size // self.shard_size)
         mine = self.rank // self.shard_size
         found = {}
-        # The largest first, each to the replica with the least so far. Every rank computes the whole assignment, so
-        # the order must be the same on all of them: it depends on whole sizes, never on a rank's own shard.
+        # The largest tensors come first, and each goes to the replica with the least so far. Every rank computes the
+        # whole assignment, so the order must be the same on all ranks: it depends on whole sizes, not on shards.
         for name, stored in sorted(state.items(), key=lambda item: -item[1].like.numel()):
             writer = 0
             if isinstance(stored.like, DTensor):
@@ -143,10 +146,10 @@ class FsdpState:
 
 
 def _shards(state: dict[str, _Stored]) -> list[TensorShard]:
-    """This rank's part of each tensor."""
+    """Return this rank's shard of each tensor."""
     found = []
     for name, (part, like) in state.items():
-        # A rank beyond the rows of a small tensor holds nothing of it and writes nothing.
+        # If a tensor has fewer rows than there are ranks, the last ranks have an empty shard and write nothing.
         offsets = shard_box(like)[0] if isinstance(like, DTensor) else (0,) * like.dim()
         if part.numel() or not isinstance(like, DTensor):
             found.append(TensorShard(name, part, offsets, tuple(like.shape)))

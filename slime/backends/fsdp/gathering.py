@@ -1,8 +1,8 @@
-"""Whole tensors from FSDP's shards, many at a time.
+"""Gather whole tensors from FSDP's shards, many at a time.
 
-``DTensor.full_tensor`` is one collective per parameter, which costs more in launches than in bytes: a model of 64
-layers has some 700 parameters, most of them small. Parameters that follow one another therefore share one all-gather,
-up to ``BATCH_BYTES`` of whole tensors.
+``DTensor.full_tensor`` is one collective per parameter, and launches then cost more than the transfer: a model with 64
+layers has about 700 parameters, most of them small. So consecutive parameters share one all-gather, up to
+``BATCH_BYTES`` of whole tensors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 deprecates the older name."""
-BATCH_BYTES = 1 << 28  # of whole tensors; gathering takes about twice this for a moment
+"""The older name is deprecated in torch 2.13."""
+BATCH_BYTES = 1 << 28  # of whole tensors; gathering needs about twice as much memory for a short time
 
 
 def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors in their order, whole; a collective where some are ``DTensor``.
+    """Yield whole tensors in the given order. This is a collective operation if some tensors are ``DTensor``.
 
-    What is not sharded is yielded as it is, so it may be the caller's own memory. Sharded tensors share an all-gather
-    if they have the same dtype and the same mesh, whatever lies between them. Ranks must pass the same names in the
-    same order.
+    Tensors that are not sharded are yielded unchanged, so they may be the caller's memory. Sharded tensors with the
+    same dtype and the same mesh share an all-gather, even if there are others between them. All ranks must pass the
+    same names in the same order.
     """
     batch: list[tuple[str, Tensor]] = []
     kind: object = None
@@ -46,8 +46,10 @@ def whole_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
 
 
 def _shard_dim(tensor: Tensor) -> int | None:
-    """The mesh dimension that cuts a tensor's rows, if that is all that is done to it: FSDP cuts along one dimension
-    of the mesh and copies along the others. None for any other tensor."""
+    """Return the mesh dimension along which the rows of a tensor are sharded, if it is replicated along the others.
+
+    FSDP shards in this way. The result is None for any other tensor.
+    """
     if not isinstance(tensor, DTensor):
         return None
     rows = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is Shard and placement.dim == 0]
@@ -56,7 +58,7 @@ def _shard_dim(tensor: Tensor) -> int | None:
 
 
 def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one batch, whole, in their order."""
+    """Yield the whole tensors of one batch in order."""
     whole = _all_gather(
         [tensor for _, tensor in batch if isinstance(tensor, DTensor) and _shard_dim(tensor) is not None]
     )
@@ -68,10 +70,10 @@ def _gathered(batch: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _all_gather(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
-    """One collective for tensors of one mesh, mesh dimension and dtype.
+    """Gather tensors with the same mesh, mesh dimension and dtype in one collective.
 
-    ``Shard(0)`` gives rank ``i`` of ``n`` the rows from ``i * ceil(rows / n)`` on, so the last ranks may have fewer or
-    none. Every rank sends ``ceil(rows / n)`` rows of each tensor; what exceeds the tensor is cut off again.
+    With ``Shard(0)``, rank ``i`` of ``n`` has the rows from ``i * ceil(rows / n)`` on, so the last ranks may have fewer
+    or none. Every rank sends ``ceil(rows / n)`` rows of each tensor, and the surplus rows are removed afterwards.
     """
     if not tensors:
         return
@@ -82,8 +84,8 @@ def _all_gather(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
     if ranks == 1:
         yield from (tensor.to_local() for tensor in tensors)
         return
-    # FSDP pads the last shards for its own collectives only; `to_local` is without padding. All ranks must send the
-    # same number of elements, so it is padded here again.
+    # FSDP pads the last shards only for its own collectives; `to_local` has no padding. All ranks must send the same
+    # number of elements, so the shards are padded here.
     shapes = [(-(-tensor.shape[0] // ranks), *tensor.shape[1:]) for tensor in tensors]
     counts = [math.prod(shape) for shape in shapes]
     mine = torch.empty(sum(counts), dtype=tensors[0].dtype, device=tensors[0].device)
@@ -95,5 +97,5 @@ def _all_gather(tensors: Sequence[DTensor]) -> Iterator[Tensor]:
     del mine
     by_rank = everyones.view(ranks, -1).split(counts, dim=1)
     for parts, shape, tensor in zip(by_rank, shapes, tensors, strict=True):
-        # A copy (unless it is alone in the batch), so a receiver that keeps one tensor does not keep all of them.
+        # This is a copy (unless the tensor is alone in the batch), so a receiver that keeps one does not keep all.
         yield parts.reshape(ranks * shape[0], *shape[1:])[: tensor.shape[0]]

@@ -1,4 +1,4 @@
-"""The trained weights as a Hugging Face checkpoint names them."""
+"""Yield and save the trained weights with the names of the Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ _FIRST_INDEX = re.compile(r"^(.*?\.\d+)\.")
 
 
 def iter_hf_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors under the names of the checkpoint on disk: one per expert, tied ones once.
+    """Yield full tensors with the names of the checkpoint on disk: one per expert, and tied tensors once.
 
-    transformers fuses experts (and renames) in memory; its own conversions are reverted, layer by layer
-    where a conversion may need several tensors, else tensor by tensor. A collective where the model is
-    sharded. What comes may be the model's own memory: copy what is to outlive the next step.
+    transformers renames tensors and fuses experts in memory. Its conversions are reverted, layer by layer if a
+    conversion may need several tensors, otherwise tensor by tensor. This is a collective operation if the model is
+    sharded. The tensors may be the memory of the model, so copy those that must stay unchanged after the next step.
 
     Args:
-        dtype: of floating-point parameters; buffers keep theirs.
+        dtype: The dtype of floating-point parameters. Buffers keep their dtype.
     """
-    # Cast before the gather: half the bytes.
+    # The cast comes before the gather, which then transfers half the bytes.
     cast = ((name, value.to(dtype) if is_parameter else value) for name, value, is_parameter in _tensors(model))
     yield from _named_as_on_disk(model, whole_tensors(cast))
 
 
 def share_weight_conversions(model: PreTrainedModel) -> None:
-    """Give every rank the conversions that rank 0 used when it loaded the checkpoint; a collective.
+    """Give every rank the conversions that rank 0 used when it loaded the checkpoint. This is a collective operation.
 
-    Only ``from_pretrained`` finds out which of transformers' conversions a checkpoint needs. A model that is built
-    without weights has none, and would give its tensors transformers' in-memory names.
+    Only ``from_pretrained`` finds out which conversions of transformers a checkpoint needs. A model that is built
+    without weights has none, and would name its tensors as transformers does in memory.
     """
     conversions = [getattr(model, "_weight_conversions", None)]
     dist.broadcast_object_list(conversions, src=0, device=torch.device("cpu"))
@@ -57,10 +57,12 @@ def share_weight_conversions(model: PreTrainedModel) -> None:
 
 
 def require_same_names(model: PreTrainedModel) -> None:
-    """Check that :func:`iter_hf_weights` yields the same names in the same order on every rank; a collective.
+    """Check that :func:`iter_hf_weights` yields the same names in the same order on every rank.
+
+    This is a collective operation.
 
     Raises:
-        ModelError: it does not. Engines would get tensors that they do not know.
+        ModelError: The names differ. Engines would get tensors with unknown names.
     """
     names = [name for name, _ in _named_as_on_disk(model, _empty_tensors(model))]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
@@ -79,8 +81,8 @@ def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tenso
     if not conversions:
         yield from tensors
         return
-    # A converter may join tensors of one layer (experts, gate and up). Holding one layer back is enough for it, and
-    # keeps the rest of the model out of memory.
+    # A converter may join tensors of one layer (experts, or gate and up). It is enough to collect one layer at a time,
+    # so that the rest of the model need not be in memory.
     by_layer = any(isinstance(c, WeightConverter) for c in conversions)
     pending: dict[str, Tensor] = {}
     prefix: str | None = None
@@ -95,13 +97,13 @@ def _named_as_on_disk(model: PreTrainedModel, tensors: Iterator[tuple[str, Tenso
 
 
 def _empty_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole shapes, without memory."""
+    """Yield tensors with the whole shapes, but without memory."""
     for name, value, _ in _tensors(model):
         yield name, torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
-    """The state dict in its order, tied parameters once; whether each is a parameter."""
+    """Yield the state dict in order, with tied parameters once, and whether each tensor is a parameter."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     seen: set[int] = set()
     for name, value in model.state_dict().items():
@@ -114,15 +116,17 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, source: str, writer: bool) -> None:
-    """Write a folder that ``from_pretrained`` and every engine reads; a collective, one rank writes.
+    """Write a folder that ``from_pretrained`` and every engine can load.
+
+    This is a collective operation, in which one rank writes.
 
     Args:
-        source: folder, or hub id, that the model came from: its tokenizer and processor files are copied.
+        source: The folder or hub id of the original model. Its tokenizer and processor files are copied.
     """
     write_tensors(iter_hf_weights(model, dtype), path, writer)
     if writer:
         _write_config(model, path, dtype)
-        folder = local_folder(source)  # of a hub id what was downloaded: a save does not wait for a network
+        folder = local_folder(source)  # for a hub id the downloaded files, so that a save does not need the network
         if folder is None:
             logger.warning("%s has no tokenizer files: %s is not on this machine", path, source)
             return
@@ -134,7 +138,7 @@ def save_hf_checkpoint(model: PreTrainedModel, path: Path, dtype: torch.dtype, s
 def _write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
     model.config.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
-    config.update(zero_mtp_counts(config)[0])  # transformers builds no such layers, but keeps their count
+    config.update(zero_mtp_counts(config)[0])  # transformers does not build such layers, but keeps their count
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 renames the class
     (path / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -33,12 +33,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -> tuple[Scorer, InputBuilder]:
-    """The model of a role with its way to lay out batches: loaded in float32, checked, frozen where asked, sharded.
+    """Load the model of a role in float32, check it, freeze parameters, shard it, and return it with its input builder.
 
-    Rank 0 alone reads the checkpoint and has the whole of it in memory; the others get their shards from it.
+    Only rank 0 reads the checkpoint and has all of it in memory; the other ranks get their shards from rank 0.
 
     Raises:
-        ModelError: the checkpoint or its architecture cannot be trained as asked.
+        ModelError: The checkpoint or its architecture cannot be trained with these flags.
     """
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
@@ -69,7 +69,11 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
 
 
 def load_full_model(args: Args, path: str, empty: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """On the CPU, the master weights in float32, whatever dtype computes. ``empty``: without memory or values."""
+    """Load the model on the CPU. The master weights are float32 for every dtype of forward passes.
+
+    Args:
+        empty: Build the model without memory and values.
+    """
     attention: str | dict[str, str] = PACKED
     if args.attn_implementation not in (None, VARLEN):
         attention = str(args.attn_implementation)
@@ -92,24 +96,27 @@ def _builder(args: Args, model: PreTrainedModel, device: torch.device, packed: b
 
 
 def checkpoint_names(scorer: Scorer) -> list[tuple[str, nn.Parameter]]:
-    """Parameters (tied ones once) under the names that the Hugging Face model itself gives them."""
+    """Return the parameters (tied ones once) with the names that they have in the Hugging Face model."""
     return [(name.removeprefix("hf."), p) for name, p in scorer.named_parameters()]
 
 
 def _checkpoint_layers(model: PreTrainedModel) -> None:
-    """Recompute activations of each layer in backward, with everything but the switch itself in eval mode:
-    dropout in a policy's update would make its ratios wrong."""
+    """Let backward recompute the activations of each layer.
+
+    This needs layers in training mode, but all modules in them stay in eval mode: dropout in the update of a policy
+    would make its importance ratios wrong.
+    """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True  # not .train(), which would reach the layer's dropout
+            module.training = True  # not .train(), which would also change the dropout modules of the layer
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile the forward of each decoder layer; FSDP's hooks run around it, so shard afterwards.
+    """Compile the forward of each decoder layer. The model must be sharded afterwards, because FSDP adds hooks to it.
 
-    Layers of one class share the compiled code. Shapes are symbolic from the start: packs, and the number of
-    samples in them, differ from one micro-batch to the next.
+    Layers of one class share the compiled code. Shapes are dynamic from the start, because packs and their number of
+    samples differ between micro-batches.
     """
     import torch._dynamo.config as dynamo
 
@@ -123,16 +130,16 @@ def compile_layers(model: PreTrainedModel) -> None:
 
 
 def initial_weights(args: Args) -> str:
-    """``--load`` where it names a Hugging Face folder (a snapshot is read later), else ``--hf-checkpoint``."""
+    """Return ``--load`` if it is a Hugging Face folder, otherwise ``--hf-checkpoint``. A snapshot is loaded later."""
     starts_from_folder = args.load and (Path(args.load) / "config.json").is_file()
     return str(args.load if starts_from_folder else args.hf_checkpoint)
 
 
 def shard_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:
-    """The ranks as FSDP sees them: ``shard_size`` neighbours hold the shards of one replica (None: all ranks do).
+    """Return the device mesh for FSDP, in which ``shard_size`` consecutive ranks (None: all ranks) share a replica.
 
     Returns:
-        Shape ``(world_size,)``, or ``(replicas, shard_size)`` where there are several replicas.
+        A mesh of the shape ``(world_size,)``, or ``(replicas, shard_size)`` if there are several replicas.
     """
     if shard_size is None or shard_size == world_size:
         return init_device_mesh(device.type, (world_size,))
@@ -147,13 +154,13 @@ def shard(
     dtype: torch.dtype,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Apply FSDP2: one group per decoder layer, one for the rest.
+    """Apply FSDP2 with one group per decoder layer and one for the rest.
 
-    One rank in float32 (``mesh`` is None) is left alone: there is nothing to shard, and FSDP's hooks and copies cost
-    7% of SmolLM2's step on the CPU (4.5 s for 64 samples). In bfloat16 FSDP also keeps the float32 master weights,
-    so it is always there.
-    Vision towers belong to the root group: ranks whose samples have no image never enter them, and would
-    otherwise miss collectives.
+    It is not applied to one rank in float32 (``mesh`` is None): there is nothing to shard, and the hooks and copies of
+    FSDP cost 7% of a step of SmolLM2 on the CPU (4.5 s for 64 samples). In bfloat16 it is always applied, because FSDP
+    keeps the float32 master weights.
+    Vision towers belong to the root group. Ranks whose samples have no image do not run them, and would otherwise miss
+    their collectives.
     """
     if mesh is None:
         scorer.to(device)
@@ -170,11 +177,11 @@ def shard(
     if any(p.is_meta for p in scorer.parameters()):
         scorer.to_empty(device=device)
     else:
-        scorer.to(device)  # buffers; the parameters are there already
+        scorer.to(device)  # moves the buffers; the parameters are on the device already
     if world_size > 1:
         distribute(scorer, whole, device)
-    # A text-only micro-batch never enters the vision tower, so its parameters would have no gradient on that rank. FSDP
-    # reduces the root group as one, and the ranks must agree on what is in it.
+    # A micro-batch without images does not run the vision tower, so its parameters have no gradient on that rank. FSDP
+    # reduces the root group as a whole, and its parameters must be the same on all ranks.
     inside = {id(p) for layer in layers for p in layer.parameters()}
     if is_multimodal(model.config) and world_size > 1:
         embedding = {id(p) for p in model.get_input_embeddings().parameters()}
@@ -183,22 +190,25 @@ def shard(
         ]
     for module in scorer.modules():
         if isinstance(module, FSDPModule):
-            # Losses are shares of one global mean: gradients are summed over ranks, not averaged.
+            # Losses are shares of one global mean, so gradients are summed over ranks and not averaged.
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
 
 @torch.no_grad()
 def distribute(scorer: Scorer, whole: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Give every rank its shard of rank 0's ``whole`` parameters, and its buffers; one tensor at a time."""
+    """Send every rank its shards of rank 0's ``whole`` parameters, and the buffers, one tensor at a time."""
     for name, parameter in scorer.named_parameters():
         local(parameter).copy_(shard_of(from_first_rank(whole.pop(name), device), parameter))
-    for buffer in scorer.buffers():  # also those that no checkpoint holds: rotary frequencies
+    for buffer in scorer.buffers():  # including those that are not in a checkpoint, such as rotary frequencies
         dist.broadcast(buffer, src=0)
 
 
 def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's values of a whole tensor, on ``device``; a collective. Others give shape and dtype by ``tensor``."""
+    """Return rank 0's values of a whole tensor on ``device``. On other ranks, ``tensor`` gives only shape and dtype.
+
+    This is a collective operation.
+    """
     if dist.get_rank() == 0:
         tensor = tensor.detach().to(device)
     else:
@@ -208,7 +218,7 @@ def from_first_rank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The language model's layers: the longest list of layers outside a vision tower."""
+    """Return the layers of the language model: the longest list of layers outside a vision tower."""
     names = set(model._no_split_modules or [])
     vision = {
         id(m) for name, tower in model.named_modules() if name.split(".")[-1] in VISION_TOWERS for m in tower.modules()
