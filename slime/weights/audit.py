@@ -173,7 +173,7 @@ async def score(engine: EngineHandle, tokens: Sequence[int]) -> list[float]:
     values = [entry[0] for entry in scored if entry[0] is not None]
     if len(values) != len(tokens) - 1:
         raise WeightAuditError(
-            f"engine {engine.url} returned {len(values)} log-probs for the probe of {len(tokens)} tokens", engine.url
+            f"engine {engine.url} returned {len(values)} of the {len(tokens) - 1} log-probs of the probe", engine.url
         )
     return [float(value) for value in values]
 

@@ -116,7 +116,7 @@ async def test_servers_that_only_prefill_or_decode_are_not_asked_for_the_probe_b
 
 
 async def test_a_probe_that_is_not_scored_in_full_is_an_error() -> None:
-    with pytest.raises(WeightAuditError, match="returned 1 log-probs for the probe of 3 tokens"):
+    with pytest.raises(WeightAuditError, match="returned 1 of the 2 log-probs"):
         await run([Engine("x", {"a": "1"}, [-1.0])], {}, Probe([5, 6, 7], [-1.0, -1.0]))
 
 

@@ -204,8 +204,10 @@ class FsdpBackend(SharedBackend):
     # --- weights and state ----------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full tensors with the names of the checkpoint, in the dtype of forward passes. They may be the memory of
-        the model."""
+        """Yield full tensors with the names of the checkpoint, in the dtype of forward passes.
+
+        They may be the memory of the model.
+        """
         assert isinstance(self.scorer, PolicyScorer), "a critic's weights go to no engine"
         yield from iter_hf_weights(self.scorer.hf, DTYPES[self.args.train_dtype])
 

@@ -1,1 +1,1 @@
-"""Training with megatron-core as it comes from PyPI: no Transformer Engine, no Apex, no patched source."""
+"""Training with the unmodified megatron-core from PyPI, without Transformer Engine and Apex."""

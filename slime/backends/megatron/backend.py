@@ -1,4 +1,4 @@
-"""One rank of training with megatron-core: ``slime.backends.base.TrainBackend``."""
+"""The implementation of ``slime.backends.base.TrainBackend`` for training with megatron-core."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class MegatronBackend(SharedBackend):
-    """Actor or critic. Every method is called on all ranks together.
+    """One rank of an actor or critic. All ranks must call every method together.
 
-    Log-probs and losses are computed on the last pipeline stage. Results are sent to the other stages, so that every
-    rank returns the same.
+    Log-probs and losses are computed on the last pipeline stage. The results are sent to the other stages, so that
+    every rank returns the same.
     """
 
     optimizer: ScheduledOptimizer
@@ -64,12 +64,12 @@ class MegatronBackend(SharedBackend):
         self.model = TrainedModel(args, role, self.layout, rank, device)
         self.chunks, self.weights = self.model.chunks, self.model.weights
         self._around: Around | None = None
-        """What each forward runs in; None without routing replay."""
+        """The context of each forward; None without routing replay."""
         self.builder = PackBuilder(
             device=device,
             context_group=context,
             pad_to_multiple=self.model.pad_multiple,
-            # Siblings' prompts may have gone to other experts each.
+            # With replay, the same prompt may have been routed to different experts for each sample of a group.
             share_prompts=args.share_prompt_in_pack and not args.use_rollout_routing_replay,
             chunk_size=args.log_probs_chunk_size,
             fused=device.type == "cuda" and bool(args.compile_layers),
@@ -78,17 +78,17 @@ class MegatronBackend(SharedBackend):
         copies = CopySettings.from_args(args)
         self.bank = WeightBank(
             self.weights.tensors(),
-            # Megatron's gradient buffers and its optimizer point into the memory of the parameters.
+            # Megatron's gradient buffers and its optimizer have pointers to the memory of the parameters.
             may_swap_pointers=False,
             on_device=role == "actor" and keeps_copies_on_device(copies, self.weights.tensors()),
-            arena=self.offloader.host if device.type == "cuda" else None,  # the model is awake then
+            arena=self.offloader.host if device.type == "cuda" else None,  # free while the model is on the accelerator
         )
         if role == "actor":
             load_copies(copies, self.bank, initial_weights(args), self._load_copy)
         self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank)
 
     def _load_copy(self, tag: str, path: str) -> None:
-        """Another model of the same shape, read through the live parameters."""
+        """Load a copy, which is another model of the same shape, through the parameters of the model."""
         with self.bank.filling(tag):
             self.model.read_weights(path)
 
@@ -97,28 +97,28 @@ class MegatronBackend(SharedBackend):
     def log_probs(
         self, batch: RankBatch, model: ModelTag = "actor", with_entropy: bool = False, temperature: float | None = None
     ) -> dict[str, list[Tensor]]:
-        """Log-probs (and entropy) of every sample's response under one of the weight copies."""
+        """Compute log-probs (and entropy) of the responses of all samples with one of the copies of the weights."""
         assert self.role == "actor", "a critic has no log-probs"
         temperature = self.args.rollout_temperature if temperature is None else temperature
         names = ["log_probs", "entropy"] if with_entropy else ["log_probs"]
         if self.args.custom_megatron_before_log_prob_hook_path:
             hook = load_function(self.args.custom_megatron_before_log_prob_hook_path)
             hook(self.args, self.chunks, {"ref": "ref_", "teacher": "teacher_"}.get(model, ""))
-        policy = model in ("actor", "old_actor")  # others choose their experts themselves
+        policy = model in ("actor", "old_actor")  # other models choose their experts themselves
         mode: Mode | None = ("replay" if self.args.use_rollout_routing_replay else "record") if policy else None
         self.finish_update()
         with self.bank.using(model), self._routed(batch, mode):
             return self._score(batch, Scoring(temperature=temperature, with_entropy=with_entropy), names)
 
     def values(self, batch: RankBatch) -> list[Tensor]:
-        """The critic's values of every sample's response."""
+        """Compute the critic's values for the responses of all samples."""
         assert self.role == "critic", "only a critic has values"
         self.finish_update()
         return self._score(batch, Scoring(), ["values"])["values"]
 
     @torch.no_grad()
     def _score(self, batch: RankBatch, scoring: Scoring, names: list[str]) -> dict[str, list[Tensor]]:
-        """Fields of :class:`Scores` per sample, float32 on the CPU, on every rank."""
+        """Return fields of :class:`Scores` for every sample, float32 on the CPU, on every rank."""
         found = ResponseValues(batch, names, self.device)
 
         def keep(micro: MicroBatch, scores: Scores) -> tuple[Tensor, dict[str, Tensor]]:
@@ -135,10 +135,10 @@ class MegatronBackend(SharedBackend):
     # --- training -------------------------------------------------------------------------------
 
     def train_step(self, batch: RankBatch, step: int) -> Metrics:
-        """One optimizer step. The loss is a sum of shares over micro-batches and ranks, and so is the gradient.
+        """Run one optimizer step. Loss and gradient are sums of shares over micro-batches and ranks.
 
         Raises:
-            NonFiniteError: before the weights change.
+            NonFiniteError: The loss or the gradient norm is not finite. The weights are unchanged.
         """
         args = self.args
         if args.custom_megatron_before_train_step_hook_path:
@@ -173,11 +173,11 @@ class MegatronBackend(SharedBackend):
 
     def rehearse(self, tokens: int) -> None:
         """See :meth:`TrainBackend.rehearse`."""
-        self.optimizer.prime()  # moments would be made in the first step
+        self.optimizer.prime()  # creates the moments, which otherwise the first step would create
         batch = rehearsal_batch(tokens * self.layout.cp, self.model.hf_config.vocab_size)
         everything = list(range(len(batch["tokens"])))
-        # In 1F1B a stage holds at most as many micro-batches as there are stages. Twice as many in all bring every
-        # stage to that state, and so to its peak of memory.
+        # With the 1F1B schedule, a stage holds at most as many micro-batches as there are stages. With twice as many
+        # micro-batches, every stage reaches this number and so its peak of memory.
         with without_a_trace(self.model.config, self.chunks):
             self._run(batch, [everything] * (2 * self.layout.pp), self._scoring_of_training(), no_loss, False)
         self.optimizer.chained.zero_grad()
@@ -185,16 +185,16 @@ class MegatronBackend(SharedBackend):
     def _run(
         self, batch: RankBatch, micro_batches: MicroBatches, scoring: Scoring, on_scores: OnScores, forward_only: bool
     ) -> list[dict[str, Tensor]]:
-        """Megatron's schedule over this rank's micro-batches; what ``on_scores`` returned beside the loss."""
+        """Run Megatron's schedule over this rank's micro-batches, and return the second results of ``on_scores``."""
         aligned = self.aligned(micro_batches, self.layout.vpp_group)
         micros = [self.builder.build(batch, indices, scoring) for indices in aligned]
         return run_schedule(self.chunks, micros, on_scores, forward_only, self._around) if micros else []
 
     @contextmanager
     def _routed(self, batch: RankBatch, mode: Mode | None) -> Iterator[None]:
-        """Record or replay the choice of experts in the passes inside, where the flags ask for it."""
+        """Record or replay the choice of experts in passes within the context, if the flags require it."""
         if self.model.routing is None or mode is None or (ENGINE not in batch and "rewards" not in batch):
-            yield  # no replay, or a probe, which is no sample of a rollout
+            yield  # there is no replay, or the batch is a probe, which is not a sample of a rollout
             return
         with self.model.routing.during(batch, mode) as self._around:
             yield
@@ -203,7 +203,7 @@ class MegatronBackend(SharedBackend):
     # --- weights and state ----------------------------------------------------------------------
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors with the checkpoint's names; may alias the live weights."""
+        """Yield full tensors with the names of the checkpoint. They may be the memory of the model."""
         assert self.role == "actor", "a critic's weights go to no engine"
         self.finish_update()
         yield from self.weights.gather()
@@ -229,7 +229,7 @@ class MegatronBackend(SharedBackend):
             torch.cuda.empty_cache()
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Weights, moments and main parameters to pinned CPU memory; gradients are dropped."""
+        """Move weights, moments and main parameters to pinned CPU memory, and free gradients."""
         self.finish_update()
         self.model.drop_gradients()
         weights = [x.detach() for _, x in self.weights.tensors()]

@@ -1,10 +1,10 @@
-"""Training state in torch's distributed checkpoint format (``torch_dist``), readable by another layout.
+"""Training state in torch's distributed checkpoint format (``torch_dist``), which any parallel layout can load.
 
-A folder holds ``trainer.json`` (layout, shape, flags: what converters need), the tensors of model and optimizer, one
-folder per further copy of the weights, and each rank's random state. Names are megatron-core's: layers are numbered as
-in the whole model, so neither pipeline nor interleaving shows in them. Every rank writes its own part of every tensor
-(:mod:`~slime.backends.megatron.shards`). With ``--ckpt-format torch`` each rank's own tensors are in files of their own
-instead (:mod:`~slime.backends.megatron.rank_files`).
+A folder has ``trainer.json`` (layout, shape and flags, which converters need), the tensors of model and optimizer, one
+folder per copy of the weights, and the random state of each rank. Names are those of megatron-core. Layers are numbered
+as in the whole model, so names do not depend on pipeline stages and interleaving. Every rank writes its part of every
+tensor (:mod:`~slime.backends.megatron.shards`). With ``--ckpt-format torch``, each rank writes its tensors to separate
+files instead (:mod:`~slime.backends.megatron.rank_files`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from slime.weights.torch_dist import RANK_FILES, TENSORS, describe, mark_as_mega
 
 @dataclass
 class MegatronState:
-    """What a rank has of the training state: :class:`slime.backends.saving.SavedState`."""
+    """The part of the training state on a rank; see :class:`slime.backends.saving.SavedState`."""
 
     args: Args
     rank: int
@@ -72,15 +72,16 @@ class MegatronState:
         return lambda: [*small(), *write()]
 
     def load(self, path: Path) -> None:
-        """Read what :meth:`writer` wrote, by whatever layout. Each rank reads its own part.
+        """Load what :meth:`writer` wrote with any layout. Each rank reads its own part.
 
-        ``--no-load-optim`` leaves optimizer and schedule at their start, ``--no-load-rng`` the random state,
-        ``--finetune`` both and the copies that a run made of its weights.
+        With ``--no-load-optim``, optimizer and schedule are not loaded; with ``--no-load-rng``, the random state is
+        not; with ``--finetune``, neither of them and none of the copies that a run made of its weights.
 
         Raises:
-            FileNotFoundError: there is no such state.
-            MegatronError: it belongs to the other role, or cannot be read by this layout; says what to do.
-            SnapshotError: a file has changed since it was written.
+            FileNotFoundError: There is no such state.
+            MegatronError: The state belongs to the other role, or this layout cannot load it. The message says what to
+                do.
+            SnapshotError: A file has changed since it was written.
         """
         meta = read_meta(path)
         if meta["role"] != self.model.role:
@@ -89,13 +90,13 @@ class MegatronState:
         args = self.args
         for tag in [] if args.finetune else meta["copies"]:
             self.bank.moving.add(tag)
-            # A copy has no modules of its own. It is read through the live parameters, which get the actor's weights
-            # back afterwards.
+            # A copy has no modules. It is loaded into the parameters of the model, which get the actor's weights back
+            # afterwards.
             with self.bank.filling(tag):
                 load_weights(self.model, path, _copy_folder(tag))
         if not meta["optimizer"] or args.no_load_optim or args.finetune:
             load_weights(self.model, path)
-            # Main parameters are copies in float32: without this the first step would bring the old weights back.
+            # Main parameters are copies in float32. Without this, the first step would restore the old weights.
             self.optimizer.chained.reload_model_params()
         elif meta["ckpt_format"] == "torch":
             load_weights(self.model, path)
@@ -112,7 +113,7 @@ class MegatronState:
             get_cuda_rng_tracker().set_states(states["tracker"])
 
     def _by_folder(self, path: Path) -> dict[Path, list[TensorShard]]:
-        """What this rank writes."""
+        """Return the shards that this rank writes, by folder."""
         chunks, chained = self.model.chunks, self.optimizer.chained
         folders = {path / TENSORS: written_shards(chunks, chained, with_optimizer=not self.args.no_save_optim)}
         live = [tensor for _, tensor in self.bank.named]
@@ -124,8 +125,8 @@ class MegatronState:
     def _shards_writer(self, path: Path) -> Write:
         folders, group = self._by_folder(path), None
         if self.args.async_save:
-            # Training goes on while these are written, so they are copies, and the collectives of the writer have a
-            # group of their own: on the default one they would mix with those of the next step.
+            # Training continues while these are written, so they are copies, and the collectives of the writer use a
+            # separate group. In the default group they would be mixed with those of the next step.
             copied = iter(self.memory.copied(shard for shards in folders.values() for shard in shards))
             folders = {folder: list(islice(copied, len(shards))) for folder, shards in folders.items()}
             group = self.group
@@ -141,7 +142,7 @@ class MegatronState:
         return write
 
     def _rank_files_writer(self, path: Path) -> Write:
-        """Tensors are copied at once."""
+        """Return a writer for ``--ckpt-format torch``. The tensors are copied here, before it is called."""
         files = rank_files.content(_own_states(self.model.chunks), path / RANK_FILES)
         if not self.args.no_save_optim:
             files |= rank_files.optimizer_content(self.optimizer, self.rank, path / RANK_FILES)
@@ -188,6 +189,6 @@ def _copy_folder(tag: str) -> str:
 
 
 def _own_states(chunks: Sequence[Chunk]) -> list[dict[str, Any]]:
-    """What this rank holds, unsharded."""
+    """Return the state dicts of this rank's parts of the model."""
     states = [unwrapped(chunk).state_dict() for chunk in chunks]
     return [{name: x for name, x in state.items() if not name.endswith("_extra_state")} for state in states]

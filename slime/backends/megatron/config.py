@@ -1,6 +1,6 @@
-"""Flags and config.json → the model's shape and megatron-core's config dataclasses.
+"""Convert flags and config.json to the shape of the model and to the config dataclasses of megatron-core.
 
-megatron-core is imported where it is needed: converters use :func:`merged_settings` without it.
+megatron-core is imported only where it is needed, because converters use :func:`merged_settings` without it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def merged_settings(args: Args, family: Family, hf_config: PretrainedConfig) -> Settings:
-    """The model's shape: config.json, with the user's flags on top.
+    """Return the shape of the model, from config.json and the user's flags, which take precedence.
 
     Raises:
-        MegatronError: flags contradict config.json (all differences at once), or cannot be honoured.
+        MegatronError: Flags contradict config.json (the message has all differences), or are not supported.
     """
     settings = family.settings(hf_config.to_dict())
     given = dict(args.megatron)
@@ -53,7 +53,7 @@ def merged_settings(args: Args, family: Family, hf_config: PretrainedConfig) -> 
 def _same(name: str, flag: object, settings: Settings) -> bool:
     config = settings[name]
     if name in ("moe_router_load_balancing_type", "moe_token_dispatcher_type", "moe_grouped_gemm"):
-        return True  # no difference in the result
+        return True  # the difference has no effect
     if name == "moe_layer_freq":
         return moe_layers({**settings, name: flag}) == moe_layers(settings)
     if isinstance(flag, (int, float)) and isinstance(config, (int, float)):
@@ -62,7 +62,7 @@ def _same(name: str, flag: object, settings: Settings) -> bool:
 
 
 def _fields_from(settings: Settings, cls: type) -> dict[str, Any]:
-    """What of the settings are fields of a config dataclass, under the field's name."""
+    """Return the settings that are fields of a config dataclass, by the name of the field."""
     by_dest = fields_by_dest()
     names = {field.name for field in dataclasses.fields(cls)}
     skip = READ_BY_SLIME | WITHOUT_EFFECT
@@ -73,7 +73,7 @@ def _fields_from(settings: Settings, cls: type) -> dict[str, Any]:
 def transformer_config(
     args: Args, settings: Settings, layout: ParallelLayout, device: torch.device
 ) -> TransformerConfig:
-    """Of the whole model, on this layout."""
+    """Return the config of the whole model for this parallel layout."""
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
@@ -90,8 +90,8 @@ def transformer_config(
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # Megatron refuses to train experts on tensor parallel ranks that do not share the sequence; the replicated
-        # projections of latent attention need it.
+        # Megatron requires sequence parallelism to train experts with tensor parallelism, and the replicated
+        # projections of latent attention need it too.
         "sequence_parallel": layout.tp > 1 and bool(settings.get("sequence_parallel") or moe or latent),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -103,7 +103,7 @@ def transformer_config(
         "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
         "variable_seq_lengths": layout.pp > 1,
-        # Losses are shares of the step's mean: gradients are summed over micro-batches and ranks, never averaged.
+        # Losses are shares of the mean of a step, so gradients are summed over micro-batches and ranks, not averaged.
         "calculate_per_token_loss": True,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
@@ -112,11 +112,11 @@ def transformer_config(
         "bias_activation_fusion": device.type == "cuda",
         "bias_dropout_fusion": False,
         "barrier_with_L1_time": False,
-        "moe_token_dispatcher_type": "alltoall",  # allgather, Megatron's default, wants packs of equal length
+        "moe_token_dispatcher_type": "alltoall",  # Megatron's default, allgather, needs packs of equal length
         "deterministic_mode": False,
     }
     if layout.vpp > 1:
-        # With two stages and the default settings neighbours' messages are mixed up, silently.
+        # With two stages and the default settings, messages of neighboring stages are mixed up without an error.
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         fields["microbatch_group_size_per_vp_stage"] = layout.vpp_group
     if moe:
@@ -127,7 +127,7 @@ def transformer_config(
         names = ("rope_type", "rotary_base", "rotary_scaling_factor")
         fields |= {name: settings[name] for name in names}
         fields["q_lora_rank"] = settings.get("q_lora_rank")
-        # Megatron takes these norms for those of query and key heads, and would sum their gradients twice.
+        # Megatron would treat these norms as those of query and key heads, and sum their gradients twice.
         fields["qk_layernorm"] = False
     fields |= _recompute(args, settings)
     return cls(**fields)
@@ -149,7 +149,8 @@ def _recompute(args: Args, settings: Settings) -> dict[str, Any]:
 
 
 def ddp_config(args: Args) -> DistributedDataParallelConfig:
-    """Gradients in float32 unless ``--grad-reduce-in-bf16``; the distributed optimizer unless switched off."""
+    """Return the config of data parallelism: gradients in float32 unless ``--grad-reduce-in-bf16`` is given, and the
+    distributed optimizer unless it is disabled."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     given = args.megatron
@@ -157,13 +158,13 @@ def ddp_config(args: Args) -> DistributedDataParallelConfig:
     fields |= {
         "use_distributed_optimizer": bool(given.get("use_distributed_optimizer", True)),
         "grad_reduce_in_fp32": not given.get("grad_reduce_in_bf16", False),
-        "check_for_nan_in_grad": False,  # the norm of all gradients is looked at before the step
+        "check_for_nan_in_grad": False,  # slime checks the norm of all gradients before the step
     }
     return DistributedDataParallelConfig(**fields)
 
 
 def optimizer_config(args: Args, lr: float, min_lr: float) -> OptimizerConfig:
-    """AdamW, or SGD, with slime's own flags."""
+    """Return the config of AdamW or SGD from slime's flags."""
     from megatron.core.optimizer import OptimizerConfig
 
     given = args.megatron

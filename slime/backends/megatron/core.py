@@ -1,4 +1,4 @@
-"""Import megatron-core, with what release 0.16 needs where Transformer Engine is absent."""
+"""Import megatron-core, with the changes that release 0.16 needs without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SUPPORTED = ("0.16",)
 
 
 class MegatronError(RuntimeError):
-    """megatron-core is absent, or cannot do what the flags ask for; says what to change."""
+    """megatron-core is absent or does not support the flags. The message says what to change."""
 
 
 @functools.cache
 def prepare() -> str:
-    """Check and import megatron-core once per process; returns its version.
+    """Check and import megatron-core, once per process, and return its version.
 
     Raises:
-        MegatronError: a package is missing, or the release is not one that was tested, or another copy of
-            ``megatron.core`` than the installed one is imported.
+        MegatronError: A package is missing, the release was not tested, or the imported ``megatron.core`` is not the
+            installed one.
     """
     try:
         version = importlib.metadata.version("megatron-core")
@@ -35,11 +35,11 @@ def prepare() -> str:
     if not version.startswith(SUPPORTED):
         raise MegatronError(f"megatron-core {version} is installed; tested are {', '.join(SUPPORTED)}.x: install one")
     if importlib.util.find_spec("psutil") is None:
-        # Undeclared by megatron-core; without it dist_checkpointing.save waits for ever.
+        # megatron-core does not declare this dependency, and without it dist_checkpointing.save waits forever.
         raise MegatronError("megatron-core writes checkpoints with psutil, which is missing: pip install psutil")
     prefer_installed_core()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about Transformer Engine, Apex and the like, which are absent on purpose
+        warnings.simplefilter("ignore")  # warnings about Transformer Engine, Apex and so on, which are not needed
         import megatron.core
 
         _require_installed(version, megatron.core.__version__, Path(megatron.core.__file__))
@@ -55,7 +55,7 @@ def prepare() -> str:
 
 
 def _require_installed(version: str, imported: str, file: Path) -> None:
-    """Raise MegatronError unless ``megatron.core`` in ``file`` is that of the installed distribution."""
+    """Raise MegatronError unless ``megatron.core`` in ``file`` belongs to the installed distribution."""
     root = installed_core()
     if imported != version or (root is not None and not file.resolve().is_relative_to(root)):
         raise MegatronError(

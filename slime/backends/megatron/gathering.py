@@ -1,7 +1,7 @@
-"""Whole tensors from the ranks that hold their parts, many at a time.
+"""Gather whole tensors from the ranks that have their parts, many at a time.
 
-One collective per parameter costs more in launches than in bytes: a model of 48 layers with 128 experts has 1,536
-expert matrices on each of eight expert-parallel ranks. So parameters of one kind that follow one another travel
+With one collective per parameter, launches cost more than the transfer: a model with 48 layers and 128 experts has
+1,536 expert matrices on each of eight expert-parallel ranks. So consecutive parameters of the same kind are sent
 together, up to ``BATCH_BYTES`` of whole tensors.
 """
 
@@ -19,17 +19,17 @@ from torch.distributed import ProcessGroup
 
 from slime.weights.maps.family import Entry
 
-BATCH_BYTES = 1 << 28  # of whole tensors; gathering takes several times this for a moment
+BATCH_BYTES = 1 << 28  # of whole tensors; gathering needs several times as much memory for a short time
 
 
 class Piece(NamedTuple):
     """One parameter, or one expert of every expert-parallel rank.
 
     Attributes:
-        stage: pipeline rank that holds it.
-        shape: of a tensor-parallel rank's part, as every rank knows it.
-        mine: that part; None on other stages.
-        expert: place among the experts of a rank; None where there are none.
+        stage: The pipeline rank that has it.
+        shape: The shape of the part of a tensor-parallel rank, which is known on every rank.
+        mine: The part of this rank; None on other stages.
+        expert: The index among the experts of a rank; None if it is not an expert.
     """
 
     entry: Entry
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all whole tensors that it stands for."""
+        """The bytes of all whole tensors that belong to it."""
         return self.copies * math.prod(self.full_shape) * self.dtype.itemsize
 
     @property
@@ -58,7 +58,8 @@ class Piece(NamedTuple):
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Runs of pieces that can travel together: of one stage, dtype and kind. All ranks cut them alike."""
+    """Divide pieces into runs with the same stage, dtype and kind, which can be sent together. The result is the same
+    on all ranks."""
     batch: list[Piece] = []
     size, kind = 0, None
     for piece in pieces:
@@ -73,8 +74,10 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
-    """For each piece its whole tensors on every rank, one per expert-parallel rank for experts. A collective; what
-    was not cut may alias the live weights."""
+    """Return for each piece its whole tensors on every rank; for experts, one per expert-parallel rank.
+
+    This is a collective operation. Tensors that are not sharded may be the memory of the model.
+    """
     shapes = [[piece.copies, *piece.full_shape] for piece in batch]
     if batch[0].mine is not None:
         tensors = _over_experts(_over_tensor_ranks(batch), batch)
@@ -83,7 +86,7 @@ def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() > 1:
         counts = [math.prod(shape) for shape in shapes]
-        # The other stages know the shapes of what comes, so that all of them can take part in one broadcast.
+        # The other stages know the shapes, so that all of them can take part in one broadcast.
         if batch[0].mine is not None:
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         else:
@@ -94,7 +97,7 @@ def whole(batch: Sequence[Piece]) -> list[list[Tensor]]:
 
 
 def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
-    """Each piece whole, of this rank's experts."""
+    """Return each piece as a whole tensor over tensor-parallel ranks, for this rank's experts."""
     group, tensors = tensor_group(batch[0].entry), []
     parts = []
     for piece in batch:
@@ -110,7 +113,7 @@ def _over_tensor_ranks(batch: Sequence[Piece]) -> list[Tensor]:
 
 
 def _over_experts(tensors: Sequence[Tensor], batch: Sequence[Piece]) -> list[Tensor]:
-    """With the experts of the other ranks, along a new first dimension."""
+    """Add the experts of the other expert-parallel ranks, along a new first dimension."""
     group = mpu.get_expert_model_parallel_group()
     if batch[0].expert is None or group.size() == 1:
         return [tensor.unsqueeze(0) for tensor in tensors]
@@ -118,11 +121,14 @@ def _over_experts(tensors: Sequence[Tensor], batch: Sequence[Piece]) -> list[Ten
 
 
 def gather_flat(tensors: Sequence[Tensor], group: ProcessGroup) -> list[list[Tensor]]:
-    """All ranks' tensors, which have equal shapes and one dtype, in one collective: by tensor, then by rank."""
+    """Gather the tensors of all ranks in one collective, and return them by tensor, then by rank.
+
+    The tensors must have the same shapes on all ranks, and all of them the same dtype.
+    """
     if not tensors:
         return []
     # One collective for many tensors; see the top of this file. The results are views of the received buffers, so they
-    # cost no further memory, and keep them alive.
+    # need no further memory but keep the buffers alive.
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     everyones = [torch.empty_like(flat) for _ in range(group.size())]
     dist.all_gather(everyones, flat, group=group)

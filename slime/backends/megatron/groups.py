@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
-    """Make all groups of a layout; those of an earlier layout of this process are dropped."""
+    """Create all groups of a layout. Groups of an earlier layout of this process are destroyed."""
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
@@ -33,13 +33,13 @@ def initialize(layout: ParallelLayout, seed: int, timeout_minutes: int) -> None:
 
 
 def context_group() -> ProcessGroup | None:
-    """Ranks that hold other tokens of the same samples; None when there is one only."""
+    """Return the group of ranks that have other tokens of the same samples; None without context parallelism."""
     group = mpu.get_context_parallel_group()
     return group if group.size() > 1 else None
 
 
 def broadcast_from_last_stage(tensors: list[torch.Tensor]) -> None:
-    """Give every pipeline stage what the last one has; all have tensors of these shapes."""
+    """Send tensors from the last pipeline stage to all others, which pass tensors of the same shapes."""
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() == 1 or not tensors:
         return
@@ -50,7 +50,7 @@ def broadcast_from_last_stage(tensors: list[torch.Tensor]) -> None:
 
 
 def object_of_last_stage(value: T) -> T:
-    """The last pipeline stage's value, on all stages."""
+    """Return the value of the last pipeline stage on all stages."""
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return value

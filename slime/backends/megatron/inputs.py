@@ -1,4 +1,4 @@
-"""Samples of a rank batch as one pack for Megatron."""
+"""Convert samples of a rank batch to one pack for Megatron."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from slime.models.segments import PackSegments, to_device
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pack of n samples; ``indices`` are their positions in the rank batch, empty for a dummy.
+    """One pack of n samples. ``indices`` are their positions in the rank batch; they are empty for a dummy.
 
-    ``response_lengths`` and ``response_index`` (None: all) are this context-parallel rank's share.
+    ``response_lengths`` and ``response_index`` (None for all tokens) describe the part of this context-parallel rank.
     """
 
     indices: list[int]
@@ -32,25 +32,26 @@ class MicroBatch:
     response_lengths: list[int]
     response_index: list[Tensor] | None
     positions: np.ndarray
-    """int64 ``[T]``: position of each row in its own sample."""
+    """int64 ``[T]``: the position of each row in its sample."""
     sample_rows: list[np.ndarray]
-    """Per sample, its rows on this rank; siblings share those of their prompt."""
+    """The rows of each sample on this rank. Samples that share a prompt share its rows."""
 
     @property
     def num_tokens(self) -> int:
-        """Of this rank."""
+        """The number of tokens on this rank."""
         return self.ids.shape[1]
 
 
 @dataclass(frozen=True)
 class PackBuilder:
-    """How micro-batches are laid out.
+    """Builds micro-batches.
 
     Attributes:
-        context_group: ranks that share each sample's tokens; None for one.
-        pad_to_multiple: of a rank's tokens; sequence parallelism cuts them by the tensor parallel size.
-        share_prompts: samples of a group store their prompt once.
-        chunk_size, fused: of logits, see :class:`Scoring`.
+        context_group: The ranks that divide the tokens of each sample; None without context parallelism.
+        pad_to_multiple: Pad the tokens of a rank to a multiple of this. Sequence parallelism divides them by the
+            tensor-parallel size.
+        share_prompts: Whether samples of a group store their prompt once.
+        chunk_size, fused: How logits are computed; see :class:`Scoring`.
     """
 
     device: torch.device
@@ -61,14 +62,15 @@ class PackBuilder:
     fused: bool = False
 
     def build(self, batch: RankBatch, indices: Sequence[int], scoring: Scoring) -> MicroBatch:
-        """``scoring`` says what is wanted; its rows and targets are filled in."""
+        """Build the pack of the samples at ``indices``. ``scoring`` has the requested outputs; rows and targets are
+        added to it."""
         indices = list(indices)
         tokens = [batch["tokens"][i].numpy() for i in indices] or [torch.zeros(2, dtype=torch.long).numpy()]
         lengths = [int(batch["response_lengths"][i]) for i in indices] or [1]
         groups = [int(batch["group_indices"][i]) for i in indices] or [0]
         layout = self._layout(tokens, lengths, groups)
         segments = PackSegments.from_layout(layout, self.device, self.context_group)
-        # With context parallelism a sample's chunks lie on several ranks, so its scored rows are named one by one.
+        # With context parallelism, a sample is divided among ranks in chunks, so its scored rows are listed one by one.
         index = layout.response_index
         return MicroBatch(
             indices=indices,
