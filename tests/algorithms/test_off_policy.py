@@ -187,9 +187,9 @@ def test_mean_weight_counts_unmasked_tokens_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tis_level": "word"}, "tis_level: 'word'.*geometric"),
-        ({"tis_mode": "cut"}, "tis_mode: 'cut'.*truncate"),
-        ({"tis_lower_bound": 3.0}, "0 <= lower <= upper"),
+        ({"tis_level": "word"}, "tis_level is 'word'.*geometric"),
+        ({"tis_mode": "cut"}, "tis_mode is 'cut'.*truncate"),
+        ({"tis_lower_bound": 3.0}, "tis_lower_bound 3.0 must be >= 0 and <= tis_upper_bound"),
         ({"rs_veto_threshold": 0.0}, "rs_veto_threshold"),
     ],
 )

@@ -115,7 +115,7 @@ def test_interface_function_shape_and_window() -> None:
     [
         ({"softcap": 30.0}, "soft-capped"),
         ({"s_aux": torch.zeros(4)}, "sinks"),
-        ({"mask": torch.zeros(1, 1, 2, 2)}, "mask of its own"),
+        ({"mask": torch.zeros(1, 1, 2, 2)}, "makes its own attention mask"),
         ({"dropout": 0.1}, "dropout"),
         ({"is_causal": False}, "not causal"),
         ({"pack": False}, "does not pass the pack"),
