@@ -338,7 +338,7 @@ async def check_restored(
         wrong = sorted(name for name, digest in before[url].items() if held.get(name) != digest)
         if wrong:
             raise WeightAuditError(
-                f"engine {url} does not have the same weights as before a sync of the same weights: {len(wrong)} of "
+                f"the weights of engine {url} changed although the same weights were sent again: {len(wrong)} of "
                 f"{len(held)} tensors differ: {_list(wrong)}",
                 url,
                 wrong,

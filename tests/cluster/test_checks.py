@@ -88,7 +88,7 @@ def test_every_checkpoint_that_the_run_reads_is_compared_with_its_model(model: P
     args = Args()
     args.hf_checkpoint, args.ref_load, args.rollout_backend = str(leftover), str(broken), "embedded"
     assert _check_checkpoints(args) == []  # nothing uses the reference
-    assert "holds 1 tensors that the model does not use: mtp.weight" in args.notices[-1]
+    assert "has 1 tensors that the model does not use: mtp.weight" in args.notices[-1]
     args.use_kl_loss, args.opd_teacher_load = True, str(broken / "..")
     (problem,) = _check_checkpoints(args)
     assert problem.startswith(f"--ref-load: checkpoint {broken} does not fit LlamaForCausalLM")
