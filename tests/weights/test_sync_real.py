@@ -127,7 +127,7 @@ def test_every_tensor_was_written(pair: list[EngineHandle], model: Path, tmp_pat
     sync(args, trained, pair, transport, "1.0")
     sync(args, trained, pair, transport, "1.1", check_equal=True, probe=probe_of(trained))
     forgotten = [(name, t) for name, t in named_weights(trained) if name != "model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(WeightAuditError, match="sent again: 1 of 20 tensors differ: model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(WeightAuditError, match=r"again: 1 of 20 tensors differ: model.layers.1.mlp.up_proj.weight"):
         sync_weights(WeightSyncSettings.from_args(args), forgotten, pair, transport, "1.2", True, check_equal=True)
     sync(args, trained, pair, transport, "1.3", probe=probe_of(trained))  # heals, and they generate again
 
