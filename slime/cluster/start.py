@@ -72,7 +72,7 @@ def prepare(args: Args) -> Parts:
 
     begin = StartingPoint.from_args(args)
     folder = RunDir.create(args, resume=begin.resumes)
-    return Parts(folder, begin, StepLog(Display(args, folder)), StopSignals())
+    return Parts(folder, begin, StepLog(Display(folder)), StopSignals())
 
 
 def start(args: Args, asynchronous: bool, parts: Parts) -> Run:

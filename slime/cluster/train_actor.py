@@ -54,7 +54,11 @@ class TrainActor:
         redirect_output(Path(log_dir), f"train-{role}-{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self.weight_sync = WeightSyncSettings.from_args(args)
-        self.profiler = Profiler(args, Path(log_dir).parent / "traces", role, rank)
+        traces = Path(log_dir).parent / "traces"
+        profiled = range(args.profile_step_start, args.profile_step_end) if args.use_pytorch_profiler else range(0)
+        memory_until = (args.memory_snapshot_num_steps or 1) if args.record_memory_history else 0
+        memory_folder = Path(args.memory_snapshot_dir or traces)
+        self.profiler = Profiler(f"{role}-{rank}", traces, profiled, args.profile_target, memory_until, memory_folder)
         self.backend: TrainBackend  # created by init
         self.transport: Transport | None = None
         self.same_host = True
@@ -112,7 +116,8 @@ class TrainActor:
         if self.args.async_save and self.args.save:
             self.backend.take_save_memory()
         if self.args.save_debug_train_data and self.role == "actor":
-            save_train_batches(self.args, rollout_id, batch.under_hook_names(), self.backend)
+            template = self.args.save_debug_train_data
+            save_train_batches(template, rollout_id, batch.under_hook_names(), self.backend)
         if self.args.offload_train or self.args.offload_rollout:  # Engines on the same accelerator take memory next.
             self.backend.clear_memory()
         # As a reference, so that the values go from the critic's rank to the actor's without the driver in between.

@@ -107,7 +107,7 @@ def subsample(groups: list[list[T]], amount: float | None) -> list[list[T]]:
     return groups[:head] + groups[len(groups) - (count - head) :]
 
 
-def save_train_batches(args: Args, rollout_id: int, batch: dict[str, object], ranks: Ranks) -> None:
+def save_train_batches(template: str | None, rollout_id: int, batch: dict[str, object], ranks: Ranks) -> None:
     """Gather the batches of all data-parallel ranks after training, and write them to ``--save-debug-train-data``.
 
     This is a collective operation: every rank of the trainer must call it. Rank 0 writes the file.
@@ -123,7 +123,7 @@ def save_train_batches(args: Args, rollout_id: int, batch: dict[str, object], ra
         # Ranks with the same data-parallel rank have the same samples. The last of them wins, which is in the last
         # pipeline stage: only there the batch contains the computed scores.
         shards = dict(everyones)
-        save_train_data(args.save_debug_train_data, rollout_id, 0, [shards[rank] for rank in sorted(shards)])
+        save_train_data(template, rollout_id, 0, [shards[rank] for rank in sorted(shards)])
 
 
 def save_train_data(template: str | None, rollout_id: int, rank: int, shards: list[dict[str, object]]) -> Path:

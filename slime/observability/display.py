@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import Any, SupportsFloat
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -24,9 +24,6 @@ from slime.observability.evaluations import evaluation_table, figures
 from slime.observability.run_dir import RunDir
 from slime.observability.summary import REWARD_KEYS, Summary, print_summary, summarize, write_summary
 from slime.observability.timers import Timers
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 STEP_NUMBERS = (  # metric, label, format; metrics that a step does not have are not shown
     ("train/loss", "loss", "{:.2g}"),
@@ -115,13 +112,11 @@ class Display:
     """Shows the progress of one run in the terminal, and measures the time of its phases.
 
     Args:
-        args: the arguments of the run.
         run_dir: folder of the run, from which :meth:`finish` makes the table at the end; without it there is no table.
         console: output of the lines. Default: stdout.
     """
 
-    def __init__(self, args: Args, run_dir: RunDir | None = None, console: Console | None = None) -> None:
-        self.args = args
+    def __init__(self, run_dir: RunDir | None = None, console: Console | None = None) -> None:
         self.run_dir = run_dir
         self.console = console or Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self.timers = Timers()

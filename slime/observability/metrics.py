@@ -63,7 +63,8 @@ class MetricsLogger:
         self._rows = AppendedFile(run_dir.metrics, "metrics.jsonl")
         self._tensorboard = None
         if args.use_tensorboard:
-            self._tensorboard = _TensorBoard(_tensorboard_dir(args, run_dir), purge_step=resume_from)
+            folder = _tensorboard_dir(args.tb_project_name, args.tb_experiment_name, run_dir)
+            self._tensorboard = _TensorBoard(folder, purge_step=resume_from)
         self._wandb = _start_wandb(args, run_dir) if args.use_wandb else None
 
     def log(self, metrics: Mapping[str, SupportsFloat], step: int, step_key: str = "rollout/step") -> None:
@@ -150,14 +151,13 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise MetricsError(f"{path}:{number}: the row is not valid JSON ({error.msg})") from error
 
 
-def _tensorboard_dir(args: Args, run_dir: RunDir) -> Path:
+def _tensorboard_dir(project: str | None, experiment: str | None, run_dir: RunDir) -> Path:
     """Return ``$TENSORBOARD_DIR`` if it is set, or else ``tensorboard_log/<project>/<experiment>`` with
     ``--tb-project-name``, or else ``outputs/<run>/tensorboard``."""
-    project = args.tb_project_name
     if os.environ.get("TENSORBOARD_DIR"):
         return Path(os.environ["TENSORBOARD_DIR"])
     if project:
-        return Path("tensorboard_log") / project / (args.tb_experiment_name or run_dir.path.name)
+        return Path("tensorboard_log") / project / (experiment or run_dir.path.name)
     return run_dir.tensorboard
 
 
@@ -208,7 +208,7 @@ def _start_wandb(args: Args, run_dir: RunDir) -> Any:
         resume="allow" if args.wandb_run_id else None,
         mode=args.wandb_mode,
         dir=args.wandb_dir or str(run_dir.path),
-        config=public_settings(args),
+        config=public_settings(vars(args)),
     )
     axis = "train/step" if args.wandb_always_use_train_step else "rollout/step"
     for key in STEP_KEYS:

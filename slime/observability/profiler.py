@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from slime.observability.best_effort import best_effort
-
-if TYPE_CHECKING:
-    from slime.config.args import Args
 
 TARGET_OF_PHASE = {
     **dict.fromkeys(("log_probs", "ref_log_probs", "teacher_log_probs", "values"), "train_log_probs"),
@@ -20,18 +16,27 @@ _KEPT_EVENTS = 1_000_000
 
 
 class Profiler:
-    """The profiler of one training rank. Without the flags it does nothing.
+    """The profiler of one training rank.
 
-    Traces are written to ``<folder>/train-<role>-<rank>-<target>-<rollout>.json.gz``, for Perfetto or chrome://tracing.
-    Memory snapshots are written to ``memory-<role>-<rank>.pickle``, for pytorch.org/memory_viz.
+    Traces are written to ``<folder>/train-<name>-<target>-<rollout>.json.gz``, for Perfetto or chrome://tracing.
+    Memory snapshots are written to ``<memory_folder>/memory-<name>.pickle``, for pytorch.org/memory_viz.
+
+    Args:
+        name: role and rank, such as ``actor-0``.
+        profiled: the ids of the rollouts that are profiled; an empty range profiles none.
+        targets: the parts to profile (``--profile-target``).
+        memory_until: number of rollouts after which the memory snapshot is written; 0 records no memory.
     """
 
-    def __init__(self, args: Args, folder: Path, role: str, rank: int) -> None:
-        self.args, self.folder, self.name = args, folder, f"{role}-{rank}"
+    def __init__(
+        self, name: str, folder: Path, profiled: range, targets: Sequence[str], memory_until: int, memory_folder: Path
+    ) -> None:
+        self.name, self.folder, self.profiled, self.targets = name, folder, profiled, targets
+        self.memory_until, self.memory_folder = memory_until, memory_folder
         self.rollout_id = -1
         self.rollouts = 0
         self.profiling = False
-        if args.record_memory_history:
+        if memory_until:
             import torch
 
             torch.cuda.memory._record_memory_history(max_entries=_KEPT_EVENTS)
@@ -43,7 +48,7 @@ class Profiler:
         with self._target("train_overall"):
             yield
         self.rollouts += 1
-        if self.args.record_memory_history and self.rollouts == (self.args.memory_snapshot_num_steps or 1):
+        if self.rollouts == self.memory_until:
             self._save_memory()
 
     @contextmanager
@@ -61,9 +66,7 @@ class Profiler:
     @contextmanager
     def _target(self, target: str | None) -> Iterator[None]:
         """Profile the block if ``--profile-target`` names it. Inside another target, it becomes part of that trace."""
-        args = self.args
-        due = args.use_pytorch_profiler and args.profile_step_start <= self.rollout_id < args.profile_step_end
-        if not due or self.profiling or target not in args.profile_target:
+        if self.rollout_id not in self.profiled or self.profiling or target not in self.targets:
             yield
             return
         import torch
@@ -81,8 +84,7 @@ class Profiler:
     def _save_memory(self) -> None:
         import torch
 
-        folder = Path(self.args.memory_snapshot_dir or self.folder)
         with best_effort("the memory snapshot of the trainer"):
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{self.name}.pickle"))
+            self.memory_folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(self.memory_folder / f"memory-{self.name}.pickle"))
         torch.cuda.memory._record_memory_history(enabled=None)

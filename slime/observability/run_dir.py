@@ -34,6 +34,8 @@ class RunDir:
         Raises:
             RunDirError: the folder cannot be written.
         """
+        import yaml
+
         root = Path(args.output_dir or "outputs").expanduser().resolve()
         run = cls(root / args.run_name)
         try:
@@ -41,7 +43,8 @@ class RunDir:
                 _move_aside(run.path)
             for folder in (run.tensorboard, run.samples, run.traces, run.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            run.write_config(args)
+            text = yaml.safe_dump(public_settings(vars(args)), sort_keys=True, allow_unicode=True)
+            _replace(run.config, text)
             _link(root / "latest", args.run_name)
         except OSError as error:
             raise RunDirError(f"cannot write the run folder {run.path}: {error.strerror or error}; use another --output-dir") from error  # fmt: skip  # noqa: E501
@@ -87,17 +90,10 @@ class RunDir:
     def reward_curve(self) -> Path:
         return self.path / "reward_curve.png"
 
-    def write_config(self, args: Args) -> None:
-        """Write the resolved arguments as YAML in alphabetical order."""
-        import yaml
 
-        text = yaml.safe_dump(public_settings(args), sort_keys=True, allow_unicode=True)
-        _replace(self.config, text)
-
-
-def public_settings(args: Args) -> dict[str, object]:
-    """Return all arguments without secrets, in types that YAML and W&B can store."""
-    return {key: plain(redacted(key, value)) for key, value in vars(args).items()}
+def public_settings(values: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments by name without secrets, in types that YAML and W&B can store."""
+    return {key: plain(redacted(key, value)) for key, value in values.items()}
 
 
 def plain(value: object) -> object:

@@ -57,8 +57,7 @@ def test_correct_samples_apart() -> None:
 
 
 def test_a_dump_of_train_batches(tmp_path: Path) -> None:
-    args = SimpleNamespace(save_debug_train_data=str(tmp_path / "batch_{rollout_id}.pt"))
-    save_train_batches(args, 3, batch(), BACKEND)
+    save_train_batches(str(tmp_path / "batch_{rollout_id}.pt"), 3, batch(), BACKEND)
     dump = torch.load(tmp_path / "batch_3.pt", weights_only=False)
     assert dump["rollout_id"] == 3 and dump["raw_reward"] == [0.0, 0.75, 1.0], "in the order of the samples' indices"
     assert [sample["sample_indices"] for sample in dump["samples"]] == [5, 6, 7] and len(dump["dp_shards"]) == 1

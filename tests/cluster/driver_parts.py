@@ -170,7 +170,7 @@ class Driver:
         self.said: list[str] = []
         self.stop = StopSignals()
         self.printed = io.StringIO()
-        self.log = StepLog(Display(self.args, console=Console(file=self.printed, width=500)))
+        self.log = StepLog(Display(console=Console(file=self.printed, width=500)))
         self.rows: list[tuple[str, int, dict[str, float]]] = []
         metrics: Any = SimpleNamespace(
             log=lambda values, step, key: self.rows.append((key, step, dict(values))), close=lambda: None

@@ -60,13 +60,13 @@ def test_a_run_without_a_step_has_no_summary(tmp_path: Path) -> None:
     """``--num-rollout 0`` starts everything, and ends in order."""
     run = RunDir.create(make_args().with_values(output_dir=str(tmp_path), run_name="r"))
     run.metrics.touch()
-    assert Display(make_args(), run, Console(file=io.StringIO())).finish() is None and not run.summary.exists()
+    assert Display(run, Console(file=io.StringIO())).finish() is None and not run.summary.exists()
 
 
 def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     out = io.StringIO()
-    result = Display(make_args(), run, Console(file=out, width=100)).finish()
+    result = Display(run, Console(file=out, width=100)).finish()
     assert result is not None and result["num_rollouts"] == 3
     text = out.getvalue()
     assert re.search(r"products\s+0\.250\s+0\.750\s+\+0\.500", text)
@@ -78,7 +78,7 @@ def test_finish_prints_the_table_and_leaves_json_and_picture(tmp_path: Path) -> 
 
 def test_a_file_gets_one_plain_line_a_phase_and_a_step(tmp_path: Path) -> None:
     out = io.StringIO()
-    display = Display(make_args(), None, Console(file=out, width=60, soft_wrap=True))
+    display = Display(None, Console(file=out, width=60, soft_wrap=True))
     with display.phase("rollout") as phase:
         now = time.time()
         phase.update({"phase": "generate", "done": 8, "total": 8, "since": now - 2, "updated": time.time(),
@@ -102,7 +102,7 @@ def test_a_step_line_tells_its_whole_time_and_every_long_wait(monkeypatch: pytes
     now = 0.0
     monkeypatch.setattr("slime.observability.timers.time.perf_counter", lambda: now)
     out = io.StringIO()
-    display = Display(make_args(), None, Console(file=out, width=200))
+    display = Display(None, Console(file=out, width=200))
     for name, seconds in (("rollout", 0.0), ("train", 9.0), ("drain", 5.0), ("update_weights", 0.2), ("audit", 0.1)):
         with display.phase(name):
             now += seconds
@@ -112,7 +112,7 @@ def test_a_step_line_tells_its_whole_time_and_every_long_wait(monkeypatch: pytes
 
 def test_a_terminal_gets_a_live_line_that_goes_away_also_after_an_error() -> None:
     out = io.StringIO()
-    display = Display(make_args(), None, Console(file=out, width=80, force_terminal=True))
+    display = Display(None, Console(file=out, width=80, force_terminal=True))
     with pytest.raises(RuntimeError), display.phase("train"), display.phase("inner"):
         raise RuntimeError
     text = out.getvalue()
@@ -151,7 +151,7 @@ def test_odd_progress_does_not_hurt() -> None:
 
 def test_markup_in_texts_is_shown_as_typed() -> None:
     out = io.StringIO()
-    display = Display(make_args(), None, Console(file=out, width=80, soft_wrap=True))
+    display = Display(None, Console(file=out, width=80, soft_wrap=True))
     display.samples(["[bold]x[/bold] [/oops] :smile:"])
     display.note("[1, 2]")
     display.eval_line(3, {"eval/a": 0.5, "eval/a/len": 3, "eval/a-truncated_ratio": 0.7, "eval/step": 3})
@@ -160,7 +160,7 @@ def test_markup_in_texts_is_shown_as_typed() -> None:
 
 def test_several_data_sets_are_a_table() -> None:
     out = io.StringIO()
-    display = Display(make_args(), None, Console(file=out, width=100, soft_wrap=True))
+    display = Display(None, Console(file=out, width=100, soft_wrap=True))
     metrics = {"eval/a": 0.5, "eval/a-mean@4": 0.5, "eval/a-pass@1": 0.5, "eval/a-pass@4": 0.75, "eval/step": 3}
     metrics |= {"eval/b-2": 0.25, "eval/b-2/response_len/mean": 7, "eval/b-2-truncated_ratio": 0.5}
     display.eval_line(3, {**metrics, "eval/b-2-reward_missing_count": 1.0})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +14,14 @@ from slime.backends.train_loop import PhaseTimer
 from slime.observability.profiler import Profiler
 
 
-def arguments(**more: object) -> SimpleNamespace:
-    values = {
-        "use_pytorch_profiler": True, "profile_target": ["train_overall"], "profile_step_start": 1,
-        "profile_step_end": 2, "record_memory_history": False, "memory_snapshot_num_steps": None,
-        "memory_snapshot_dir": None,
-    }  # fmt: skip
-    return SimpleNamespace(**{**values, **more})
+def profiler_of(
+    folder: Path,
+    rank: int = 0,
+    profiled: range = range(1, 2),
+    targets: Sequence[str] = ("train_overall",),
+    memory_until: int = 0,
+) -> Profiler:
+    return Profiler(f"actor-{rank}", folder, profiled, targets, memory_until, folder)
 
 
 def train(profiler: Profiler, rollouts: int) -> None:
@@ -49,19 +50,19 @@ def phases_in(file: Path) -> set[str]:
     ],
 )
 def test_the_phases_that_were_asked_for(tmp_path: Path, targets: list[str], expected: dict[str, set[str]]) -> None:
-    train(Profiler(arguments(profile_target=targets), tmp_path, "actor", 0), 3)
+    train(profiler_of(tmp_path, targets=targets), 3)
     files = {file.name.split("-")[3]: file for file in tmp_path.iterdir()}
     assert {name: phases_in(file) for name, file in files.items()} == expected
     assert all(file.name.endswith("-000001.json.gz") for file in files.values()), "of rollout 1 alone"
 
 
 def test_nothing_without_the_flag(tmp_path: Path) -> None:
-    train(Profiler(arguments(use_pytorch_profiler=False), tmp_path, "actor", 0), 3)
+    train(profiler_of(tmp_path, profiled=range(0)), 3)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_failed_phase_ends_the_profile(tmp_path: Path) -> None:
-    profiler = Profiler(arguments(profile_step_start=0, profile_step_end=9), tmp_path, "actor", 1)
+    profiler = profiler_of(tmp_path, rank=1, profiled=range(9))
     with pytest.raises(ZeroDivisionError), profiler.rollout(0):
         _ = 1 / 0
     with profiler.rollout(1):
@@ -73,7 +74,7 @@ def test_a_failed_phase_ends_the_profile(tmp_path: Path) -> None:
 def test_memory_of_the_first_rollouts(tmp_path: Path) -> None:
     import pickle
 
-    profiler = Profiler(arguments(record_memory_history=True, memory_snapshot_num_steps=2), tmp_path, "actor", 0)
+    profiler = profiler_of(tmp_path, memory_until=2)
     for rollout_id in range(3):
         with profiler.rollout(rollout_id):
             torch.ones(1 << 20, device="cuda").sum().item()
