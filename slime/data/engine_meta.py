@@ -111,7 +111,7 @@ def extended_spans(sample: Sample, meta_info: MetaInfo, latest: str, count: int)
     return spans
 
 
-def merged_experts(args: Args | None, sample: Sample, value: str | list[int]) -> np.ndarray:
+def merged_experts(sample: Sample, value: str | list[int], layers: int, topk: int) -> np.ndarray:
     """The routed experts of all tokens that the engine has processed: ``[tokens - 1, layers, topk]``.
 
     The last row belongs to the last but one token of ``sample.tokens``, since the last token was sampled, but not
@@ -120,13 +120,12 @@ def merged_experts(args: Args | None, sample: Sample, value: str | list[int]) ->
     The rows that the sample already has are those with which its tokens were sampled, so these are kept.
 
     Args:
-        args: gives the shape; see :func:`experts_shape`.
         value: int32 values in base64, or a list.
+        layers, topk: the shape of a row; see :func:`experts_shape`.
 
     Raises:
         ValueError: the size does not match the model, or there is a gap between the known rows and the new ones.
     """
-    layers, topk = experts_shape(args)
     flat = decode_int32(value)
     if flat.size % (layers * topk):
         raise ValueError(

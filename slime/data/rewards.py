@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import SupportsFloat
 
 from slime.algorithms.algorithm import subtract_baseline
 from slime.algorithms.dapo import overlong_penalty
@@ -27,7 +28,7 @@ def post_process_rewards(
     """
     if args.custom_reward_post_process_path:
         return _custom(args, samples)
-    raw = [math.nan if s.reward_timed_out else _number(args, s) for s in samples]
+    raw = [math.nan if s.reward_timed_out else _number(s, s.get_reward_value(args)) for s in samples]
     shaped = list(raw)
     if args.overlong_buffer_len:
         limits = args.rollout_max_response_len, args.overlong_buffer_len, args.overlong_penalty
@@ -51,8 +52,7 @@ def post_process_rewards(
     return raw, rewards
 
 
-def _number(args: Args, sample: Sample) -> float:
-    value = sample.get_reward_value(args)
+def _number(sample: Sample, value: SupportsFloat | dict[str, object] | None) -> float:
     if isinstance(value, dict):
         raise ValueError(f"the reward of sample {sample.index} is {value}: name the entry to train with --reward-key")
     if value is None:

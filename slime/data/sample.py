@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from slime.data import token_fields
-from slime.data.engine_meta import PrefixCacheInfo, SpecInfo, extended_nuclei, extended_spans, merged_experts
+from slime.data import engine_meta, token_fields
+from slime.data.engine_meta import PrefixCacheInfo, SpecInfo, extended_nuclei, extended_spans
 from slime.data.token_fields import TOKEN_FIELDS, Normalised, Packed, TokenField, as_array, is_unset
 from slime.types import JsonValue, MetaInfo
 
@@ -226,7 +226,7 @@ class Sample:
             return
         experts = meta_info.get("routed_experts")
         if experts is not None:
-            self.rollout_routed_experts = merged_experts(args, self, experts)
+            self.rollout_routed_experts = engine_meta.merged_experts(self, experts, *engine_meta.experts_shape(args))
         if update_terminal_info:
             self._take_terminal_info(args, meta_info, count)
 

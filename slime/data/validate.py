@@ -31,10 +31,11 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
         One line for each problem, with file and line number; at most about twenty per file.
     """
     found: list[str] = []
+    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     if _reads_prompts(args):
         if args.prompt_data:
             keys, limit = RowKeys.from_args(args), STREAMING_ROWS if args.streaming_data else None
-            rm_type = _reward_type(args, EvalDatasetConfig.from_args(args))
+            rm_type = _reward_type(EvalDatasetConfig.from_args(args), args.loss_type, own_rollout)
             found += _check_file(args.prompt_data, keys, rm_type, check_label, strict=True, limit=limit)
         else:
             found.append("no prompts: give --prompt-data FILE, or --disable-rollout-global-dataset with your functions")
@@ -43,7 +44,8 @@ def check_data(args: Args, check_label: LabelCheck) -> list[str]:
     except (ValueError, TypeError, FileNotFoundError) as error:
         return [*found, str(error)]
     for config in datasets:
-        problems = _check_file(config.path, config.row_keys(), _reward_type(args, config), check_label)
+        rm_type = _reward_type(config, args.loss_type, own_rollout)
+        problems = _check_file(config.path, config.row_keys(), rm_type, check_label)
         found += [f"evaluation set {config.name}: {problem}" for problem in problems]
     return found
 
@@ -57,13 +59,12 @@ def _reads_prompts(args: Args) -> bool:
     return needs_file or bool(args.prompt_data)
 
 
-def _reward_type(args: Args, settings: EvalDatasetConfig) -> str | None:
+def _reward_type(settings: EvalDatasetConfig, loss_type: str, own_rollout: bool) -> str | None:
     """The reward type for which labels are checked; "" if one is needed but not configured; None if none is needed."""
-    if args.loss_type == "sft_loss" or settings.custom_rm_path:
+    if loss_type == "sft_loss" or settings.custom_rm_path:
         return None
     if settings.rm_type:
         return settings.rm_type
-    own_rollout = args.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION and not is_fully_async(args)
     users = settings.custom_generate_function_path or own_rollout
     return None if users else ""  # The user's own generate function may set rewards itself.
 
