@@ -69,7 +69,8 @@ def _check_checkpoints(args: Args) -> list[str]:
             args.notices.extend(check_checkpoint(path, args.trust_remote_code, by_transformers))
         except ModelError as error:
             problems.append(f"{option}: {error}")
-    return problems + _check_quantized_engines(args)
+    updates = not (args.debug_train_only or args.debug_rollout_only)
+    return problems + _check_quantized_engines(args.hf_checkpoint, args.rollout_backend == "sglang" and updates)
 
 
 def _read_checkpoints(args: Args) -> dict[str, str]:
@@ -91,18 +92,17 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
     return in_use
 
 
-def _check_quantized_engines(args: Args) -> list[str]:
+def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
     from slime.config.hf_config import read_config
     from slime.models.quantized import quantization_of
 
-    config = read_config(args.hf_checkpoint) if args.hf_checkpoint else None
+    config = read_config(checkpoint) if checkpoint else None
     quantization = quantization_of(config) if config else None
-    no_updates = args.debug_train_only or args.debug_rollout_only
-    if quantization is None or args.rollout_backend != "sglang" or no_updates:
+    if quantization is None or not updates_sglang:
         return []
     return [
-        f"--hf-checkpoint {args.hf_checkpoint} is quantized ({quantization.get('quant_method')}): SGLang would keep "
+        f"--hf-checkpoint {checkpoint} is quantized ({quantization.get('quant_method')}): SGLang would keep "
         "its quantized layers, and the trainer's plain weights do not fit them. Convert it to a plain checkpoint with "
         "tools/dequantize_hf.py and pass that instead"
     ]
@@ -123,7 +123,7 @@ def _check_snapshots(args: Args) -> list[str]:
         if args.load:
             folder = Path(args.load).expanduser()
             found = latest(folder, args.ckpt_step, digests=False)
-            problems += _wrong_backend(args, found.path if found is not None else folder)
+            problems += _wrong_backend(args.load, found.path if found is not None else folder, args.train_backend)
             if args.load != args.save and kind(folder) == "empty" and not megatron_folder(args.load):
                 problems += _nothing_to_load(args.load, folder)
     except SnapshotError as error:
@@ -142,17 +142,17 @@ def _nothing_to_load(named: str, folder: Path) -> list[str]:
     ] if there else []  # fmt: skip
 
 
-def _wrong_backend(args: Args, folder: Path) -> list[str]:
+def _wrong_backend(named: str, folder: Path, backend: str) -> list[str]:
     """Refuse a snapshot of the other training backend."""
     from slime.config.hf_config import megatron_folder
 
     megatron = megatron_folder(str(folder)) is not None
     fsdp = (folder / "actor" / "dcp").is_dir()
-    if not (megatron and args.train_backend == "fsdp") and not (fsdp and args.train_backend == "megatron"):
+    if not (megatron and backend == "fsdp") and not (fsdp and backend == "megatron"):
         return []
     other = "megatron" if megatron else "fsdp"
     return [
-        f"--load {args.load} was saved with --train-backend {other}, but this run has {args.train_backend}: use that "
+        f"--load {named} was saved with --train-backend {other}, but this run has {backend}: use that "
         "backend, or convert the snapshot to a Hugging Face folder (tools/convert_to_hf.py) and load the folder"
     ]
 

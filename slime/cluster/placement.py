@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from slime.cluster.session import ClusterError, check_resources, cluster_report
+from slime.cluster.session import ClusterError, cluster_report
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -44,13 +44,12 @@ def plan_slots(args: Args) -> Slots:
 class Placement:
     """A placement group with its bundles in order of node and GPU."""
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, slots: Slots) -> None:
         import ray
         from ray.util.placement_group import placement_group
 
-        self.slots = plan_slots(args)
+        self.slots = slots
         self.on_gpu = ray.cluster_resources().get("GPU", 0) > 0
-        check_resources(args, self.slots.total if self.on_gpu else 0)
         bundle = {"GPU": 1, "CPU": 1} if self.on_gpu else {"CPU": CPU_SLOT * 3}
         # A bundle without a GPU takes almost no resources, so with PACK all bundles would go to a single node.
         strategy = "PACK" if self.on_gpu else "SPREAD"

@@ -24,7 +24,7 @@ class ClusterError(RuntimeError):
     """The cluster cannot provide what the flags ask for; the message says what to change."""
 
 
-def connect(args: Args) -> None:
+def connect() -> None:
     """Join the cluster of ``RAY_ADDRESS`` (``ray start``, ``ray job submit``), or start a private one.
 
     A private cluster listens only on the loopback interface and ends with this process.
@@ -96,7 +96,7 @@ def _python_path() -> str:
 
 
 def check_resources(args: Args, gpus_needed: int) -> None:
-    """Raise :class:`ClusterError` if the cluster can never hold the run."""
+    """Raise :class:`ClusterError` if the cluster has GPUs, but can never hold the run."""
     import ray
 
     from slime.config.engine import engines_beside_trainer

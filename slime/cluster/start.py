@@ -82,14 +82,16 @@ def start(args: Args, asynchronous: bool, parts: Parts) -> Run:
     share of the GPU memory that is free when it starts, so in that case the engines start first and release their
     memory again before the training ranks start.
     """
-    from slime.cluster.placement import Placement
-    from slime.cluster.session import connect
+    from slime.cluster.placement import Placement, plan_slots
+    from slime.cluster.session import check_resources, connect
 
     begin, log = parts.begin, parts.log
     with log.phase("start"):
-        connect(args)
+        connect()
         parts.stop.install()  # again: ray.init has installed signal handlers of its own
-        placement = parts.placement = Placement(args)
+        slots = plan_slots(args)
+        check_resources(args, slots.total)
+        placement = parts.placement = Placement(slots)
         args = args.with_values(threads_per_process=args.threads_per_process or placement.threads_per_process())
         waiter = Waiter(parts.stop, log.show_status, args.status_timeout or None)
         manager = parts.manager = _start_manager(args, parts, placement, waiter)

@@ -55,12 +55,13 @@ def settle_token_budget(
     if isinstance(tokens, int) and tokens:
         note(f"--max-tokens-per-gpu {tokens}: as in the snapshot")
     else:
+        share, longest = memory_share(str(args.hf_checkpoint)), longest_per_gpu(args)
         found: list[Measurement] = []
         for group in reversed(trainer.groups):  # the actor last, so that it is awake afterwards
             trainer.take_turn(group)
-            found += group.measure_memory(memory_share(args))
-        tokens = budget(found, longest_per_gpu(args))
-        note(explanation(args, tokens, found))
+            found += group.measure_memory(share)
+        tokens = budget(found, longest)
+        note(explanation(tokens, longest, found))
     given = args.log_probs_max_tokens_per_gpu if "log_probs_max_tokens_per_gpu" in args.explicit else None
     forward_only = given or tokens
     for group in trainer.groups:
@@ -70,15 +71,15 @@ def settle_token_budget(
     return args.with_values(max_tokens_per_gpu=tokens, log_probs_max_tokens_per_gpu=forward_only)
 
 
-def memory_share(args: Args) -> float:
-    config = read_config(str(args.hf_checkpoint)) or {}
+def memory_share(checkpoint: str) -> float:
+    config = read_config(checkpoint) or {}
     text = config.get("text_config") or config
     experts = any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     return SHARE_WITH_EXPERTS if experts else SHARE
 
 
-def explanation(args: Args, tokens: int, found: list[Measurement]) -> str:
-    """One line that says what was measured, and what follows from it."""
+def explanation(tokens: int, longest: int, found: list[Measurement]) -> str:
+    """One line that says what was measured. ``longest`` is the most tokens per GPU that the flags allow a sample."""
     least = min(found, key=lambda one: one.tokens)
     said = (
         f"--max-tokens-per-gpu {tokens}: a token takes {least.bytes_per_token / 2**10:.0f} KiB in training, and the "
@@ -86,7 +87,6 @@ def explanation(args: Args, tokens: int, found: list[Measurement]) -> str:
     )
     if least.tokens > tokens and tokens >= MOST_TOKENS:
         said += " (more would not train faster)"
-    longest = longest_per_gpu(args)
     if tokens < longest:
         said += (
             f"; warning: the flags allow samples of {longest} tokens per GPU, which may not fit: lower "

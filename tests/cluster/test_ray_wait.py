@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -41,7 +40,7 @@ class Worker:
 def worker_class() -> Iterator:
     from slime.cluster.session import connect
 
-    connect(SimpleNamespace())
+    connect()
     import ray
 
     from slime.cluster.ray_actors import actor_class_with_own_threads
