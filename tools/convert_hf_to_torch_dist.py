@@ -40,7 +40,7 @@ def main() -> None:
     checkpoint = str(args.hf_checkpoint)  # an --override may name another
     config = load_hf_config(checkpoint, options.trust_remote_code).get_text_config()
     family = family_of(config, options.model_name)
-    settings = merged_settings(args, family, config)
+    settings = merged_settings(args.megatron, checkpoint, family, config)
     rank, ranks = torch_dist.join_launched_ranks()
     try:
         folder = HfFolder(checkpoint)

@@ -53,7 +53,8 @@ def create_backend(
             torch.set_num_threads(args.threads_per_process)
     if args.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    _init_process_group(args, rank, world_size, master_addr, master_port, device)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    _init_process_group(rank, world_size, master_addr, master_port, device, timeout)
     # Every rank has different random numbers, which are the same in each run. What must be equal on all ranks (a value
     # head) has its own seed.
     torch.manual_seed(args.seed + rank)
@@ -71,7 +72,7 @@ def create_backend(
 
 
 def _init_process_group(
-    args: Args, rank: int, world_size: int, master_addr: str, master_port: int, device: torch.device
+    rank: int, world_size: int, master_addr: str, master_port: int, device: torch.device, timeout: timedelta
 ) -> None:
     import torch.distributed as dist
 
@@ -86,7 +87,6 @@ def _init_process_group(
         # Otherwise every gloo group connects each of its ranks to all others when it is created: 1,000 ranks have
         # 499,500 connections, and as many again for --async-save. A ring or a tree needs only a few per rank.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     dist.init_process_group(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=_store(rank, world_size, master_addr, master_port, timeout),

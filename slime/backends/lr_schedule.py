@@ -106,7 +106,7 @@ def planned_steps(args: Args, role: str = "actor") -> int:
     return max(samples // args.global_batch_size if args.global_batch_size else rollouts, 1)
 
 
-def zero_lr_warning(args: Args, metrics: Mapping[str, float], rollout_id: int) -> str | None:
+def zero_lr_warning(metrics: Mapping[str, float], rollout_id: int, warms_up: bool) -> str | None:
     """Return a warning if the learning rate of a step was 0, so that the weights did not change; otherwise None.
 
     There is no warning for the first step of a warm-up from 0.
@@ -114,8 +114,8 @@ def zero_lr_warning(args: Args, metrics: Mapping[str, float], rollout_id: int) -
     Args:
         metrics: The metrics of the step, with ``train/lr-pg_0`` if the actor was trained and ``train/critic-lr-pg_0``
             if the critic was.
+        warms_up: Whether the learning rate of a role has a warm-up.
     """
-    warms_up = args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters
     rates = {"actor": "train/lr-pg_0", "critic": "train/critic-lr-pg_0"}
     idle = [role for role, name in rates.items() if metrics.get(name) == 0.0]
     if not idle or (rollout_id == 0 and warms_up):

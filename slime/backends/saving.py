@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slime.checkpoint.files import FileEntry, describe_files
 from slime.checkpoint.snapshot import SnapshotError, damaged_part
-from slime.config.args import Args
 from slime.weights.torch_dist import META
 
 if TYPE_CHECKING:
@@ -80,12 +79,12 @@ def in_background(write: Write) -> BackgroundSave:
     return BackgroundSave(written)
 
 
-def new_save_group(args: Args) -> ProcessGroup | None:
+def new_save_group(asynchronous: bool) -> ProcessGroup | None:
     """Create a group of all ranks for the collectives of ``--async-save``, which overlap those of training.
 
-    This is a collective operation. The result is None without ``--async-save`` or without a process group.
+    This is a collective operation. The result is None if saves are not ``asynchronous`` or without a process group.
     """
-    return dist.new_group(backend="gloo") if args.async_save and dist.is_initialized() else None
+    return dist.new_group(backend="gloo") if asynchronous and dist.is_initialized() else None
 
 
 def small_files_writer(path: Path, rank: int, rng: RngState, description: Mapping[str, object] | None) -> Write:

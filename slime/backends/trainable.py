@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from slime.config.args import Args
-
 Names = Sequence[str]
 """The names of the checkpoint tensors in one parameter. There are several if a backend fuses them."""
+Patterns = Sequence[str] | None
 
 
-def select_trainable(held: Iterable[tuple[nn.Parameter, Names]], everywhere: Sequence[Names], args: Args) -> None:
+def select_trainable(
+    held: Iterable[tuple[nn.Parameter, Names]], everywhere: Sequence[Names], only: Patterns, freeze: Patterns
+) -> None:
     """Freeze parameters by ``--only-train-params-name-list`` or ``--freeze-params-name-list``.
 
     These are regular expressions that are searched in the names of the checkpoint.
@@ -22,11 +23,12 @@ def select_trainable(held: Iterable[tuple[nn.Parameter, Names]], everywhere: Seq
         held: The parameters of this rank.
         everywhere: The names of all parameters of the model, including those on other pipeline stages, so that all
             ranks find the same errors.
+        only: The regular expressions of ``--only-train-params-name-list``.
+        freeze: The regular expressions of ``--freeze-params-name-list``.
 
     Raises:
         ValueError: The expressions divide a fused parameter, match nothing, or leave no parameter to train.
     """
-    only, freeze = args.only_train_params_name_list, args.freeze_params_name_list
     if not only and not freeze:
         return
     flag, patterns = ("--only-train-params-name-list", only) if only else ("--freeze-params-name-list", freeze or [])

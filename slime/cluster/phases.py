@@ -87,7 +87,9 @@ class Run:
             dtypes = (self.args.train_dtype, self.args.rollout_dtype)
             if (alarm := gap_alarm(self.log.pending, self.args.logprob_gap_threshold, dtypes)) is not None:
                 self.log.note(alarm)
-            warning = zero_lr_warning(self.args, self.log.pending, rollout_id)
+            args = self.args
+            warms_up = bool(args.lr_warmup_iters or args.lr_warmup_fraction or args.critic_lr_warmup_iters)
+            warning = zero_lr_warning(self.log.pending, rollout_id, warms_up)
             if warning is not None and not self._warned_of_zero_lr:
                 self._warned_of_zero_lr = True
                 self.log.note(warning)

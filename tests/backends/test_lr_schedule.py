@@ -96,11 +96,9 @@ def test_a_constant_rate_needs_no_length() -> None:
 
 
 def test_a_step_with_a_learning_rate_of_zero_is_told() -> None:
-    args = make_args("x")
-    warning = zero_lr_warning(args, {"train/lr-pg_0": 0.0, "train/critic-lr-pg_0": 1e-5}, 3)
+    warning = zero_lr_warning({"train/lr-pg_0": 0.0, "train/critic-lr-pg_0": 1e-5}, 3, warms_up=False)
     assert warning is not None and "learning rate of the actor was 0 in step 3" in warning
-    assert zero_lr_warning(args, {"train/lr-pg_0": 1e-6}, 3) is None
-    assert zero_lr_warning(args, {}, 3) is None
-    args.lr_warmup_iters = 5
-    assert zero_lr_warning(args, {"train/lr-pg_0": 0.0}, 0) is None, "a warm-up starts from 0"
-    assert zero_lr_warning(args, {"train/lr-pg_0": 0.0}, 1) is not None
+    assert zero_lr_warning({"train/lr-pg_0": 1e-6}, 3, warms_up=False) is None
+    assert zero_lr_warning({}, 3, warms_up=False) is None
+    assert zero_lr_warning({"train/lr-pg_0": 0.0}, 0, warms_up=True) is None, "a warm-up starts from 0"
+    assert zero_lr_warning({"train/lr-pg_0": 0.0}, 1, warms_up=True) is not None

@@ -14,14 +14,13 @@ import pytest
 
 RANK = """
 import json, sys
-from types import SimpleNamespace
+from datetime import timedelta
 import psutil, torch
 import torch.distributed as dist
 from slime.backends.create import _init_process_group
 
 rank, world_size, port = map(int, sys.argv[1:])
-args = SimpleNamespace(distributed_timeout_minutes=2)
-_init_process_group(args, rank, world_size, "127.0.0.1", port, torch.device("cpu"))
+_init_process_group(rank, world_size, "127.0.0.1", port, torch.device("cpu"), timedelta(minutes=2))
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 dist.all_reduce(total, group=dist.new_group(list(range(world_size))))
@@ -59,15 +58,14 @@ def test_ranks_of_a_private_cluster_listen_on_the_loopback_interface_only(world_
 
 CONNECTIONS = """
 import json, sys
-from types import SimpleNamespace
+from datetime import timedelta
 import psutil, torch
 import torch.distributed as dist
 from slime.backends.create import _init_process_group
 
 rank, world_size, port = map(int, sys.argv[1:])
 
-args = SimpleNamespace(distributed_timeout_minutes=2)
-_init_process_group(args, rank, world_size, "127.0.0.1", port, torch.device("cpu"))
+_init_process_group(rank, world_size, "127.0.0.1", port, torch.device("cpu"), timedelta(minutes=2))
 store = dist.distributed_c10d._get_default_store()
 
 def count():
@@ -105,7 +103,7 @@ def test_ranks_are_connected_when_they_have_something_to_say_to_each_other() -> 
 
 UNDER_TORCHRUN = """
 import os, sys
-from types import SimpleNamespace
+from datetime import timedelta
 import torch
 import torch.distributed as dist
 from slime.backends.create import _init_process_group
@@ -113,8 +111,7 @@ from slime.backends.create import _init_process_group
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 assert not address[0].isdigit(), address  # a name, which is no IP address
-args = SimpleNamespace(distributed_timeout_minutes=2)
-_init_process_group(args, rank, world_size, address, port, torch.device("cpu"))
+_init_process_group(rank, world_size, address, port, torch.device("cpu"), timedelta(minutes=2))
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 assert total.item() == 3.0

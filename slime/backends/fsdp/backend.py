@@ -72,7 +72,7 @@ class FsdpBackend(SharedBackend):
             arena=self.offloader.host if device.type == "cuda" else None,  # free while the model is on the accelerator
         )
         if role == "actor":
-            load_copies(copies, self.bank, initial_weights(args), self._load_copy)
+            load_copies(copies, self.bank, initial_weights(args.load, args.hf_checkpoint), self._load_copy)
         saved = set(self.scorer.state_dict())
         self.buffers = [(name.removeprefix("hf."), b) for name, b in self.scorer.named_buffers() if name in saved]
         self.state = FsdpState(args, role, rank, world_size, self.shard_size, self.buffers, self.optimizer, self.bank)
@@ -89,7 +89,8 @@ class FsdpBackend(SharedBackend):
         """Load a copy. Rank 0 reads the model, and every rank gets its shards, one tensor at a time."""
         alone = self.world_size == 1
         dtype = DTYPES[self.args.train_dtype]  # the dtype of forward passes, because the copy is used for them only
-        model = load_full_model(self.args, path, empty=not alone and self.rank != 0, dtype=dtype)
+        how = self.args.attn_implementation, self.args.trust_remote_code
+        model = load_full_model(path, *how, empty=not alone and self.rank != 0, dtype=dtype)
         fetch = (lambda tensor: tensor) if alone else partial(from_first_rank, device=self.device)
         self.bank.add(tag, dict(model.named_parameters()), fetch)
 

@@ -50,7 +50,7 @@ class FsdpState:
     bank: WeightBank
 
     def __post_init__(self) -> None:
-        self.group, self.memory = new_save_group(self.args), ShardMemory()
+        self.group, self.memory = new_save_group(self.args.async_save), ShardMemory()
 
     def take_memory(self) -> None:
         if not self.memory.is_taken:

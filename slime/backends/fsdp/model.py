@@ -42,7 +42,8 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     """
     packed = (args.attn_implementation or VARLEN) == VARLEN
     reads = world_size == 1 or dist.get_rank() == 0
-    model = load_full_model(args, initial_weights(args), empty=not reads)
+    path = initial_weights(args.load, args.hf_checkpoint)
+    model = load_full_model(path, args.attn_implementation, args.trust_remote_code, empty=not reads)
     if world_size > 1:
         share_weight_conversions(model)
     if packed:
@@ -54,7 +55,9 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     if role == "critic":
         scorer = ValueScorer(model, derive_seed(args.seed, "value head"))
     named = checkpoint_names(scorer)
-    select_trainable([(parameter, [name]) for name, parameter in named], [[name] for name, _ in named], args)
+    held = [(parameter, [name]) for name, parameter in named]
+    patterns = args.only_train_params_name_list, args.freeze_params_name_list
+    select_trainable(held, [[name] for name, _ in named], *patterns)
     if args.gradient_checkpointing:
         _checkpoint_layers(model)
     if args.compile_layers:
@@ -68,19 +71,23 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     return scorer, _builder(args, model, device, packed)
 
 
-def load_full_model(args: Args, path: str, empty: bool = False, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load_full_model(
+    path: str, implementation: str | None, trust: bool, empty: bool = False, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Load the model on the CPU. The master weights are float32 for every dtype of forward passes.
 
     Args:
+        implementation: The value of ``--attn-implementation``.
+        trust: Whether Python code that is part of the checkpoint may run.
         empty: Build the model without memory and values.
     """
     attention: str | dict[str, str] = PACKED
-    if args.attn_implementation not in (None, VARLEN):
-        attention = str(args.attn_implementation)
-    elif is_multimodal(load_hf_config(path, args.trust_remote_code)):
+    if implementation not in (None, VARLEN):
+        attention = str(implementation)
+    elif is_multimodal(load_hf_config(path, trust)):
         attention = {"": "sdpa", "text_config": PACKED, "vision_config": "sdpa"}
     device = "meta" if empty else "cpu"
-    return load_hf_model(path, dtype, device, attention, args.trust_remote_code)
+    return load_hf_model(path, dtype, device, attention, trust)
 
 
 def _builder(args: Args, model: PreTrainedModel, device: torch.device, packed: bool) -> InputBuilder:
@@ -129,10 +136,9 @@ def compile_layers(model: PreTrainedModel) -> None:
         layer.forward = types.MethodType(compiled[kind], layer)
 
 
-def initial_weights(args: Args) -> str:
+def initial_weights(load: str | None, hf_checkpoint: str) -> str:
     """Return ``--load`` if it is a Hugging Face folder, otherwise ``--hf-checkpoint``. A snapshot is loaded later."""
-    starts_from_folder = args.load and (Path(args.load) / "config.json").is_file()
-    return str(args.load if starts_from_folder else args.hf_checkpoint)
+    return load if load and (Path(load) / "config.json").is_file() else hf_checkpoint
 
 
 def shard_mesh(device: torch.device, world_size: int, shard_size: int | None) -> DeviceMesh:

@@ -84,7 +84,8 @@ class MegatronBackend(SharedBackend):
             arena=self.offloader.host if device.type == "cuda" else None,  # free while the model is on the accelerator
         )
         if role == "actor":
-            load_copies(copies, self.bank, initial_weights(args), self._load_copy)
+            initial = initial_weights(args.load, args.ref_load, args.hf_checkpoint)
+            load_copies(copies, self.bank, initial, self._load_copy)
         self.state = MegatronState(args, rank, world_size, self.model, self.optimizer, self.bank)
 
     def _load_copy(self, tag: str, path: str) -> None:

@@ -26,28 +26,31 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def merged_settings(args: Args, family: Family, hf_config: PretrainedConfig) -> Settings:
+def merged_settings(flags: Settings, checkpoint: str, family: Family, hf_config: PretrainedConfig) -> Settings:
     """Return the shape of the model, from config.json and the user's flags, which take precedence.
+
+    Args:
+        flags: The Megatron flags that the user gave, by name.
+        checkpoint: The folder of ``hf_config``, for error messages.
 
     Raises:
         MegatronError: Flags contradict config.json (the message has all differences), or are not supported.
     """
     settings = family.settings(hf_config.to_dict())
-    given = dict(args.megatron)
     differences = [
-        f"--{name.replace('_', '-')} {given[name]}, but config.json means {settings.get(name)}"
-        for name in given
-        if name in settings and not _same(name, given[name], settings)
+        f"--{name.replace('_', '-')} {flag}, but config.json means {settings.get(name)}"
+        for name, flag in flags.items()
+        if name in settings and not _same(name, flag, settings)
     ]
     if differences:
         raise MegatronError(
-            f"flags describe another model than {args.hf_checkpoint}: "
+            f"flags describe another model than {checkpoint}: "
             + "; ".join(differences)
             + ". Source the model script of this checkpoint, or leave these flags out"
         )
-    if problems := refused_flags(given):
+    if problems := refused_flags(flags):
         raise MegatronError("; ".join(problems))
-    return {**given, **settings}
+    return {**flags, **settings}
 
 
 def _same(name: str, flag: object, settings: Settings) -> bool:
@@ -129,15 +132,15 @@ def transformer_config(
         fields["q_lora_rank"] = settings.get("q_lora_rank")
         # Megatron would treat these norms as those of query and key heads, and sum their gradients twice.
         fields["qk_layernorm"] = False
-    fields |= _recompute(args, settings)
+    fields |= _recompute(settings, args.gradient_checkpointing)
     return cls(**fields)
 
 
-def _recompute(args: Args, settings: Settings) -> dict[str, Any]:
+def _recompute(settings: Settings, checkpointing: bool) -> dict[str, Any]:
     granularity = settings.get("recompute_granularity")
     if granularity is None and settings.get("recompute_activations"):
         granularity = "selective"
-    if granularity is None and args.gradient_checkpointing:
+    if granularity is None and checkpointing:
         granularity = "full"
     if granularity != "full":
         return {"recompute_granularity": granularity}
@@ -148,16 +151,15 @@ def _recompute(args: Args, settings: Settings) -> dict[str, Any]:
     }
 
 
-def ddp_config(args: Args) -> DistributedDataParallelConfig:
+def ddp_config(flags: Settings) -> DistributedDataParallelConfig:
     """Return the config of data parallelism: gradients in float32 unless ``--grad-reduce-in-bf16`` is given, and the
     distributed optimizer unless it is disabled."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    given = args.megatron
-    fields = _fields_from(given, DistributedDataParallelConfig)
+    fields = _fields_from(flags, DistributedDataParallelConfig)
     fields |= {
-        "use_distributed_optimizer": bool(given.get("use_distributed_optimizer", True)),
-        "grad_reduce_in_fp32": not given.get("grad_reduce_in_bf16", False),
+        "use_distributed_optimizer": bool(flags.get("use_distributed_optimizer", True)),
+        "grad_reduce_in_fp32": not flags.get("grad_reduce_in_bf16", False),
         "check_for_nan_in_grad": False,  # slime checks the norm of all gradients before the step
     }
     return DistributedDataParallelConfig(**fields)

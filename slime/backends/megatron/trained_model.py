@@ -40,7 +40,7 @@ class TrainedModel:
         self.args, self.role, self.layout, self.rank, self.device = args, role, layout, rank, device
         self.hf_config = load_hf_config(args.hf_checkpoint, args.trust_remote_code).get_text_config()
         self.family = family_of(self.hf_config, args.model_name)
-        self.settings = merged_settings(args, self.family, self.hf_config)
+        self.settings = merged_settings(args.megatron, args.hf_checkpoint, self.family, self.hf_config)
         self.config = transformer_config(args, self.settings, layout, device)
         stages = range(layout.vpp) if layout.vpp > 1 else (None,)
         seed = derive_seed(args.seed, "value head")
@@ -49,17 +49,18 @@ class TrainedModel:
         self.weights = ModelWeights(models, self.family, self.settings, role)
         self.chunks = models
         # Weights are read and frozen before the gradient buffers are made: those have room for what is trained only.
-        self.read_weights(initial_weights(args))
+        self.read_weights(initial_weights(args.load, args.ref_load, args.hf_checkpoint))
         names = self.weights.hf_names
         held = [(x, names(name)) for name, x in self.weights.tensors() if isinstance(x, nn.Parameter)]
-        select_trainable(held, [names(name) for name in [*self.weights.entries, *self.weights.own]], args)
+        everywhere = [names(name) for name in [*self.weights.entries, *self.weights.own]]
+        select_trainable(held, everywhere, args.only_train_params_name_list, args.freeze_params_name_list)
         self.routing: RoutingReplay | None = None
         if args.use_routing_replay and role == "actor" and self.settings.get("num_experts"):
             with_experts = moe_layers(self.settings)
             self.routing = RoutingReplay(
                 models, with_experts, self.config.sequence_parallel, bool(args.use_rollout_routing_replay)
             )
-        ddp = ddp_config(args)
+        ddp = ddp_config(args.megatron)
         self.chunks = [
             # As Megatron does it: the reductions of later chunks overlap with the computation of other chunks anyway,
             # so they need no buckets of their own.
@@ -118,12 +119,12 @@ class TrainedModel:
         return [b.grad_data for chunk in self.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
-def initial_weights(args: Args) -> str:
+def initial_weights(load: str | None, ref_load: str, hf_checkpoint: str) -> str:
     """``--load`` where it names weights to start from (a snapshot is read later), else ``--ref-load`` where that is a
     Megatron checkpoint, else ``--hf-checkpoint``."""
-    if args.load and any((Path(args.load) / name).is_file() for name in ("config.json", "trainer.json")):
-        return args.load
-    return args.ref_load if megatron_folder(args.ref_load) else args.hf_checkpoint
+    if load and any((Path(load) / name).is_file() for name in ("config.json", "trainer.json")):
+        return load
+    return ref_load if megatron_folder(ref_load) else hf_checkpoint
 
 
 def load_weights(model: TrainedModel, path: Path, part: str | None = None) -> None:

@@ -128,7 +128,7 @@ def megatron_shapes(script: Path) -> dict[str, tuple[int, ...]]:
     flags = flags_of(script)
     args = Args(train_backend="megatron", train_dtype="bfloat16", megatron=flags)
     resolve_defaults(args)
-    merged_settings(args, family, hf_config(family.name, flags))
+    merged_settings(args.megatron, args.hf_checkpoint, family, hf_config(family.name, flags))
     settings = family.settings(reduced_config(script).to_dict())
     with torch.device("meta"):
         config = transformer_config(args, settings, ParallelLayout(), torch.device("cpu"))
