@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slime.config.engine import DEFAULT_MODEL, ServedModel, WorkerType, read_server_groups, simple_groups
+from slime.config.engine import DEFAULT_MODEL, WorkerType, read_server_groups, simple_groups
 
 if TYPE_CHECKING:
     from slime.config.args import Args
@@ -34,26 +34,22 @@ class EngineSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def served_models(args: Args) -> list[ServedModel]:
-    """Return the models of ``--sglang-config``, or without it one model, served by engines of one size."""
-    if args.sglang_config:
-        return read_server_groups(args.sglang_config, str(args.hf_checkpoint), args.rollout_num_gpus_per_engine)
-    gpus = int(args.rollout_num_gpus or 0)
-    per_engine = args.rollout_num_gpus_per_engine
-    return simple_groups(str(args.hf_checkpoint), gpus, per_engine, args.prefill_num_servers or 0)
-
-
 def plan_engines(args: Args) -> list[EngineSpec]:
     """Return the servers of a run in the order of model, group and slot.
 
-    The list is empty with ``--rollout-external-engine-addrs``. The trainer has one set of weights, which goes to the
-    first model with ``update_weights``; no other model is updated.
+    The models are those of ``--sglang-config``, or without it one model, served by engines of one size. The list is
+    empty with ``--rollout-external-engine-addrs``. The trainer has one set of weights, which goes to the first model
+    with ``update_weights``; no other model is updated.
     """
     if args.rollout_external_engine_addrs:
         return []
     specs: list[EngineSpec] = []
     slot = 0
-    models = served_models(args)
+    checkpoint, per_engine = str(args.hf_checkpoint), args.rollout_num_gpus_per_engine
+    if args.sglang_config:
+        models = read_server_groups(args.sglang_config, checkpoint, per_engine)
+    else:
+        models = simple_groups(checkpoint, int(args.rollout_num_gpus or 0), per_engine, args.prefill_num_servers or 0)
     updated = next((model.name for model in models if model.update_weights), None)
     for model in models:
         for group in model.groups:
