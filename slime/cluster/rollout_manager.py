@@ -221,7 +221,7 @@ class RolloutManager(EngineManager):
             save_rollout(self.args, f"eval_{rollout_id}", [data.get("samples") or [] for data in output.data.values()])
         hook = self.args.custom_eval_rollout_log_function_path
         if not (hook and load_function(hook)(rollout_id, self.args, output.data, metrics)):
-            metrics.update(eval_metrics(self.args, output.data))
+            metrics.update(eval_metrics(output.data, self.args.log_reward_category, self.args.log_passrate))
         write_evaluation(self.run_dir, rollout_id, output.data, metrics)
         metrics["perf/eval_time"] = time.perf_counter() - start
         return metrics

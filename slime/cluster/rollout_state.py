@@ -66,14 +66,14 @@ class RolloutState:
         Args:
             step: the number of steps that have trained the engines' weights.
         """
-        replayed = self.args.replay_schedule
-        recording = Recording(Path(replayed), settings_to_compare(self.args)) if replayed else None
+        replayed, settings = self.args.replay_schedule, settings_to_compare(self.args)
+        recording = Recording(Path(replayed), settings) if replayed else None
         if recording is not None:
             made = first + len(self.restored)
             warning = recording.check_covers(made, last, self.args.rollout_batch_size) if made < last else None
             if warning:
                 warn(warning)
-        self.schedule = WeightTimeline(path, self.args, recording, self.attempt, self._position)
+        self.schedule = WeightTimeline(path, settings, recording, self.attempt, self._position)
         self.schedule.step = step
         return self.schedule
 

@@ -49,11 +49,9 @@ async def eval_rollout(args: Args, rollout_id: int) -> RolloutFnEvalOutput:
         for config, groups in plans
     }
     await _all([task for part in tasks.values() for task in part], args.phase_timeout)
-    return RolloutFnEvalOutput(
-        data={
-            config.name: _results(args, config, [task.result() for task in tasks[config.name]]) for config, _ in plans
-        }
-    )
+    done = {name: [task.result() for task in part] for name, part in tasks.items()}
+    key = args.eval_reward_key or args.reward_key
+    return RolloutFnEvalOutput(data={config.name: _results(config, done[config.name], key) for config, _ in plans})
 
 
 async def _finished(args: Args, group: Group, params: SamplingParams, purpose: str) -> Group:
@@ -100,7 +98,7 @@ async def _all(tasks: list[asyncio.Task[Group]], limit: float) -> None:
 def eval_groups(args: Args, state: GenerateState, config: EvalDatasetConfig) -> list[Group]:
     """Make new samples for all prompts of a data set. The file is read only once per run."""
     groups = []
-    for i, prompt in enumerate(_dataset(args, state, config).samples):
+    for i, prompt in enumerate(_dataset(args.hf_checkpoint, state, config).samples):
         group: Group = []
         for k in range(config.n_samples_per_eval_prompt or 1):
             sample = copy.deepcopy(prompt)
@@ -146,8 +144,8 @@ def _override(args: Args, config: EvalDatasetConfig, sample: Sample) -> None:
         sample.generate_function_path = config.custom_generate_function_path
 
 
-def _dataset(args: Args, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
-    key = orjson.dumps([args.hf_checkpoint, asdict(config)], default=str)
+def _dataset(checkpoint: str, state: GenerateState, config: EvalDatasetConfig) -> Dataset:
+    key = orjson.dumps([checkpoint, asdict(config)], default=str)
     if key not in state.eval_datasets:
         keys = config.row_keys()
         state.eval_datasets[key] = Dataset(
@@ -166,9 +164,9 @@ def _dataset(args: Args, state: GenerateState, config: EvalDatasetConfig) -> Dat
     return state.eval_datasets[key]
 
 
-def _results(args: Args, config: EvalDatasetConfig, groups: list[Group]) -> EvalResults:
+def _results(config: EvalDatasetConfig, groups: list[Group], reward_key: str | None) -> EvalResults:
     rollouts = [flatten([entry]) for group in groups for entry in group]  # the samples of a fan-out count as one
-    rewards = [[eval_reward(args, sample) for sample in rollout] for rollout in rollouts]
+    rewards = [[eval_reward(sample, reward_key) for sample in rollout] for rollout in rollouts]
     known = [[reward for reward in part if not math.isnan(reward)] for part in rewards]
     return {
         "rewards": [sum(part) / len(part) if part else math.nan for part in known],
@@ -179,10 +177,11 @@ def _results(args: Args, config: EvalDatasetConfig, groups: list[Group]) -> Eval
     }
 
 
-def eval_reward(args: Args, sample: Sample) -> float:
+def eval_reward(sample: Sample, key: str | None) -> float:
     """Return the reward of a sample as a number; NaN if its verifier gave no result.
 
-    Of a dict reward it is the entry ``--eval-reward-key``, or ``--reward-key`` if that flag is not set.
+    Args:
+        key: The entry of a dict reward: ``--eval-reward-key``, or ``--reward-key`` if that flag is not set.
 
     Raises:
         ValueError: The reward is a dict without that entry.
@@ -191,7 +190,6 @@ def eval_reward(args: Args, sample: Sample) -> float:
     if sample.reward_timed_out or reward is None:
         return math.nan
     if isinstance(reward, dict):
-        key = args.eval_reward_key or args.reward_key
         if key is None or key not in reward:
             raise ValueError(
                 f"sample {sample.index} has the reward {reward}: set --eval-reward-key to the entry to evaluate by"

@@ -53,12 +53,16 @@ def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float | None
     return metrics
 
 
-def eval_metrics(args: Args, data: Mapping[str, EvalResults]) -> Metrics:
+def eval_metrics(data: Mapping[str, EvalResults], category: str | None = None, passrate: bool = False) -> Metrics:
     """Return ``eval/<data set>…`` for each data set of an evaluation.
 
     ``eval/<ds>`` is the mean reward over samples. With n > 1 samples per prompt there are also ``eval/<ds>-mean@n``,
     the mean over prompts of the mean reward of a prompt, and ``eval/<ds>-pass@k``, the unbiased estimate for
     k = 1, 2, 4, … and n. Samples whose verifier gave no result are excluded from all of them.
+
+    Args:
+        category: See :func:`sample_metrics`.
+        passrate: Whether to return mean@n and pass@k also for n = 1 (``--log-passrate``).
     """
     metrics: Metrics = {}
     for name, part in data.items():
@@ -72,12 +76,10 @@ def eval_metrics(args: Args, data: Mapping[str, EvalResults]) -> Metrics:
             metrics[f"eval/{name}-truncated_ratio"] = fmean(float(value) for value in part["truncated"])
         samples = part.get("samples")
         if samples:
-            metrics.update(
-                {f"eval/{name}/{k}": v for k, v in sample_metrics(flatten(samples), args.log_reward_category).items()}
-            )
+            metrics.update({f"eval/{name}/{k}": v for k, v in sample_metrics(flatten(samples), category).items()})
         groups = prompt_rewards(part)
         rates = pass_rates([(key, reward) for key, rewards in groups.items() for reward in rewards])
-        if len(rates) > 1 or args.log_passrate:
+        if len(rates) > 1 or passrate:
             metrics[f"eval/{name}-mean@{max(rates)}"] = fmean(fmean(group) for group in groups.values() if group)
             metrics.update({f"eval/{name}-pass@{k}": rate for k, rate in rates.items()})
     return metrics

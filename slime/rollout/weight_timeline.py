@@ -155,21 +155,24 @@ class WeightTimeline:
 
     Args:
         path: The file to write.
+        settings: The settings of this run, see :func:`settings_to_compare`.
         recording: The schedule to repeat, or None.
         attempt: The first part of this run's weight versions, ``attempt.step``.
         position: Length in bytes of the file when the snapshot was made from which the run is resumed. The rest of the
             file is removed. None: start a new file.
     """
 
-    def __init__(self, path: Path, args: Args, recording: Recording | None, attempt: int, position: int | None) -> None:
+    def __init__(
+        self, path: Path, settings: dict[str, Any], recording: Recording | None, attempt: int, position: int | None
+    ) -> None:
         self.recording, self.attempt = recording, attempt
-        self.keeps_kv = args.update_weight_pause_mode == "in_place"
+        self.keeps_kv = settings["update_weight_pause_mode"] == "in_place"
         self.step = -1  # the number of steps that have trained the engines' weights; -1 before the first sync
         self.over: Counter[int] = Counter()  # by the step of their last weights: recorded requests that have a reply
         self._newer = asyncio.Condition()
         self.file = ScheduleFile(path, position)
         if self.file.is_new:
-            self.file.append({"settings": settings_to_compare(args)})
+            self.file.append({"settings": settings})
 
     def __call__(self, event: str, group: Group, facts: Mapping[str, object]) -> None:
         """Record an event of a group; an :data:`~slime.rollout.state.Observer` of the rollout loops."""

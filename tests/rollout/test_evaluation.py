@@ -105,7 +105,7 @@ async def test_siblings_of_a_fan_out_count_as_one_sample(tokenizer_dir, data, tm
     async with SmallEngine() as engine:
         output = await evaluate(engine.serve(args))
     assert output.data["easy"]["rewards"] == [0.0, 1.0] * 3 and len(output.data["easy"]["samples"]) == 9
-    metrics = eval_metrics(args, output.data)
+    metrics = eval_metrics(output.data)
     assert metrics["eval/easy-pass@1"] == 0.5 and metrics["eval/easy-pass@2"] == 1.0
 
 
@@ -182,7 +182,7 @@ async def test_a_verifier_without_an_answer_is_not_a_wrong_answer(tokenizer_dir,
     async with SmallEngine() as engine:
         output = await evaluate(engine.serve(args))
     assert math.isnan(output.data["easy"]["rewards"][1])
-    metrics = eval_metrics(args, output.data)
+    metrics = eval_metrics(output.data)
     assert metrics["eval/easy"] == 1.0 and metrics["eval/easy-reward_missing_count"] == 1
 
 
@@ -212,7 +212,7 @@ def sample(group, reward, length=2, **more):
 def test_mean_and_pass_of_six_samples_with_one_missing():
     """pass@k goes up to the data set's own n, here 6; a missing reward counts nowhere."""
     part = {"rewards": [1, 0, 0, 0, 0, 0, 1, 1, 0.4, 0.6, 0, math.nan], "n_samples_per_prompt": 6}
-    metrics = eval_metrics(NO_FLAGS, {"ds": part})
+    metrics = eval_metrics({"ds": part})
     # passes: 1 of 6 and 3 of 5 (0.4 is none); pass@4: 1 - C(5,4)/C(6,4) = 2/3 and 1; pass@6: the first prompt's alone
     assert metrics["eval/ds-pass@1"] == pytest.approx((1 / 6 + 3 / 5) / 2)
     assert metrics["eval/ds-pass@4"] == pytest.approx((2 / 3 + 1) / 2)
@@ -270,15 +270,14 @@ def test_repetition():
 
 
 def test_eval_metrics_use_each_data_sets_own_number_of_samples():
-    args = make_args().with_values(n_samples_per_eval_prompt=1)
     part = {"rewards": [1.0, 0.0, 0.0, 0.0], "truncated": [True, False, False, False], "n_samples_per_prompt": 2}
-    metrics = eval_metrics(args, {"ds": part})
+    metrics = eval_metrics({"ds": part})
     assert metrics == {
         "eval/ds": 0.25, "eval/ds-truncated_ratio": 0.25, "eval/ds-mean@2": 0.25, "eval/ds-pass@1": 0.25,
         "eval/ds-pass@2": 0.5,
     }  # fmt: skip
     users_own = {"rewards": [1.0, 0.0]}
-    assert eval_metrics(args, {"ds": users_own}) == {"eval/ds": 0.5}
+    assert eval_metrics({"ds": users_own}) == {"eval/ds": 0.5}
 
 
 def test_older_return_forms_are_wrapped_and_others_refused():

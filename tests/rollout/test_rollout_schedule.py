@@ -53,7 +53,7 @@ def recorded(tmp_path: Path) -> Path:
     path = tmp_path / "schedule.jsonl"
 
     async def record() -> None:
-        schedule = WeightTimeline(path, arguments(), None, 0, None)
+        schedule = WeightTimeline(path, settings_to_compare(arguments()), None, 0, None)
         await schedule.reached(0)
         first, second = Sample(group_index=0, index=0), Sample(group_index=0, index=1)
         schedule("started", [first, second], {})
@@ -86,7 +86,7 @@ def test_the_log_says_at_which_token_weights_take_over(recorded: Path) -> None:
 def test_a_replay_asks_when_and_for_as_much_as_was_recorded(recorded: Path, tmp_path: Path) -> None:
     async def replay() -> None:
         recording = Recording(recorded, settings_to_compare(arguments()))
-        schedule = WeightTimeline(tmp_path / "again.jsonl", arguments(), recording, 3, None)
+        schedule = WeightTimeline(tmp_path / "again.jsonl", settings_to_compare(arguments()), recording, 3, None)
         await schedule.reached(0)
         first, second = Sample(group_index=0, index=0), Sample(group_index=0, index=1)
         bodies: list[dict[str, Any]] = []
@@ -123,9 +123,9 @@ def test_samples_made_again_replace_what_was_logged(recorded: Path) -> None:
 
 def test_a_resume_cuts_off_what_the_snapshot_does_not_know(recorded: Path) -> None:
     lines = recorded.read_text().splitlines(keepends=True)
-    WeightTimeline(recorded, arguments(), None, 1, len("".join(lines[:3])))
+    WeightTimeline(recorded, settings_to_compare(arguments()), None, 1, len("".join(lines[:3])))
     assert recorded.read_text() == "".join(lines[:3])
-    WeightTimeline(recorded, arguments(), None, 1, 10**6)  # the file is not that of the snapshot
+    WeightTimeline(recorded, settings_to_compare(arguments()), None, 1, 10**6)  # the file is not that of the snapshot
     assert recorded.read_text().count("\n") == 1 and lost_beside(recorded).read_text() == "".join(lines[:3])
 
 
@@ -200,7 +200,7 @@ def test_the_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     original = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(self) or original(self, *a, **k))
     monkeypatch.setattr("builtins.open", lambda *a, **k: pytest.fail("opened again"))
-    schedule = WeightTimeline(tmp_path / "schedule.jsonl", arguments(), None, 0, None)
+    schedule = WeightTimeline(tmp_path / "schedule.jsonl", settings_to_compare(arguments()), None, 0, None)
     for number in range(50):
         schedule("started", [Sample(group_index=number, index=number)], {})
     assert len(opened) == 1

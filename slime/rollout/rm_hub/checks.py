@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
 from typing import TYPE_CHECKING
 
 from slime.data.eval_config import resolve_eval_datasets
@@ -20,22 +20,11 @@ def check_rewards(args: Args) -> list[str]:
     """
     if args.loss_type == "sft_loss" or args.load_debug_rollout_data:
         return []
-    problems = []
-    for where, path in _rewards(args):
-        if path:
-            problems += _class_problem(where, path, args.rm_model_path)
+    rewards = [("", args.custom_rm_path)]
+    with contextlib.suppress(ValueError, TypeError, OSError):  # the check of the data reports these
+        rewards += [(f"evaluation set {one.name}: ", one.custom_rm_path) for one in resolve_eval_datasets(args)]
+    problems = [line for where, path in rewards if path for line in _class_problem(where, path, args.rm_model_path)]
     return list(dict.fromkeys(problems))
-
-
-def _rewards(args: Args) -> Iterator[tuple[str, str | None]]:
-    """Yield (prefix of the message, ``--custom-rm-path``) for training and for each evaluation set."""
-    yield "", args.custom_rm_path
-    try:
-        datasets = resolve_eval_datasets(args)
-    except (ValueError, TypeError, OSError):
-        return  # the check of the data reports this
-    for config in datasets:
-        yield f"evaluation set {config.name}: ", config.custom_rm_path
 
 
 def _class_problem(where: str, path: str, model_path: str | None) -> list[str]:
