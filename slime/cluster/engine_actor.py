@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime.cluster.ray_actors import actor_class, kill
+from slime.engines.settings import EngineSettings
 
 if TYPE_CHECKING:
     from slime.cluster.engine import ServerFacts
@@ -28,6 +29,7 @@ class EngineActor:
     """Starts the server, reports on its health, and stops it. The server dies with this process.
 
     Args:
+        start_seconds: how long the server may take until it answers.
         gpu_ids: GPUs of this node that the server sees; None means those that Ray assigned to this actor.
         node: node rank, number of nodes and rendezvous address of a server that spans several nodes.
         warms_up_sampler: whether to sample with top-p and top-k once before the server counts as ready.
@@ -35,7 +37,8 @@ class EngineActor:
 
     def __init__(
         self,
-        args: Args,
+        settings: EngineSettings,
+        start_seconds: float,
         spec: EngineSpec,
         log_dir: str,
         gpu_ids: Sequence[int] | None = None,
@@ -44,12 +47,10 @@ class EngineActor:
     ) -> None:
         from slime.cluster.logs import redirect_output
         from slime.engines.launch import start_engine
-        from slime.engines.settings import EngineSettings
 
-        self.start_seconds, self.warms_up_sampler = args.start_timeout, warms_up_sampler
+        self.start_seconds, self.warms_up_sampler = start_seconds, warms_up_sampler
         name = f"{spec.index}" if node[0] == 0 else f"{spec.index}-node{node[0]}"
         redirect_output(Path(log_dir), f"engine-actor-{name}")
-        settings = EngineSettings.from_args(args)
         self.process = start_engine(settings, spec, _host(), Path(log_dir) / f"engine-{name}.log", gpu_ids, node)
 
     def wait_ready(self) -> str:
@@ -156,7 +157,8 @@ def launcher(
     args: Args, specs: Sequence[EngineSpec], placement: Placement, log_dir: Path, environment: dict[str, str]
 ) -> Callable[[int], RayEngineHost]:
     """Return a function that starts the engine with a given index, in one actor per node that it spans."""
-    engine_actor = actor_class(EngineActor)
+    engine_actor, settings = actor_class(EngineActor), EngineSettings.from_args(args)
+    start_seconds, logs = args.start_timeout, str(log_dir)
 
     def launch(index: int) -> RayEngineHost:
         spec = specs[index]
@@ -168,10 +170,10 @@ def launcher(
         actors = [
             engine_actor.options(
                 **placement.engine_options(slot), runtime_env={"env_vars": environment}, max_concurrency=3
-            ).remote(args, spec, str(log_dir), gpus, (rank, len(nodes), rendezvous), warms and rank == 0)
+            ).remote(settings, start_seconds, spec, logs, gpus, (rank, len(nodes), rendezvous), warms and rank == 0)
             for rank, (slot, _, gpus) in enumerate(nodes)
         ]
-        return RayEngineHost(actors, args.start_timeout)
+        return RayEngineHost(actors, start_seconds)
 
     return launch
 

@@ -12,6 +12,7 @@ import slime.cluster.engine_actor as module
 from slime.config.args import Args
 from slime.engines.plan import EngineSpec
 from slime.engines.process import ServerFailed
+from slime.engines.settings import EngineSettings
 
 
 @pytest.fixture
@@ -34,9 +35,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def actor(tmp_path: Path, warms: bool) -> module.EngineActor:
-    return module.EngineActor(
-        Args(hf_checkpoint="/m", start_timeout=50.0), EngineSpec(0, "/m"), str(tmp_path), warms_up_sampler=warms
-    )
+    return module.EngineActor(EngineSettings("/m"), 50.0, EngineSpec(0, "/m"), str(tmp_path), warms_up_sampler=warms)
 
 
 @pytest.mark.parametrize("warms", [False, True])
