@@ -49,8 +49,9 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     if packed:
         check_packable(model)
     policy = PolicyScorer(model, args.log_probs_chunk_size)
+    layout = packed, args.share_prompt_in_pack, args.data_pad_size_multiplier, DTYPES[args.train_dtype]
     if reads:
-        check_scorer(policy, _builder(args, model, torch.device("cpu"), packed))
+        check_scorer(policy, _builder(model, torch.device("cpu"), *layout))
     scorer: Scorer = policy
     if role == "critic":
         scorer = ValueScorer(model, derive_seed(args.seed, "value head"))
@@ -68,7 +69,7 @@ def build_scorer(args: Args, role: str, device: torch.device, world_size: int) -
     shard(scorer, model, device, mesh, DTYPES[args.train_dtype], args.fsdp_reshard_after_forward)
     if world_size > 1:
         require_same_names(model)
-    return scorer, _builder(args, model, device, packed)
+    return scorer, _builder(model, device, *layout)
 
 
 def load_full_model(
@@ -90,15 +91,17 @@ def load_full_model(
     return load_hf_model(path, dtype, device, attention, trust)
 
 
-def _builder(args: Args, model: PreTrainedModel, device: torch.device, packed: bool) -> InputBuilder:
+def _builder(
+    model: PreTrainedModel, device: torch.device, packed: bool, shares_prompts: bool, multiple: int, dtype: torch.dtype
+) -> InputBuilder:
     on_cuda = device.type == "cuda"
     return InputBuilder(
         backbone=model.base_model,
         device=device,
         packed=packed,
-        share_prompts=packed and args.share_prompt_in_pack,
-        pad_to_multiple=args.data_pad_size_multiplier if on_cuda else 1,  # the CPU has no kernels to reuse
-        float_dtype=DTYPES[args.train_dtype] if on_cuda else torch.float32,
+        share_prompts=packed and shares_prompts,
+        pad_to_multiple=multiple if on_cuda else 1,  # the CPU has no kernels to reuse
+        float_dtype=dtype if on_cuda else torch.float32,
     )
 
 
