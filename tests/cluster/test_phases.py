@@ -79,6 +79,16 @@ def test_a_learning_rate_of_zero_is_told_once() -> None:
     assert driver.printed.getvalue().count("the learning rate of the actor was 0") == 1
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"lr_warmup_iters": 5}, {"lr_warmup_fraction": 0.5}, {"critic_lr_warmup_iters": 5}], ids=str
+)
+def test_a_first_step_without_effect_is_told_unless_a_flag_asks_for_a_warm_up(flags: dict[str, float]) -> None:
+    driver = Driver(**flags)
+    driver.actor.metrics = {"train/lr-pg_0": 0.0}
+    driver.run.train(0, driver.run.generate(0))
+    assert ("the learning rate of the actor was 0" in driver.printed.getvalue()) == (not flags)
+
+
 def test_a_gap_between_engine_and_trainer_is_told() -> None:
     driver = Driver()
     driver.actor.metrics = {"train/train_rollout_logprob_abs_diff": 50.0}
