@@ -48,7 +48,7 @@ def main() -> None:
     except ModelError as error:
         parser.error(str(error))
     if rank == 0 and notices:
-        print("\n".join(notices), file=sys.stderr)
+        print("\n".join(f"{checkpoint} {notice}" for notice in notices), file=sys.stderr)
     torch_dist.convert_from_hf(folder, family, settings, options.save)
     if rank == 0:
         print(f"{options.save}: {family.name}, {settings['num_layers']} layers, written by {ranks} process(es)")

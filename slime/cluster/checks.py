@@ -60,13 +60,15 @@ def check_schedules(args: Args) -> list[str]:
 
 def _check_checkpoints(args: Args) -> list[str]:
     """Check that the headers of each Hugging Face checkpoint fit the model that its config.json describes."""
-    from slime.models.loading import ModelError, check_checkpoint
+    from slime.models.checked import check_checkpoint_once
+    from slime.models.shards import ModelError
 
     problems = []
     by_transformers = args.train_backend == "fsdp" or args.rollout_backend == "embedded"
     for option, path in _read_checkpoints(args).items():
         try:
-            args.notices.extend(check_checkpoint(path, args.trust_remote_code, by_transformers))
+            notices = check_checkpoint_once(path, args.trust_remote_code, by_transformers)
+            args.notices.extend(f"{path} {notice}" for notice in notices)
         except ModelError as error:
             problems.append(f"{option}: {error}")
     updates = not (args.debug_train_only or args.debug_rollout_only)
@@ -95,7 +97,7 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
     from slime.config.hf_config import read_config
-    from slime.models.quantized import quantization_of
+    from slime.models.shards import quantization_of
 
     config = read_config(checkpoint) if checkpoint else None
     quantization = quantization_of(config) if config else None
@@ -171,16 +173,15 @@ def _snapshot_bytes(args: Args) -> int:
     """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
     from math import prod
 
-    from slime.models.shards import ModelError
-    from slime.models.stored import StoredWeights, local_folder
+    from slime.models.shards import ModelError, local_folder, read_headers
 
     try:
         folder = local_folder(args.hf_checkpoint) if args.hf_checkpoint else None
-        shapes = StoredWeights(folder).shapes() if folder is not None else {}
+        shapes = [header.shape for header in read_headers(folder).values()] if folder is not None else []
     except ModelError:  # Another check reports it, or the files have PyTorch's older format.
         return 0
     per_parameter = 4 if args.no_save_optim or args.use_stateless_adam else 12
-    count = sum(map(prod, shapes.values()))
+    count = sum(map(prod, shapes))  # Too few for weights of 4 bits, of which several share a number.
     return count * per_parameter * (2 if args.use_critic else 1)
 
 

@@ -226,13 +226,11 @@ def require_fit(where: str, model: PreTrainedModel, differences: Differences) ->
     )
 
 
-def notices(where: str, differences: Differences) -> list[str]:
-    """Return notices about a checkpoint that fits the model."""
+def notices(differences: Differences) -> list[str]:
+    """Return notices about a checkpoint that fits the model, without their subject, which is the checkpoint."""
     said = []
-    if differences.unexpected:
-        count = len(differences.unexpected)
-        said.append(f"{where} has {count} tensors that the model does not use: {shorten(differences.unexpected, 3)}")
-    if differences.missing_buffers:
-        names = shorten(differences.missing_buffers, 3)
-        said.append(f"{where} lacks {len(differences.missing_buffers)} buffers, which keep their defaults: {names}")
+    if unused := differences.unexpected:
+        said.append(f"has {len(unused)} tensors that the model does not use: {shorten(unused, 3)}")
+    if missing := differences.missing_buffers:
+        said.append(f"lacks {len(missing)} buffers, which keep their defaults: {shorten(missing, 3)}")
     return said

@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from slime.models.cpu_linear import use_onednn_linears
 from slime.models.expected import compare, from_loading_info, notices, require_fit
-from slime.models.shards import ModelError, read_headers, shorten
-from slime.models.stored import StoredWeights, is_finite, local_folder, resolve_folder
+from slime.models.shards import ModelError, local_folder, read_headers, resolve_folder, shorten
+from slime.models.stored import StoredWeights, is_finite
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -65,7 +65,7 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
             Otherwise that is only a notice.
 
     Returns:
-        Notices.
+        Notices, without their subject, which is the checkpoint.
 
     Raises:
         ModelError: As :func:`load_hf_model`, except for values that are not finite.
@@ -85,10 +85,10 @@ def check_checkpoint(path: str | Path, trust_remote_code: bool = False, by_trans
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if by_transformers:
             raise ModelError(f"transformers cannot build the model of {folder / 'config.json'}: {reason}") from error
-        return [f"{path}: its tensors were not compared with the model, which transformers cannot build ({reason})"]
+        return [f"was not compared with the model, which transformers cannot build ({reason})"]
     differences = compare(model, stored)
     require_fit(str(folder), model, differences)
-    return notices(str(path), differences)
+    return notices(differences)
 
 
 def load_hf_model(

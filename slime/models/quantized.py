@@ -60,15 +60,6 @@ class Plan(NamedTuple):
     """Stored tensors that plain weights do not need: scales of activations."""
 
 
-def quantization_of(config: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the ``quantization_config`` of a config.json (of the model or of its text part), or None."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        if found := part.get("quantization_config") or part.get("compression_config"):
-            return dict(found) if isinstance(found, Mapping) else {"quant_method": repr(found)}
-    return None
-
-
 def without_quantization(config: Mapping[str, object]) -> dict[str, object]:
     """Return a config.json for the dequantized weights."""
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}

@@ -12,43 +12,16 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from slime.models.quantized import Plan, plan, quantization_of
-from slime.models.shards import PLAIN_FLOATS, ModelError, TensorHeader, read_headers, require_plain, shorten
-
-COPIED_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "*processor*.json",
-    "*.py",
+from slime.models.quantized import Plan, plan
+from slime.models.shards import (
+    PLAIN_FLOATS,
+    ModelError,
+    TensorHeader,
+    quantization_of,
+    read_headers,
+    require_plain,
+    shorten,
 )
-
-
-def resolve_folder(path: str | Path) -> Path:
-    """Return the local folder of a checkpoint. A hub id is downloaded if it is not in the local cache."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", *COPIED_FILES]))
-
-
-def local_folder(path: str | Path) -> Path | None:
-    """Return the local folder of a checkpoint without a download: None for a hub id that is not cached."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = Path(snapshot_download(str(path), allow_patterns=["*.json"], local_files_only=True))
-    except (OSError, ValueError):  # nothing is cached, or no hub id
-        return None
-    return found if any(found.glob("*.safetensors")) else None
 
 
 class StoredWeights:

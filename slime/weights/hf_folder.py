@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slime.config.hf_config import MTP_COUNTS
 from slime.models.quantized import without_quantization
-from slime.models.shards import INDEX
-from slime.models.stored import COPIED_FILES, StoredWeights, resolve_folder
+from slime.models.shards import COPIED_FILES, INDEX, resolve_folder
+from slime.models.stored import StoredWeights
 
 SHARD_BYTES = 4 * 1024**3
 

@@ -17,7 +17,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 
 from slime.backends.fsdp.gathering import whole_tensors
 from slime.models.loading import ModelError
-from slime.models.stored import local_folder
+from slime.models.shards import local_folder
 from slime.weights.hf_folder import (
     copy_companions,
     without_mtp_layers,

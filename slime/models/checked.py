@@ -1,0 +1,69 @@
+"""Checkpoints that have been compared with their model before.
+
+The comparison of :func:`slime.models.loading.check_checkpoint` builds the model of transformers without memory. The
+imports for this take seconds, at the start of every run. The result depends only on config.json, the headers of the
+tensors, the release of transformers and the code of this folder. It is therefore stored in the user's cache folder
+under a digest of these. A checkpoint that does not fit is compared again each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+
+from slime.models.shards import TensorHeader, local_folder, read_headers
+
+
+def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
+    """Do what :func:`slime.models.loading.check_checkpoint` does, unless such a checkpoint is known to fit its model.
+
+    With ``trust_remote_code`` the model may be code of the checkpoint, so that nothing is stored.
+
+    Returns:
+        Notices, without their subject, which is the checkpoint.
+
+    Raises:
+        ModelError: As :func:`slime.models.loading.check_checkpoint`.
+    """
+    folder = local_folder(path)
+    headers = read_headers(folder) if folder is not None else {}
+    if folder is None or not headers or trust_remote_code or not (folder / "config.json").is_file():
+        return _compare(path, trust_remote_code, by_transformers)
+    file = _cache_folder() / f"{_digest((folder / 'config.json').read_bytes(), headers, by_transformers)}.json"
+    with contextlib.suppress(OSError, ValueError):  # not there, or a file that a full disk has cut off
+        return [str(notice) for notice in json.loads(file.read_bytes())]
+    notices = _compare(path, trust_remote_code, by_transformers)
+    if not any(str(folder) in notice for notice in notices):  # an equal checkpoint may lie elsewhere
+        with contextlib.suppress(OSError):  # a home folder that cannot be written: compared again each time
+            _write(file, json.dumps(notices))
+    return notices
+
+
+def _compare(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
+    from slime.models.loading import check_checkpoint  # imports torch and transformers
+
+    return check_checkpoint(path, trust_remote_code, by_transformers)
+
+
+def _digest(config: bytes, headers: Mapping[str, TensorHeader], by_transformers: bool) -> str:
+    digest = hashlib.sha256(config)
+    digest.update(json.dumps([sorted(headers.items()), by_transformers, version("transformers")]).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "fitting-checkpoints"
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
