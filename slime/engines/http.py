@@ -36,6 +36,7 @@ _request_seconds = float(EngineConfig.sglang_router_request_timeout_secs)
 _retries = RETRIES
 _on_fault: Callable[[], None] | None = None
 _retried = 0  # retries since the last take_retries()
+_jitter = random.Random()  # not the global generator, which users may seed
 _sessions: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = weakref.WeakKeyDictionary()
 
 
@@ -187,7 +188,7 @@ async def retrying(
             if not error.retryable or attempt == limit or give_up():
                 raise
             delay = min(FIRST_DELAY_SECONDS * 2 ** min(attempt, 10), LONGEST_DELAY_SECONDS)
-            delay = max(delay, error.retry_after or 0.0) * random.uniform(0.75, 1.25)
+            delay = max(delay * _jitter.uniform(0.75, 1.25), (error.retry_after or 0.0) * _jitter.uniform(1.0, 1.25))
             # Warn at attempts 4, 8, 16, … only, so that a long outage is reported without flooding the log.
             log = logger.warning if attempt >= 3 and attempt & (attempt + 1) == 0 else logger.debug
             log("retry %d of %d in %.1f s after: %s", attempt + 1, limit, delay, error)

@@ -28,14 +28,6 @@ class MetricsError(ValueError):
     """Raised if a metric is not a number, if W&B is not installed, or if ``metrics.jsonl`` is missing or invalid."""
 
 
-def metric_step(args: Args, rollout_id: int) -> int:
-    """Return the x-axis value of a rollout: its id, or with ``--wandb-always-use-train-step`` the number of optimizer
-    steps before it, ``rollout_id * rollout_batch_size * n_samples_per_prompt // global_batch_size``."""
-    if not args.wandb_always_use_train_step:
-        return rollout_id
-    return int(rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
-
-
 Row = dict[str, float | None]
 """One line of ``metrics.jsonl``. Numbers that are not finite are None."""
 
@@ -57,7 +49,8 @@ class MetricsLogger:
 
     def __init__(self, args: Args, run_dir: RunDir, resume_from: int | None = None) -> None:
         self._warned: set[str] = set()
-        self._steps_as_train_steps = args.wandb_always_use_train_step
+        self._samples_per_rollout = args.rollout_batch_size * args.n_samples_per_prompt
+        self._global_batch_size = args.global_batch_size if args.wandb_always_use_train_step else None
         if resume_from is not None:
             roll_back(run_dir.metrics, resume_from)
         self._rows = AppendedFile(run_dir.metrics, "metrics.jsonl")
@@ -72,7 +65,8 @@ class MetricsLogger:
 
         Args:
             metrics: numbers by name (Python or NumPy numbers, or tensors with one element).
-            step: x-axis value, see :func:`metric_step`.
+            step: number of the rollout. With ``--wandb-always-use-train-step``, the x-axis in W&B is instead the number
+                of optimizer steps before it (``train/step``).
             step_key: name of the x-axis, one of :data:`STEP_KEYS`.
 
         Raises:
@@ -80,8 +74,6 @@ class MetricsLogger:
         """
         if step_key not in STEP_KEYS:
             raise MetricsError(f"unknown step key {step_key!r}: use one of {', '.join(STEP_KEYS)}")
-        if self._steps_as_train_steps:
-            step_key = "train/step"
         numbers = {name: self._number(name, value) for name, value in metrics.items()}
         now = time.time()
         row: Row = {step_key: step, "time": round(now, 3)}
@@ -92,6 +84,8 @@ class MetricsLogger:
             with best_effort("TensorBoard events"):
                 self._tensorboard.write(numbers, step, now)
         if self._wandb is not None:
+            if self._global_batch_size:
+                step_key, step = "train/step", step * self._samples_per_rollout // self._global_batch_size
             self._wandb.log({step_key: step, **numbers})
 
     def _number(self, name: str, value: SupportsFloat) -> float:

@@ -7,6 +7,7 @@ import math
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from make_args import make_args
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from slime.observability.metrics import MetricsError, MetricsLogger, metric_step, read_metrics, roll_back
+from slime.observability import metrics
+from slime.observability.metrics import MetricsError, MetricsLogger, read_metrics, roll_back
 from slime.observability.run_dir import RunDir
 
 
@@ -184,15 +186,20 @@ def test_unknown_step_key_and_missing_wandb_are_errors(tmp_path: Path, monkeypat
         logger(tmp_path, use_wandb=True)
 
 
-def test_the_axis_of_train_steps(tmp_path: Path) -> None:
-    args = make_args().with_values(rollout_batch_size=8, n_samples_per_prompt=4, global_batch_size=16)
-    assert metric_step(args, 5) == 5
-    args.wandb_always_use_train_step = True
-    assert metric_step(args, 5) == 5 * 8 * 4 // 16
-    log, run = logger(tmp_path, wandb_always_use_train_step=True)
-    log.log({"eval/x": 1.0}, 10, "eval/step")
-    log.close()
-    assert read_metrics(run.metrics)[0]["train/step"] == 10
+def test_wandb_alone_counts_optimizer_steps_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, float]] = []
+    monkeypatch.setattr(metrics, "_start_wandb", lambda args, run_dir: SimpleNamespace(log=rows.append))
+    batch = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "global_batch_size": 16, "use_wandb": True}
+    for on in (False, True):
+        log, run = logger(tmp_path / str(on), wandb_always_use_train_step=on, **batch)
+        log.log({"train/x": 1.0}, 5)
+        log.log({"eval/x": 1.0}, 5, "eval/step")
+        assert [set(row) & set(metrics.STEP_KEYS) for row in read_metrics(run.metrics)] == [
+            {"rollout/step"},
+            {"eval/step"},
+        ]
+    keys = [{key: value for key, value in row.items() if key in metrics.STEP_KEYS} for row in rows]
+    assert keys == [{"rollout/step": 5}, {"eval/step": 5}, {"train/step": 10}, {"train/step": 10}]
 
 
 def test_names_of_tensorboard_flags_lead_where_the_contract_says(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import multiprocessing
 import os
@@ -161,6 +162,30 @@ async def test_a_process_that_dies_is_named_and_the_other_gets_everything(proces
     assert len(transport._left) == 1, "the dead process never gave back what it was offered"
     await transport.close()
     assert segments() == before
+
+
+async def test_a_buffer_that_an_engine_may_still_read_is_not_used_again() -> None:
+    class Slow:
+        url = "slow"
+
+        async def push(self, bucket: Bucket, version: str, others: Sequence[str] = ()) -> None:
+            pushed.set()
+            await asyncio.sleep(60)
+
+    pushed = asyncio.Event()
+    transport = ipc.IpcTransport(deadline=30)
+    engines: list[Any] = [Slow()]
+    await transport.connect(engines)
+    (bucket,) = update(1).buckets
+    assert transport._files is not None
+    loading = asyncio.create_task(transport._push(ipc.stage(bucket, [], transport._files), engines, update(1)))
+    await pushed.wait()
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert not transport._spare and len(transport._left) == 1
+    gc.collect()
+    await transport.close()
 
 
 KILLED = """

@@ -117,7 +117,7 @@ class IpcTransport:
         sweep_shared_memory()
 
     async def _push(self, staged: Staged, engines: Sequence[EngineHandle], update: WeightUpdate) -> Failures:
-        failed: Failures = {}
+        loaded_by_all = False
         peers, bucket, others = update.peers, staged.bucket, dict[str, list[str]]()
         try:
             if peers is not None:
@@ -128,9 +128,10 @@ class IpcTransport:
             if peers is not None:
                 left = [engine.url for engine in engines if engine.url not in failed]
                 await asyncio.to_thread(peers.loaded, bucket.index, left, bool(failed))
+            loaded_by_all = not failed
         finally:
-            # This also runs after an exception and a cancellation, so that the buffer is released in every case.
-            self._take_back(staged, bool(failed))
+            # This also runs after an exception and a cancellation, when an engine may still be loading the bucket.
+            self._take_back(staged, not loaded_by_all)
         return failed
 
     def _take_back(self, staged: Staged, failed: bool) -> None:
