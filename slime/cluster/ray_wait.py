@@ -50,7 +50,6 @@ class Waiter:
         deadline: float,
         *,
         actors: Mapping[str, ActorHandle] | None = None,
-        interruptible: bool = True,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[T]:
         """Wait for ``refs`` and return their results in order.
@@ -62,13 +61,12 @@ class Waiter:
             deadline: seconds from now.
             actors: actors with a ``status()`` method, by name. They are asked during the wait, and their answers are
                 part of the report.
-            interruptible: whether a stop signal ends the wait.
             meanwhile: called about four times a second; an exception that it raises ends the wait.
 
         Raises:
             WaitExpired: the deadline has passed; the message tells what each actor is doing.
             NoStatus: an actor has not answered for ``silence`` seconds.
-            StopRequested: the user asked to stop and the wait is ``interruptible``.
+            StopRequested: the user asked to stop, and the stop is not deferred.
             RayError: one of the refs failed; others may still be running.
         """
         import ray
@@ -83,8 +81,7 @@ class Waiter:
                 ray.get(ready)
             if pending and status.poll() and self.on_status:
                 self.on_status(next(iter(status.latest.values())))
-            if interruptible:
-                self.stop.check()
+            self.stop.check()
             if pending and meanwhile is not None:
                 meanwhile()
             waited = time.monotonic() - start

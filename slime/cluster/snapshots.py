@@ -174,7 +174,8 @@ class Snapshots:
         if self._open is None:
             return
         temp, facts = self._open
-        written = [entry for group in self._trainer.groups for entry in group.finish_save()]
+        with self._stop.deferred():  # A signal must not leave a snapshot that is written but not committed.
+            written = [entry for group in self._trainer.groups for entry in group.finish_save()]
         snapshot.commit(temp, facts, written)
         self._open = None
         self.saved = facts["rollout_id"]

@@ -70,7 +70,7 @@ class TrainGroup:
     def train(
         self, rollout_id: int, batch_refs: Batches, values: Sequence[Values | None] | None = None
     ) -> tuple[TrainResult, list[Values | None]]:
-        """Train every rank on its part of a rollout. A signal does not interrupt the step.
+        """Train every rank on its part of a rollout.
 
         Returns:
             The result of rank 0, and each rank's values (of a critic, otherwise None).
@@ -81,9 +81,7 @@ class TrainGroup:
             rank.train.remote(rollout_id, [batch_refs[layout.data_rank(i)]], values[i] if values else None)
             for i, rank in enumerate(self.ranks)
         ]
-        results: list[TrainResult] = self._call(
-            refs, f"to train on rollout {rollout_id}", self.args.phase_timeout, interruptible=False
-        )
+        results: list[TrainResult] = self._call(refs, f"to train on rollout {rollout_id}", self.args.phase_timeout)
         return results[0], [result["values"] for result in results]
 
     def update_weights(
@@ -117,8 +115,7 @@ class TrainGroup:
         return float(self._call([ref], "to compare log-probs with the engines", self.args.phase_timeout)[0])
 
     def save(self, directory: Path) -> None:
-        saving = self._start(TrainActor.save, str(directory / self.role))
-        self._call(saving, "to save", self.args.phase_timeout, interruptible=False)
+        self._all("to save", TrainActor.save, str(directory / self.role))
 
     def is_saving(self) -> bool:
         """Whether a rank is still writing what :meth:`save` began (``--async-save``)."""
@@ -126,7 +123,7 @@ class TrainGroup:
 
     def finish_save(self) -> list[FileEntry]:
         """The files of all ranks, with paths relative to the snapshot, for its manifest."""
-        found = self._call(self._start(TrainActor.finish_save), "to save", self.args.phase_timeout, interruptible=False)
+        found = self._all("to save", TrainActor.finish_save)
         for rank, entries in enumerate(found):
             for entry in entries:
                 entry["path"] = f"{self.role}/{entry['path']}"
@@ -186,6 +183,5 @@ class TrainGroup:
         """Call all ranks and wait for their results."""
         return self._call(self._start(method, *arguments, **keywords), what, self.args.phase_timeout)
 
-    def _call(self, refs: Sequence[ObjectRef[T]], what: str, deadline: float, interruptible: bool = True) -> list[T]:
-        what = f"the {self.role} {what}"
-        return self.waiter.get(refs, what, deadline, actors=self._named, interruptible=interruptible)
+    def _call(self, refs: Sequence[ObjectRef[T]], what: str, deadline: float) -> list[T]:
+        return self.waiter.get(refs, f"the {self.role} {what}", deadline, actors=self._named)

@@ -102,12 +102,13 @@ def test_one_failed_rank_ends_the_wait_for_all(worker_class, failure: str) -> No
         Waiter(StopSignals()).get([healthy.work.remote(60), getattr(broken, failure).remote()], "both", 60)
 
 
-def test_a_signal_ends_an_interruptible_wait_and_spares_the_other(worker_class) -> None:
+def test_a_signal_ends_a_wait_unless_the_stop_is_deferred(worker_class) -> None:
     worker = worker_class.remote()
     with StopSignals() as stop:
         waiter = Waiter(stop)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        waiter.get([worker.work.remote(1.5)], "a training step", 30, interruptible=False)
+        with stop.deferred():
+            waiter.get([worker.work.remote(1.5)], "a training step", 30)
         assert stop.requested == "SIGTERM"
         with pytest.raises(StopRequested):
             waiter.get([worker.work.remote(30)], "generation", 60)
