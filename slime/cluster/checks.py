@@ -97,7 +97,7 @@ def _read_checkpoints(args: Args) -> dict[str, str]:
 def _check_quantized_engines(checkpoint: str | None, updates_sglang: bool) -> list[str]:
     """Refuse a quantized checkpoint whose weights would have to be updated in SGLang."""
     from slime.config.hf_config import read_config
-    from slime.models.shards import quantization_of
+    from slime.models.folder import quantization_of
 
     config = read_config(checkpoint) if checkpoint else None
     quantization = quantization_of(config) if config else None
@@ -173,7 +173,8 @@ def _snapshot_bytes(args: Args) -> int:
     """Approximate size of a snapshot in bytes: float32 weights and Adam's two moments; 0 if it cannot be known."""
     from math import prod
 
-    from slime.models.shards import ModelError, local_folder, read_headers
+    from slime.models.folder import local_folder
+    from slime.models.shards import ModelError, read_headers
 
     try:
         folder = local_folder(args.hf_checkpoint) if args.hf_checkpoint else None

@@ -258,7 +258,7 @@ def end_descendants(seconds: float) -> None:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     process.kill()
-        time.sleep(0.05)
+        time.sleep(0.2)  # Each round reads all of /proc.
 
 
 def _reap_others(driver: int) -> None:

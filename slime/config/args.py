@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from slime.config.agent import AgentConfig
@@ -118,16 +117,6 @@ class Args(
     def declare(self, name: str, value: object) -> None:
         """Set an attribute of the user's own, whether it exists or not."""
         self.__dict__[name] = value
-
-    def save_folder(self) -> Path:
-        """Return the folder of snapshots.
-
-        Raises:
-            ValueError: neither ``--save`` nor ``--save-interval`` is given.
-        """
-        if self.save is None:
-            raise ValueError("the run has no folder for snapshots: pass --save or --save-interval")
-        return Path(self.save)
 
     def with_values(self, **changes: Any) -> Self:
         """Return a copy with other values, such as ``args.with_values(num_rollout=12)`` once the number is known.

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from slime.models.shards import TensorHeader, local_folder, read_headers
+from slime.models.folder import local_folder
+from slime.models.shards import TensorHeader, read_headers
 
 
 def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: bool) -> list[str]:
@@ -34,13 +35,15 @@ def check_checkpoint_once(path: str, trust_remote_code: bool, by_transformers: b
     headers = read_headers(folder) if folder is not None else {}
     if folder is None or not headers or trust_remote_code or not (folder / "config.json").is_file():
         return _compare(path, trust_remote_code, by_transformers)
-    file = _cache_folder() / f"{_digest((folder / 'config.json').read_bytes(), headers, by_transformers)}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there, or a file that a full disk has cut off
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "fitting-checkpoints"
+    file = cache / f"{_digest((folder / 'config.json').read_bytes(), headers, by_transformers)}.json"
+    with contextlib.suppress(OSError, ValueError):  # not there, or not written completely
         return [str(notice) for notice in json.loads(file.read_bytes())]
     notices = _compare(path, trust_remote_code, by_transformers)
     if not any(str(folder) in notice for notice in notices):  # an equal checkpoint may lie elsewhere
         with contextlib.suppress(OSError):  # a home folder that cannot be written: compared again each time
-            _write(file, json.dumps(notices))
+            cache.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(notices), encoding="utf-8")
     return notices
 
 
@@ -56,14 +59,3 @@ def _digest(config: bytes, headers: Mapping[str, TensorHeader], by_transformers:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slime" / "fitting-checkpoints"
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)

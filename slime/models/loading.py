@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from slime.models.cpu_linear import use_onednn_linears
 from slime.models.expected import compare, from_loading_info, notices, require_fit
-from slime.models.shards import ModelError, local_folder, read_headers, resolve_folder, shorten
+from slime.models.folder import local_folder, resolve_folder
+from slime.models.shards import ModelError, read_headers, shorten
 from slime.models.stored import StoredWeights, is_finite
 
 if TYPE_CHECKING:

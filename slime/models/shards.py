@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face checkpoint, its safetensors files, and their tensors, read only from the headers.
+"""The safetensors files of a Hugging Face checkpoint, and the tensors in them, read only from the headers.
 
 A safetensors file begins with the length of its header (unsigned 64-bit, little endian) and the header, a JSON object
 ``{name: {"dtype", "shape", "data_offsets"}}`` (https://github.com/huggingface/safetensors#format). Reading the headers
@@ -26,17 +26,6 @@ DTYPE_BITS = {
 PLAIN_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 """Dtypes of weights that need no scale."""
 
-COPIED_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.jinja",
-    "*processor*.json",
-    "*.py",
-)
-
 
 class ModelError(ValueError):
     """The folder, the architecture or the chosen attention cannot be used. The message says what to change."""
@@ -49,39 +38,6 @@ class TensorHeader(NamedTuple):
     dtype: str
     """The name of the dtype in safetensors: ``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ..."""
     shape: tuple[int, ...]
-
-
-def resolve_folder(path: str | Path) -> Path:
-    """Return the local folder of a checkpoint. A hub id is downloaded if it is not in the local cache."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", *COPIED_FILES]))
-
-
-def local_folder(path: str | Path) -> Path | None:
-    """Return the local folder of a checkpoint without a download: None for a hub id that is not cached."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = Path(snapshot_download(str(path), allow_patterns=["*.json"], local_files_only=True))
-    except (OSError, ValueError):  # nothing is cached, or no hub id
-        return None
-    return found if any(found.glob("*.safetensors")) else None
-
-
-def quantization_of(config: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the ``quantization_config`` of a config.json (of the model or of its text part), or None."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        if found := part.get("quantization_config") or part.get("compression_config"):
-            return dict(found) if isinstance(found, Mapping) else {"quant_method": repr(found)}
-    return None
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slime.config.hf_config import MTP_COUNTS
+from slime.models.folder import COPIED_FILES, resolve_folder
 from slime.models.quantized import without_quantization
-from slime.models.shards import COPIED_FILES, INDEX, resolve_folder
+from slime.models.shards import INDEX
 from slime.models.stored import StoredWeights
 
 SHARD_BYTES = 4 * 1024**3

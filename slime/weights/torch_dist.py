@@ -176,14 +176,6 @@ def join_launched_ranks() -> tuple[int, int]:
 
 
 __all__ = [
-    "META",
-    "RANK_FILES",
-    "TENSORS",
-    "convert_from_hf",
-    "describe",
-    "find",
-    "hf_tensors",
-    "join_launched_ranks",
-    "mark_as_megatron",
-    "read_meta",
-]
+    "META", "RANK_FILES", "TENSORS", "convert_from_hf", "describe", "find", "hf_tensors", "join_launched_ranks",
+    "mark_as_megatron", "read_meta",
+]  # fmt: skip

@@ -40,9 +40,13 @@ def engines():
     return sorted(found, key=lambda process: process.pid)
 
 
-def strike(url=None):
-    """Once per run: the first engine, or that at ``url``."""
-    mark = HERE / ("struck-" + os.environ["SLIME_TEST_RUN"])
+def planned(phase):
+    return phase in (HERE / "blow").read_text().split()[:-1]
+
+
+def strike(phase, url=None):
+    """Once per run and phase: the first engine, or that at ``url``."""
+    mark = HERE / f"struck-{phase}-{os.environ['SLIME_TEST_RUN']}"
     blow = (HERE / "blow").read_text().split()
     try:
         mark.touch(exist_ok=False)
@@ -53,16 +57,16 @@ def strike(url=None):
     mark.write_text(str(victims[0].pid))
     for process in [*victims[0].children(recursive=True), victims[0]]:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, int(blow[1]))
+            os.kill(process.pid, int(blow[-1]))
 
 
 async def generate(args, sample, sampling_params):
     from slime.rollout.sglang_rollout import generate
 
     request = asyncio.ensure_future(generate(args, sample, sampling_params))
-    if (HERE / "blow").read_text().startswith("generate") and sample.group_index >= 5:
+    if planned("generate") and sample.group_index >= 5:
         await asyncio.sleep(0.05)
-        strike()
+        strike("generate")
     return await request
 
 
@@ -71,17 +75,20 @@ async def reward(args, sample, **kwargs):
 
 
 def in_trainer(args, rollout_id, rollout_data):
-    """Called in the trainer in each step: arm the next weight update."""
+    """Called in the trainer in each step: arm the next weight update.
+
+    An engine that was struck in the second rollout is back in the third.
+    """
     from slime.engines import handle
 
-    if rollout_id < 1 or not (HERE / "blow").read_text().startswith("sync"):
+    if rollout_id < (2 if planned("generate") else 1) or not planned("sync"):
         return
     push, pushed = handle.EngineHandle.push, []
 
     async def deadly(self, bucket, *more):
         pushed.append(bucket.index)
         if bucket.index == 3:
-            strike(self.url)
+            strike("sync", self.url)
         await push(self, bucket, *more)
 
     handle.EngineHandle.push = deadly
@@ -95,12 +102,12 @@ QUICK = [
 
 @pytest.fixture
 def sabotage(tmp_path: Path, tiny_model: Path, prompts: Path) -> Callable[..., list[object]]:
-    """Flags of a run in which one engine is struck: ``sabotage("generate", signal.SIGKILL)``."""
+    """Flags of a run in which engines are struck: ``sabotage("generate sync", signal.SIGKILL)``, once per phase."""
     file = tmp_path / "sabotage.py"
     file.write_text(SABOTAGE)
 
-    def flags(phase: str, blow: int) -> list[object]:
-        (tmp_path / "blow").write_text(f"{phase} {int(blow)}")
+    def flags(phases: str, blow: int) -> list[object]:
+        (tmp_path / "blow").write_text(f"{phases} {int(blow)}")
         return [
             "--hf-checkpoint", tiny_model, "--prompt-data", prompts, "--apply-chat-template",
             "--custom-rm-path", f"{file}:reward", "--rollout-data-postprocess-path", f"{file}:in_trainer",
@@ -128,19 +135,22 @@ def numbers(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith(leave) and "cache" not in k} for row in rows]
 
 
-def struck(runner) -> int:
-    return int((runner.tmp / f"struck-{runner.marker}").read_text())
+def struck(runner) -> list[int]:
+    """Process ids of the engines that were struck."""
+    return [int(file.read_text()) for file in runner.tmp.glob(f"struck-*-{runner.marker}")]
 
 
-def assert_went_on(runner, result) -> list[dict]:
+def assert_went_on(runner, result, strikes: int = 1) -> list[dict]:
     assert result.code == 0, result.output
     rows = result.metrics()
     assert [row["rollout/step"] for row in rows] == [0, 1, 2, 3]
-    assert sum(row["rollout/engine_lost_count"] for row in rows) == 1, [r["rollout/engine_lost_count"] for r in rows]
+    lost = [row["rollout/engine_lost_count"] for row in rows]
+    assert sum(lost) == strikes, lost
     assert trained_groups(result.folder) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    pid = struck(runner)
+    pids = struck(runner)
+    assert len(pids) == strikes
     assert runner.wait_gone() == []
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert not [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
     return rows
 
 
@@ -164,21 +174,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("phase", "blow", "engines", "more"),
+    ("phases", "blow", "engines", "more"),
     [
-        *((phase, blow, n, []) for phase in ("generate", "sync") for blow in ("SIGKILL", "SIGSTOP") for n in (1, 2)),
+        *(("generate sync", blow, n, []) for blow in ("SIGKILL", "SIGSTOP") for n in (1, 2)),
         *(("generate", "SIGKILL", n, ["--colocate"]) for n in (1, 2)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, phase, blow, engines, more) -> None:
+def test_a_struck_run_equals_an_undisturbed_one(runner, sabotage, undisturbed, phases, blow, engines, more) -> None:
     more = [*QUICK, "--rollout-num-gpus", engines, "--distributed-timeout-minutes", 1, *more]
     if "rows" not in undisturbed:
         whole = runner.run(*sabotage("never", 0), *QUICK, name="whole")
         assert whole.code == 0, whole.output
         undisturbed["rows"] = numbers(whole.metrics())
-    result = runner.run(*sabotage(phase, signal.Signals[blow]), *more, timeout=400)
-    rows = assert_went_on(runner, result)
+    result = runner.run(*sabotage(phases, signal.Signals[blow]), *more, timeout=400)
+    rows = assert_went_on(runner, result, len(phases.split()))
     assert numbers(rows) == undisturbed["rows"]
 
 

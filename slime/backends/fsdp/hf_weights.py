@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from slime.backends.fsdp.gathering import whole_tensors
+from slime.models.folder import local_folder
 from slime.models.loading import ModelError
-from slime.models.shards import local_folder
 from slime.weights.hf_folder import (
     copy_companions,
     without_mtp_layers,

@@ -32,7 +32,7 @@ from slime.config.args import Args
 from slime.config.hooks import load_function
 from slime.config.layout import ParallelLayout
 from slime.data.fields import RankBatch
-from slime.models.shards import resolve_folder
+from slime.models.folder import resolve_folder
 from slime.weights.hf_folder import copy_companions, copy_config, without_mtp_layers, write_tensors
 
 logger = logging.getLogger(__name__)

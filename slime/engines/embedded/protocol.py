@@ -196,18 +196,9 @@ def parse_generate(body: object, vocab_size: int) -> GenerateBody:
 
 
 _PER_PROMPT = (
-    "rid",
-    "sampling_params",
-    "return_logprob",
-    "logprob_start_len",
-    "top_logprobs_num",
-    "token_ids_logprob",
-    "image_data",
-    "return_text_in_logprobs",
-    "return_top_p_token_ids",
-    "stream",
-    "weight_version_plan",
-)
+    "rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob",
+    "image_data", "return_text_in_logprobs", "return_top_p_token_ids", "stream", "weight_version_plan",
+)  # fmt: skip
 
 
 def _one_request(

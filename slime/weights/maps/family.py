@@ -240,21 +240,7 @@ def decoder_layer(settings: Settings, index: int, prefix: str = "model.") -> lis
 
 
 __all__ = [
-    "COLUMNS",
-    "REPLICATED",
-    "ROWS",
-    "Entry",
-    "Family",
-    "HfConfig",
-    "Settings",
-    "attention_entries",
-    "decoder_layer",
-    "dense_settings",
-    "expert_entries",
-    "mlp_entries",
-    "moe_layers",
-    "moe_settings",
-    "norm_entries",
-    "padded_vocab_size",
-    "parse_layer_frequency",
-]
+    "COLUMNS", "REPLICATED", "ROWS", "Entry", "Family", "HfConfig", "Settings", "attention_entries", "decoder_layer",
+    "dense_settings", "expert_entries", "mlp_entries", "moe_layers", "moe_settings", "norm_entries",
+    "padded_vocab_size", "parse_layer_frequency",
+]  # fmt: skip
